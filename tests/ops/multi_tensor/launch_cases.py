@@ -41,7 +41,7 @@ def _record(
         flag = torch.empty(1, device="meta")
         # Programs that raise the flag they look at leave their sums to a second launch.
         lists.apply(plain, {}, flags, noop=flag, overflow=flag)
-        lists.total(found, maximum=rule.maximum, root=not rule.maximum)
+        lists.total(found, rule, root=not rule.maximum)
     if rule.quantities == 1 and not rule.writes and not options:
         factor, averages = torch.empty(1, device="meta"), torch.empty(3, 2, device="meta")
         lists.measured_clip(plain, 0.5, 1e-6)

@@ -132,7 +132,7 @@ def test_measured_sums_go_into_the_next_pass(route: Route) -> None:
     with _library.implementation(route.implementation):
         lists = make_lists([None, tensors, None, None, None])
         found = lists.apply(rules.SQUARE_SUM, {})
-        total = lists.total(found, root=True)
+        total = lists.total(found, rules.SQUARE_SUM, root=True)
     assert found.shape == (len(SIZES), 2)
     assert_close(found[:, 0], torch.stack([tensor.double().square().sum() for tensor in tensors]), reduction=300)
     assert_close(total, torch.cat(tensors).double().norm().reshape(1))

@@ -22,9 +22,6 @@ MEASURING_PROGRAMS = 1 << 16
 WALK = 16384
 ENOUGH_PROGRAMS = 2048
 
-# Up to this many partial sums one program adds up all; more are added up per tensor first.
-TOTAL_AT_ONCE = 16384
-
 # Of which the last program of a launch loads so many at once.
 MOST_AT_ONCE = 4096
 

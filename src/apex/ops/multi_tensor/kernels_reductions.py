@@ -60,24 +60,30 @@ def reduce_rows(
 @triton.jit
 def reduce_partials(
     partials, bounds, noop, grad_scale, out, factor,
-    limit, margin, share,
+    count, limit, margin, share,
     QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
 
-    Program (i, q) takes quantity q; `out` has COLUMNS columns. With AVERAGE it moves what is there towards the sum by
-    `share`, or takes the sum in place of what is negative. `factor` gets what brings a norm down to `limit`, at most 1,
-    times `grad_scale`; `margin` is added to the norm first.
+    Without `bounds`, of the first `count` rows into `out[0]`. Program (i, q) takes quantity q; `out` has COLUMNS
+    columns. With AVERAGE it moves what is there towards the sum by `share`, or takes the sum in place of what is
+    negative. `factor` gets what brings a norm down to `limit`, at most 1, times `grad_scale`; `margin` is added to the
+    norm first.
     """
     if noop is not None:
         if tl.load(noop) != 0:
             return
     index = tl.program_id(0)
     quantity = tl.program_id(1)
+    start = 0
+    stop = count
+    if bounds is not None:
+        start = tl.load(bounds + index)
+        stop = tl.load(bounds + index + 1)
     reduce_rows(
         (partials, grad_scale, out + index * COLUMNS + quantity, factor), (limit, margin, share),
-        tl.load(bounds + index), tl.load(bounds + index + 1), quantity,
+        start, stop, quantity,
         QUANTITIES, MAXIMUM, ROOT, AVERAGE, BLOCK,
     )  # fmt: skip
 

@@ -46,20 +46,37 @@ def scale(
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> None:
     """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
-    for indices, lists in groups_of((outputs, inputs), names):
-        on_device = factor_on(factor, lists.device) if isinstance(factor, Tensor) else None
+    hyper = {"factor": 1.0 if isinstance(factor, Tensor) else factor}
+    checks = (1,) if overflow is not None else ()
+    _apply(rules.SCALE, (outputs, inputs), names, hyper, factor, checks, overflow, nonfinite_counts, noop)
+
+
+def _apply(
+    rule: Rule,
+    slots: Slots,
+    names: Sequence[str],
+    hyper: dict[str, Any],
+    factor: float | Tensor,
+    checks: tuple[int, ...],
+    overflow: Tensor | None,
+    nonfinite_counts: Tensor | None,
+    noop: Tensor | None = None,
+) -> None:
+    """A pass over every group; a `factor` that is a tensor multiplies slot 1."""
+    for indices, lists in groups_of(slots, names):
         counters = None if nonfinite_counts is None else _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
-            rules.SCALE,
-            {"factor": 1.0 if on_device is not None else factor},
-            grad_scale=on_device,
+            rule,
+            hyper,
+            grad_scale=factor_on(factor, lists.device) if isinstance(factor, Tensor) else None,
             overflow=flag_on(overflow, lists.device),
             nonfinite_counts=counters,
             noop=flag_on(noop, lists.device),
-            checks=(1,) if overflow is not None else (),
+            checks=checks,
         )
-        if counters is not nonfinite_counts:
-            _add_counters(nonfinite_counts, counters, indices)
+        if nonfinite_counts is not None and counters is not None and counters is not nonfinite_counts:
+            places = upload(indices, torch.int64, nonfinite_counts.device)
+            nonfinite_counts[places] += counters.to(nonfinite_counts.device)
 
 
 def _counters(nonfinite_counts: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
@@ -67,11 +84,6 @@ def _counters(nonfinite_counts: Tensor, indices: Sequence[int], device: torch.de
     if len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device:
         return nonfinite_counts
     return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
-
-
-def _add_counters(totals: Any, counters: Any, indices: Sequence[int]) -> None:
-    """Adds the counts of a group to those of all tensors."""
-    totals[upload(indices, torch.int64, totals.device)] += counters.to(totals.device)
 
 
 @torch.no_grad()
@@ -90,7 +102,9 @@ def zero(tensors: Iterable[Tensor]) -> None:
 @torch.no_grad()
 def mask(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zeroes the elements of each tensor whose mask, bool of the same shape and on the same device, is False."""
-    for _, lists in groups_with_masks(tensors, [mask.view(torch.uint8) for mask in masks]):
+    slots: Slots = (tensors, None, [mask.view(torch.uint8) for mask in masks])
+    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
+    for _, lists in known_groups(slots) or _grouped(slots, fits):
         lists.apply(rules.MASK, {})
 
 
@@ -113,19 +127,8 @@ def axpby(
     """
     wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
-    for indices, lists in groups_of((outputs, x, y), names):
-        on_device = factor_on(a, lists.device) if isinstance(a, Tensor) else None
-        counters = None if nonfinite_counts is None else _counters(nonfinite_counts, indices, lists.device)
-        lists.apply(
-            rules.AXPBY,
-            {"a": 1.0 if on_device is not None else a, "b": b.reshape(()) if isinstance(b, Tensor) else b},
-            grad_scale=on_device,
-            overflow=flag_on(overflow, lists.device),
-            nonfinite_counts=counters,
-            checks=slots,
-        )
-        if counters is not nonfinite_counts:
-            _add_counters(nonfinite_counts, counters, indices)
+    hyper = {"a": 1.0 if isinstance(a, Tensor) else a, "b": b.reshape(()) if isinstance(b, Tensor) else b}
+    _apply(rules.AXPBY, (outputs, x, y), names, hyper, a, slots, overflow, nonfinite_counts)
 
 
 def l2norm(
@@ -223,7 +226,7 @@ def _norm(
             each = values
         else:
             each[upload(indices, torch.int64, device)] = values.to(device)
-        totals.append(lists.total(found, maximum=rule.maximum, root=root))
+        totals.append(lists.total(found, rule, root=root))
     if len(totals) == 1:
         return totals[0], each
     if not totals:
@@ -320,13 +323,6 @@ def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
         return found
     check(slots, names)
     return _grouped(slots, kernel_fits)
-
-
-def groups_with_masks(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> Groups:
-    """Groups of tensors in slot 0 and their masks, uint8 tensors of the same shapes, in slot 2."""
-    slots: Slots = (tensors, None, masks)
-    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
-    return known_groups(slots) or _grouped(slots, fits)
 
 
 def _grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> Groups:

@@ -7,6 +7,7 @@ parameters has half a million of them, too many to look at one by one from Pytho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from . import config
 from .flat import is_dense
 from .op import kernel_fits
 from .rule import GRADIENT, Rule
-from .tables import INDICES, Layout, PointerTable, keep_if_captured, upload
+from .tables import INDICES, PointerTable, keep_if_captured, upload
 from .torch_lists import Slots, TorchLists
 from .triton_lists import Sum, TritonLists, reductions
 
@@ -51,26 +52,22 @@ class RowTable(PointerTable):
         super().__init__(row_sizes[self.owner].tolist(), device)
         self._widths = torch.tensor([*widths, gradient_width], **INDICES)
         self._before = (torch.arange(len(self.owner), **INDICES) - first[self.owner]) * row_sizes[self.owner]
-        step = self._widths[:, None] * row_sizes * (counts > 1)
-        self._rows_aligned = not bool((step & 15).any())
+        self._rows_aligned = not bool((self._widths[:, None] * row_sizes * (counts > 1) & 15).any())
 
     def _of_rows(self, addresses: list[list[int]], widths: Tensor) -> Tensor:
         return torch.tensor(addresses, **INDICES)[:, self.owner] + widths[:, None] * self._before
 
-    def update_fixed(self, addresses: list[list[int]]) -> None:
-        """Addresses of the tensors of every list but the gradients; see `PointerTable.update_fixed`."""
-        if addresses != self._fixed_addresses:
-            rows = self._of_rows(addresses, self._widths[:-1])
-            self.fixed = upload(torch.stack((torch.tensor(self.sizes, **INDICES), *rows), 1), torch.int64, self.device)
-            self._fixed_addresses = addresses
-            self._fixed_aligned = self._rows_aligned and not any(address & 15 for row in addresses for address in row)
+    def _fixed_rows(self, addresses: list[list[int]]) -> Tensor:
+        rows = self._of_rows(addresses, self._widths[:-1])
+        return torch.stack((torch.tensor(self.sizes, **INDICES), *rows), 1)
 
-    def update_moving(self, addresses: list[int] | None) -> None:
-        """Addresses of the gradients; see `PointerTable.update_moving`."""
-        if addresses is not None and addresses != self._moving_addresses:
-            self.moving = upload(self._of_rows([addresses], self._widths[-1:])[0], torch.int64, self.device)
-            self._moving_addresses = addresses
-            self._moving_aligned = not any(address & 15 for address in addresses)
+    def _moving_rows(self, addresses: list[int]) -> Tensor:
+        return self._of_rows([addresses], self._widths[-1:])[0]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts at a multiple of 16 bytes."""
+        return self._rows_aligned and super().aligned
 
 
 class TritonRowLists(TritonLists):
@@ -102,14 +99,13 @@ class TritonRowLists(TritonLists):
         needed = -(-max(self.sizes) // block)
         return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block, lists)
 
-    def _partials(self, count: int, quantities: int) -> tuple[Tensor, Tensor]:
-        # Sums of rows may go to whoever asked for them.
-        return self._empty(count, quantities), super()._partials(0, 0)[1]
-
-    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: Sum | None, noop: Tensor | None) -> Tensor:
-        if total is None and layout.count == len(self.sizes):  # a program per row
-            return partials
-        return super()._add_up(rule, partials, layout, total, noop)
+    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
+        layout = self._layout(rule)
+        if layout.count != len(self.sizes) or rule.quantities != total.columns:
+            return super()._measured(rule, hyper, flags, total, **given)
+        # A program per row, whose sums are the row's: nothing is left to add up.
+        self._run(rule, hyper, flags, partials=total.out, **given)
+        return total.out
 
     def project(
         self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float

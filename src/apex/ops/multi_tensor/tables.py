@@ -109,23 +109,20 @@ class Layout:
         self.block = block
         self.together = together
         with _device.real_tensors():
-            self._lay_out(sizes, device)
-
-    def _lay_out(self, sizes: Sequence[int], device: torch.device) -> None:
-        block, together = self.block, self.together
-        counts = -(-torch.tensor(sizes, **INDICES) // (block * together))
-        ends = counts.cumsum(0)
-        self.count = int(ends[-1]) if len(sizes) else 0
-        # The most programs that work on one tensor.
-        self.longest = int(counts.max()) if len(sizes) else 0
-        # Of how many sums the program that is the last loads at once: of all tensors, of one.
-        self.last_block = config.last_block(self.count), config.last_block(self.longest)
-        if self.count >= 2**31:
-            raise ValueError(f"{self.count} blocks of {block * together} elements are more than one launch can take")
-        tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
-        within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
-        self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
-        self.bounds = upload(torch.cat((torch.zeros(1, **INDICES), ends)), torch.int32, device)
+            counts = -(-torch.tensor(sizes, **INDICES) // (block * together))
+            ends = counts.cumsum(0)
+            self.count = int(ends[-1]) if len(sizes) else 0
+            most = int(counts.max()) if len(sizes) else 0
+            # How many sums the last program loads at once: of all tensors, of one.
+            self.last_block = config.last_block(self.count), config.last_block(most)
+            if self.count >= 2**31:
+                raise ValueError(
+                    f"{self.count} blocks of {block * together} elements are more than one launch can take"
+                )
+            tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
+            within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
+            self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
+            self.bounds = upload(torch.cat((torch.zeros(1, **INDICES), ends)), torch.int32, device)
 
 
 class PointerTable:
@@ -145,16 +142,23 @@ class PointerTable:
     def update_fixed(self, addresses: list[list[int]]) -> None:
         """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
         if addresses != self._fixed_addresses:
-            self.fixed = upload(list(zip(self.sizes, *addresses, strict=True)), torch.int64, self.device)
+            self.fixed = upload(self._fixed_rows(addresses), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = not any(_low_bits(row) for row in addresses)
 
     def update_moving(self, addresses: list[int] | None) -> None:
         """Addresses of the gradients; uploaded if they differ from the last ones."""
         if addresses != self._moving_addresses:
-            self.moving = None if addresses is None else upload(addresses, torch.int64, self.device)
+            self.moving = None if addresses is None else upload(self._moving_rows(addresses), torch.int64, self.device)
             self._moving_aligned = addresses is None or not _low_bits(addresses)
         self._moving_addresses = addresses
+
+    def _fixed_rows(self, addresses: list[list[int]]) -> Any:
+        """What the kernels read: for each tensor its size, and its address in every list."""
+        return list(zip(self.sizes, *addresses, strict=True))
+
+    def _moving_rows(self, addresses: list[int]) -> Any:
+        return addresses
 
     def has_gradients(self, tensors: list[Tensor]) -> bool:
         """Whether these gradients have the addresses that were uploaded last; as many tensors are expected."""

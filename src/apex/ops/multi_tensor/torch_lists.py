@@ -178,19 +178,19 @@ class TorchLists:
         return torch.where(single == single, rounded, single)
 
     @torch.no_grad()
-    def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
-        """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
+    def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
+        """Sum (or maximum) over the tensors of the first quantity of `rule`, float32 [1]; its root if asked for."""
         values = per_tensor[:, 0]
         if not values.numel():
             return torch.zeros(1, dtype=torch.float32, device=self.device)
-        found = values.amax() if maximum else values.sum(dtype=self._sums)
+        found = values.amax() if rule.maximum else values.sum(dtype=self._sums)
         return (found.sqrt() if root else found).to(torch.float32).reshape(1)
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
         found = self.apply(rule, hyper, **options)
         assert found is not None
-        return self.total(found, maximum=rule.maximum, root=root)
+        return self.total(found, rule, root=root)
 
     def measured_clip(
         self, rule: Rule, limit: float, margin: float, *, grad_scale: Tensor | None = None, **noop: Tensor | None

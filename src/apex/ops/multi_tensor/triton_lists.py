@@ -13,7 +13,7 @@ from .._partial_sums import TICKETS, partial_sums
 from .._recording import Number
 from . import config
 from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule
-from .tables import Layout, PointerTable, current_stream, keep_if_captured, upload
+from .tables import Layout, PointerTable, current_stream, keep_if_captured
 
 Slots = Sequence[Sequence[Tensor] | None]
 
@@ -25,22 +25,24 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 _NUMBERS = frozenset((float, int, bool))
 _ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
 _OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
-# How measured values are added up: per tensor or over all, as a root, into a moving average.
-_OF_ALL, _ROOT = (False, False, False), (False, True, False)
-_OF_EACH, _AVERAGE = (True, False, False), (True, False, True)
 
 
 class Sum(NamedTuple):
-    """Into what measured values are added up, and how; `out` has so many columns.
+    """Where measured values are added up, and how: of each tensor into a row of `out` [tensors, columns], or of all.
 
-    See `kernels_reductions.reduce_partials` for `factor` and for limit, margin and share, which `by` holds.
+    See `kernels_reductions.reduce_partials` for the rest.
     """
 
     out: Tensor
-    how: tuple[bool, bool, bool]
-    columns: int = 1
+    per_tensor: bool = False
+    root: bool = False
+    average: bool = False
     factor: Tensor | None = None
-    by: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)  # limit, margin and share
+
+    @property
+    def columns(self) -> int:
+        return self.out.shape[-1]
 
 
 class TritonLists:
@@ -63,7 +65,6 @@ class TritonLists:
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
         self._layouts: dict[Rule, Layout] = {}
-        self._bounds: dict[int, Tensor] = {}
         # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
         self._finishes_all = publishes and max(self.sizes, default=0) > 0
@@ -95,51 +96,28 @@ class TritonLists:
         if not rule.quantities:
             self._run(rule, hyper, flags, **given)
             return None
-        return self._measured(rule, hyper, flags, None, **given)
-
-    def _measured(
-        self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum | None, **given: Any
-    ) -> Tensor:
-        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
-
-        Without a `total`, per tensor into new memory.
-        """
-        per_tensor = total is None or total.how[0]
-        if self._finishes_each if per_tensor else self._finishes_all:
-            total = total or self._sum_per_tensor(rule)
-            self._run(rule, hyper, flags, total, **given)
-            return total.out
-        noop, grad_scale = given.get("noop"), given.get("grad_scale")
-        partials, layout = self._run(rule, hyper, flags, **given)
-        if total is None or per_tensor:
-            return self._add_up(rule, partials, layout, total, noop)
-        count, columns = layout.count, 1
-        if count > config.TOTAL_AT_ONCE:
-            partials = self._add_up(rule, partials, layout, None, noop)
-            count, columns = partials.shape
-        bounds = self._bounds_of_all(count)
-        self._reduce(partials, bounds, total, noop, grad_scale, 1, columns, rule.maximum)
-        return total.out
-
-    def _add_up(self, rule: Rule, partials: Tensor, layout: Layout, total: Sum | None, noop: Tensor | None) -> Tensor:
-        total = total or self._sum_per_tensor(rule)
-        self._reduce(partials, layout.bounds, total, noop, None, rule.quantities, rule.quantities, rule.maximum)
-        return total.out
-
-    def _sum_per_tensor(self, rule: Rule) -> Sum:
         columns = max(2, rule.quantities)
-        return Sum(self._empty(len(self.sizes), columns), _OF_EACH, columns)
+        return self._measured(rule, hyper, flags, Sum(self._empty(len(self.sizes), columns), per_tensor=True), **given)
 
-    def total(self, per_tensor: Tensor, *, maximum: bool = False, root: bool = False) -> Tensor:
-        """Sum (or maximum) over the tensors of the first quantity, float32 [1]; its root if asked for."""
-        total = Sum(self._empty(1), _ROOT if root else _OF_ALL)
-        bounds = self._bounds_of_all(len(self.sizes))
-        self._reduce(per_tensor, bounds, total, None, None, 1, per_tensor.shape[1], maximum)
+    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
+        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it."""
+        if self._finishes_each if total.per_tensor else self._finishes_all:
+            self._run(rule, hyper, flags, total, **given)
+        else:
+            partials, layout = self._run(rule, hyper, flags, **given)
+            bounds, rows = (layout.bounds, 0) if total.per_tensor else (None, layout.count)
+            self._reduce(rule, partials, bounds, rows, total, given.get("noop"), given.get("grad_scale"))
+        return total.out
+
+    def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
+        """Sum (or maximum) over the tensors of the first quantity of `rule`, float32 [1]; its root if asked for."""
+        total = Sum(self._empty(1), root=root)
+        self._reduce(rule, per_tensor, None, len(self.sizes), total)
         return total.out
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
-        return self._measured(rule, hyper, (), Sum(self._empty(1), _ROOT if root else _OF_ALL), **given)
+        return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), **given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
@@ -147,7 +125,7 @@ class TritonLists:
         `rule` measures squares, or absolute values that are maximised.
         """
         factor = self._empty(1)
-        total = Sum(self._empty(1), _OF_ALL if rule.maximum else _ROOT, 1, factor, (limit, margin, 0.0))
+        total = Sum(self._empty(1), root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
         return self._measured(rule, {}, (), total, **scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
@@ -155,7 +133,7 @@ class TritonLists:
 
         A negative average is none yet, and becomes what is measured.
         """
-        total = Sum(averages, _AVERAGE, 2, None, (0.0, 0.0, share))
+        total = Sum(averages, per_tensor=True, average=True, numbers=(0.0, 0.0, share))
         self._measured(rule, {}, (), total, **scaling)
 
     # Launches ---------------------------------------------------------------------------------------------------------
@@ -174,24 +152,25 @@ class TritonLists:
         whole: Tensor | None = None,
         nonfinite_counts: Tensor | None = None,
         seed: int | None = None,
+        partials: Tensor | None = None,
     ) -> tuple[Any, Layout]:
         """Launches the rule; returns what it measured in each block, if it measures, and which block is whose.
 
-        The same launch adds that up if a `total` is given.
+        That goes into `partials` where they are given. The same launch adds it up if a `total` is given.
         """
         numbers, scalars, on_device = self._numbers(rule, hyper)
         table, layout = self.table, self._layout(rule)
         if not layout.count:
-            return self._partials(0, rule.quantities)[0], layout
+            return self._empty(0), layout
         if self._index is not None and _device.current_stream(self._index):  # the default stream cannot be captured
             keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
-        partials, tickets, finishing, by = None, None, None, (0.0, 0.0, 0.0)
+        tickets, finishing, by = None, None, (0.0, 0.0, 0.0)
         sums: tuple[Tensor | None, ...] = (None,) * 4
-        if rule.quantities:
-            partials, tickets = self._partials(layout.count, rule.quantities)
+        if rule.quantities and partials is None:
+            partials, tickets = partial_sums(layout.count * rule.quantities, self.device)
         if total is not None:
-            out, how, columns, factor, by = total
-            finishing = (*how, columns, layout.last_block[how[0]])
+            out, per_tensor, root, average, factor, by = total
+            finishing = (per_tensor, root, average, total.columns, layout.last_block[per_tensor])
             sums = (layout.bounds, tickets, out, factor)
         given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
         settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
@@ -203,34 +182,35 @@ class TritonLists:
 
     def _reduce(
         self,
+        rule: Rule,
         partials: Tensor,
-        bounds: Tensor,
+        bounds: Tensor | None,
+        rows: int,
         total: Sum,
-        noop: Tensor | None,
-        grad_scale: Tensor | None,
-        quantities: int,
-        columns: int,
-        maximum: bool,
+        noop: Tensor | None = None,
+        grad_scale: Tensor | None = None,
     ) -> None:
-        """See `kernels_reductions.reduce_partials`; `columns` are those of `partials`."""
-        keep_if_captured(self.device, bounds)
-        shape, (_, root, averages) = (bounds.shape[0] - 1, quantities, columns, total.columns), total.how
-        launch = _reduction_launch(*shape, maximum, root, averages)
-        launch((partials, bounds, noop, grad_scale, total.out, total.factor), total.by)
-
-    def _bounds_of_all(self, count: int) -> Tensor:
-        bounds = self._bounds.get(count)
-        if bounds is None:
-            bounds = self._bounds[count] = upload([0, count], torch.int32, self.device)
-        return bounds
-
-    def _partials(self, count: int, quantities: int) -> tuple[Tensor, Tensor]:
-        """Memory for what programs measure, which the next launch reads and no later one, and tickets for them."""
-        return partial_sums(count * quantities, self.device)
+        """Adds up rows of `partials`: those of each tensor, between its `bounds`, or the first quantity of all."""
+        if bounds is not None:
+            keep_if_captured(self.device, bounds)
+        results, quantities = (1, 1) if bounds is None else (len(self.sizes), rule.quantities)
+        columns = partials.shape[1] if partials.dim() == 2 else rule.quantities
+        reductions.reduce_partials(
+            (results, quantities),
+            (partials, bounds, noop, grad_scale, total.out, total.factor),
+            (rows,),
+            total.numbers,
+            QUANTITIES=columns,
+            MAXIMUM=rule.maximum,
+            COLUMNS=total.columns,
+            ROOT=total.root,
+            AVERAGE=total.average,
+            BLOCK=config.REDUCE_BLOCK,
+            num_warps=config.REDUCE_WARPS,
+        )
 
     def _empty(self, *shape: int) -> Tensor:
-        strides = (1,) if len(shape) == 1 else (shape[1], 1)
-        return _device.empty_on(self.device)(shape, strides, torch.float32)
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     # What launches depend on ------------------------------------------------------------------------------------------
 
@@ -313,20 +293,4 @@ def _rule_launch(
         BLOCK=block,
         BLOCKS=together,
         num_warps=config.WARPS,
-    )
-
-
-@_device.launch_rule
-def _reduction_launch(
-    results: int, quantities: int, of_partials: int, columns: int, maximum: bool, root: bool, averages: bool
-) -> Any:
-    return reductions.reduce_partials.prepare(
-        (results, quantities),
-        QUANTITIES=of_partials,
-        MAXIMUM=maximum,
-        COLUMNS=columns,
-        ROOT=root,
-        AVERAGE=averages,
-        BLOCK=config.REDUCE_BLOCK,
-        num_warps=config.REDUCE_WARPS,
     )
