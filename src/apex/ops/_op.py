@@ -108,7 +108,9 @@ class Op:
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
-        self._node = _library.eager_apply(_node_of(self, lambda ctx, arguments: self.forward_and_save(ctx, *arguments)))
+        self._node = _library.eager_apply(
+            _node_of(self, lambda ctx, *arguments: self.forward_and_save(ctx, *arguments[:-1], *arguments[-1]))
+        )
         self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
@@ -116,19 +118,19 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """The output, differentiable; the arguments were checked."""
-        if self.runs_kernels(arguments):
-            return self.with_kernels(arguments)
+        output = self.with_kernels(arguments)
+        if output is not None:
+            return output
         if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
             return self._node(*arguments[: self.tensors], arguments[self.tensors :])
         return _as_tuple(self._reference(*arguments))[0]
 
-    def runs_kernels(self, arguments: tuple) -> bool:
-        """Whether kernels take the arguments, or PyTorch's operators."""
-        return self._fit(arguments, self.tensors) and (self._takes is None or self._takes(*arguments))
-
     def with_kernels(self, arguments: tuple) -> Any:
-        """The output, differentiable, where `runs_kernels` has said so."""
-        if torch.compiler.is_compiling():
+        """The output, differentiable; None where kernels do not take the arguments, but PyTorch's operators do."""
+        compiling = torch.compiler.is_compiling()
+        if not self._fit(arguments, self.tensors, compiling) or not (self._takes is None or self._takes(*arguments)):
+            return None
+        if compiling:
             return _as_tuple(self._library_op(*arguments))[0]
         if not arguments[0].numel():
             return _as_tuple(self._reference(*arguments))[0]
@@ -175,7 +177,7 @@ class Op:
     def _launch(self, arguments: tuple) -> tuple[Tensor | None, ...]:
         try:
             results = self._forward(*_contiguous(arguments, self._loose))
-            return results if type(results) is tuple else _as_tuple(results)
+            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
@@ -191,7 +193,7 @@ class Op:
     def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         try:
             found = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
-            return found if type(found) is tuple else _as_tuple(found)
+            return found if type(found) is tuple else (found,)  # type: ignore[return-value]
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
@@ -206,10 +208,10 @@ class Op:
                 return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
         return self._differentiate(gradients, saved, settings, wanted, create_graph=False)
 
-    def save(self, ctx: Any, arguments: tuple, results: tuple, launched: bool = False) -> Any:
-        """Keeps what the backward pass needs, and whether kernels took the arguments; returns the output."""
+    def save(self, ctx: Any, arguments: tuple, results: tuple) -> Any:
+        """Keeps what the backward pass needs, of arguments that kernels need not have taken; returns the output."""
         ctx.save_for_backward(*self._save(arguments, results))
-        ctx.settings, ctx.launched = arguments[self.tensors :], launched
+        ctx.settings, ctx.launched = arguments[self.tensors :], False
         return results[0]
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
@@ -217,19 +219,25 @@ class Op:
         if torch.compiler.is_compiling():
             return self.save(ctx, arguments, _as_tuple(self._library_op(*arguments)))
         if self._fit(arguments, self.tensors) and arguments[0].numel():
-            return self._launch_and_save(ctx, arguments)
+            return self._launch_and_save(ctx, *arguments[: self.tensors], arguments[self.tensors :])
         return self.save(ctx, arguments, self.run_reference(*arguments))
 
-    def _launch_and_save(self, ctx: Any, arguments: tuple) -> Any:
-        """The same where kernels take the arguments."""
-        return self.save(ctx, arguments, self._launch(arguments), True)
+    def _launch_and_save(self, ctx: Any, *tensors_and_settings: Any) -> Any:
+        """The same where kernels take the arguments, of which the settings are one tuple."""
+        *tensors, settings = tensors_and_settings
+        arguments = (*tensors, *settings)
+        results = self._launch(arguments)
+        ctx.save_for_backward(*self._save(arguments, results))
+        ctx.settings, ctx.launched = settings, True
+        return results[0]
 
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
     ) -> tuple[Tensor | None, ...]:
         """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
         if wanted is None:
-            wanted = self._wanted(ctx.needs_input_grad)
+            needed = ctx.needs_input_grad
+            wanted = needed[: len(self.gradients)] if self._gradients_lead else self._wanted(needed)
         if torch.compiler.is_compiling():
             compute = self.run_or_trace_backward
         elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
@@ -243,7 +251,7 @@ class Op:
 
     def _wanted(self, needed: tuple[bool, ...]) -> Sequence[bool]:
         """Of each of `gradients`, whether autograd needs it."""
-        return needed[: len(self.gradients)] if self._gradients_lead else [needed[i] for i in self._gradient_places]
+        return [needed[i] for i in self._gradient_places]
 
     def run_or_trace_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
@@ -259,9 +267,9 @@ class Op:
         dtypes = [dtype for dtype in _CHECKED_DTYPES if dtype in self.family.triton_dtypes]
         return max(self._error(case, dtype, device) for case in self._checks for dtype in dtypes)
 
-    def _fit(self, tensors: Values, count: int) -> bool:
+    def _fit(self, tensors: Values, count: int, compiling: bool = False) -> bool:
         """Whether kernels take the device and the dtypes of the first `count` values."""
-        if not _library.runs_triton(self.family, tensors[0]):
+        if not (_library.runs_triton if compiling else _library.runs_triton_now)(self.family, tensors[0]):
             return False
         for tensor in tensors[1:count]:  # noqa: SIM110  half the time of a generator
             if tensor is not None and tensor.dtype in TOO_WIDE:
@@ -423,14 +431,12 @@ class Op:
         return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
 
 
-def _node_of(op: Op, forward_and_save: Callable[[Any, tuple], Any]) -> type[torch.autograd.Function]:
+def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
     """The node of eager autograd, whose arguments are an op's tensors and one tuple of its settings."""
 
-    def forward(ctx, *arguments):  # type: ignore[no-untyped-def]
-        return forward_and_save(ctx, (*arguments[:-1], *arguments[-1]))
-
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        return op._in_order(op.backward_from_saved(ctx, dy), (None,))
+        found = op.backward_from_saved(ctx, dy)
+        return (*found, None) if len(found) == op.tensors else op._in_order(found, (None,))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

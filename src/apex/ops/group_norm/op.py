@@ -38,8 +38,9 @@ def group_norm(
     """
     check(input, num_groups, weight, bias, activation)
     arguments = (input, weight, bias, num_groups, eps, bool(activation))
-    if GROUP_NORM.runs_kernels(arguments):
-        return GROUP_NORM.with_kernels(arguments)
+    output = GROUP_NORM.with_kernels(arguments)
+    if output is not None:
+        return output
     # Of nothing PyTorch's operator leaves gradients undefined.
     if not _library.runs_triton(FAMILY, input) and input.numel() != 0:
         return reference.torch_group_norm(*arguments)

@@ -82,8 +82,9 @@ def _norm(
         arguments = (input, weight, bias, _row_length(shape), eps, subtract_mean, memory_efficient, out_dtype, dtype)
         if own_node:
             return NORM.differentiable(*arguments)
-        if NORM.runs_kernels(arguments):
-            return NORM.with_kernels(arguments)
+        output = NORM.with_kernels(arguments)
+        if output is not None:
+            return output
     return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
 
 
