@@ -20,7 +20,7 @@ NAMES = [algorithm.name for algorithm in optimizers.ALGORITHMS] + [each.name for
 
 
 def cases(device: torch.device, **options: bool) -> dict[str, registry.Case]:
-    return {case.name: case for _, case in registry.select(["optimizers"], device, **options).timed}
+    return {case.name: case for _, case in registry.select(["optimizers"], device, **options)}
 
 
 @pytest.fixture
@@ -140,23 +140,3 @@ def test_a_scaling_that_misses_overflows_is_wrong(planted: bool, monkeypatch: py
     monkeypatch.setattr(optimizers, "PASSES", (broken,))
     result = runner.run_case(cases(CPU)["scale+overflow 1000_small"], "optimizers", CPU, EFFORT, 50.0)
     assert result.measurements["ours"].status == ("wrong" if planted else "ok")
-
-
-def test_memory_cases_are_for_gpus() -> None:
-    assert registry.select(["optimizers"], CPU).memory == []
-    found = [case.name for _, case in registry.select(["optimizers"], GPU).memory]
-    assert found == [
-        f"{algorithm.name} {name} memory" for name in optimizers.GPU_SETS for algorithm in optimizers.ALGORITHMS
-    ]
-
-
-@pytest.mark.usefixtures("small_sets")
-def test_memory_steps_make_their_tensors_when_they_run() -> None:
-    for algorithm in optimizers.ALGORITHMS:
-        steps = optimizers._memory_steps(algorithm, "1000_small", CPU)
-        assert next(iter(steps)) == "ours"
-        for step in steps.values():
-            assert step._running is None
-            step()
-            step()
-            assert step._running is not None

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from apex._bench import registry, runner, timing
 from apex._bench.check import mean_excess, worst_excess
-from apex._bench.registry import Case, Expected, MemoryCase, Prepared
+from apex._bench.registry import Case, Expected, Prepared
 from apex._bench.results import CaseResult, Measurement, Report
-from apex._bench.table import print_report
+from apex._cli.bench.table import print_report
 
 CPU = torch.device("cpu")
 EFFORT = timing.Effort(warmup=0.1, repeat=0.5, wall_rounds=2, host_batches=1)
@@ -174,14 +174,6 @@ def test_recorded_peers_count_as_peers():
     result = run({"ours": returning(RIGHT)}, recorded=recorded)
     assert result.best_peer == "nvidia apex"
     assert "nvidia apex us" in printed(result)
-
-
-def test_memory_case_errors_are_recorded():
-    def step():
-        raise RuntimeError("no memory")
-
-    result = runner.run_memory_case(MemoryCase("m", lambda device: {"ours": step}), "test", CPU)
-    assert result.errors == {"ours": "RuntimeError: no memory"}
 
 
 def test_results_keep_the_order_of_registration():

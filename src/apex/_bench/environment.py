@@ -14,24 +14,6 @@ from .. import __version__
 from .._installed import TRITON_DISTRIBUTIONS, installed_version
 
 
-def choose_device(name: str | None) -> torch.device:
-    """The device a run measures: the named one, else a GPU where there is one, else the CPU."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"{name!r} is no device; use cpu, cuda or cuda:<index>") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} cannot be measured; use cpu, cuda or cuda:<index>")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {name!r} was asked for, but this PyTorch finds no GPU")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
-    return device
-
-
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor as the operating system gives it."""
     if device.type == "cuda":

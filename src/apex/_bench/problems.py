@@ -102,16 +102,3 @@ def timed_call(step: Callable[[], object]) -> Call:
         return ()
 
     return call
-
-
-class Lazy:
-    """A step whose optimizer and tensors are made by the first call, and live as long as this object."""
-
-    def __init__(self, make: Maker, params: Callable[[], list[nn.Parameter]]) -> None:
-        self._make, self._params = make, params
-        self._running: Running | None = None
-
-    def __call__(self) -> None:
-        if self._running is None:
-            self._running = self._make(self._params())
-        self._running.step()

@@ -66,32 +66,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class MemoryCase:
-    """One row of the memory table: `make` gives, per implementation, a function that runs a step and keeps nothing."""
-
-    name: str
-    make: Callable[[torch.device], Mapping[str, Callable[[], object]]]
-
-
-@dataclass(frozen=True)
 class Family:
-    """Cases that belong together; `cases` and `memory_cases` take the device and whether a quick run was asked for."""
+    """Cases that belong together; `cases` takes the device and whether a quick run was asked for."""
 
     name: str
     summary: str
     cases: Callable[[torch.device, bool], Sequence[Case]]
-    memory_cases: Callable[[torch.device, bool], Sequence[MemoryCase]] = lambda device, quick: ()
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What a run will measure, as (family name, case) pairs."""
-
-    timed: list[tuple[str, Case]] = field(default_factory=list)
-    memory: list[tuple[str, MemoryCase]] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.timed) + len(self.memory)
 
 
 class UnknownFamilyError(ValueError):
@@ -117,8 +97,10 @@ def known_families() -> dict[str, Family]:
     return dict(sorted(_families.items()))
 
 
-def select(names: Iterable[str], device: torch.device, *, quick: bool = False, words: str | None = None) -> Selection:
-    """The cases of the named families (all when none is named) whose name contains every word of `words`."""
+def select(
+    names: Iterable[str], device: torch.device, *, quick: bool = False, words: str | None = None
+) -> list[tuple[str, Case]]:
+    """Family name and case of the named families (all when none is named); the name has every word of `words`."""
     families = known_families()
     wanted = list(dict.fromkeys(names)) or list(families)
     unknown = [name for name in wanted if name not in families]
@@ -128,13 +110,9 @@ def select(names: Iterable[str], device: torch.device, *, quick: bool = False, w
             f"known: {', '.join(families)}"
         )
     needed = (words or "").lower().split()
-    selection = Selection()
-    for name in wanted:
-        family = families[name]
-        selection.timed.extend((name, case) for case in family.cases(device, quick) if _matches(case.name, needed))
-        selection.memory.extend((name, c) for c in family.memory_cases(device, quick) if _matches(c.name, needed))
-    return selection
-
-
-def _matches(name: str, needed: list[str]) -> bool:
-    return all(word in name.lower() for word in needed)
+    return [
+        (name, case)
+        for name in wanted
+        for case in families[name].cases(device, quick)
+        if all(word in case.name.lower() for word in needed)
+    ]

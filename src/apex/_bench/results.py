@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -101,23 +100,6 @@ class CaseResult:
         }
 
 
-@dataclass(frozen=True)
-class MemoryResult:
-    """Peak bytes of one step beyond what was allocated before it, or an error, per implementation."""
-
-    name: str
-    family: str
-    peak_bytes: dict[str, int] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def ours_is_sound(self) -> bool:
-        return not any(name.startswith(OURS) for name in self.errors)
-
-    def as_json(self) -> dict[str, Any]:
-        return {"case": self.name, "family": self.family, "peak_bytes": self.peak_bytes, "errors": self.errors}
-
-
 @dataclass
 class Report:
     """Everything of one run."""
@@ -127,14 +109,10 @@ class Report:
     quick: bool = False
     interrupted: bool = False
     cases: list[CaseResult] = field(default_factory=list)
-    memory: list[MemoryResult] = field(default_factory=list)
 
     def implementations(self) -> list[str]:
         """Every implementation that occurs, in the order of first appearance."""
-        return _in_order(name for case in self.cases for name in case.measurements)
-
-    def memory_implementations(self) -> list[str]:
-        return _in_order(name for case in self.memory for name in (*case.peak_bytes, *case.errors))
+        return list(dict.fromkeys(name for case in self.cases for name in case.measurements))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -143,12 +121,7 @@ class Report:
             "interrupted": self.interrupted,
             "copy_gbs": self.copy_bandwidth,
             "cases": [case.as_json() for case in self.cases],
-            "memory": [case.as_json() for case in self.memory],
         }
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 def write_json(report: Report, path: Path) -> None:

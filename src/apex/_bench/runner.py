@@ -14,8 +14,8 @@ import torch
 
 from . import cores, timing
 from .check import mean_excess, worst_excess
-from .registry import OURS, Call, Case, Expected, MemoryCase
-from .results import CaseResult, Measurement, MemoryResult
+from .registry import OURS, Call, Case, Expected
+from .results import CaseResult, Measurement
 
 
 def run_case(
@@ -135,34 +135,6 @@ def _median_of_all(turns: Sequence[Sequence[float]]) -> float:
 
 def _smallest_median(turns: Sequence[Sequence[float]]) -> float:
     return min(map(median, turns))
-
-
-def run_memory_case(case: MemoryCase, family: str, device: torch.device) -> MemoryResult:
-    """Peak bytes of a step of each implementation, beyond what was allocated before it; CUDA and ROCm only."""
-    result = MemoryResult(case.name, family)
-    try:
-        steps = dict(case.make(device))
-        for name in list(steps):
-            try:
-                result.peak_bytes[name] = _peak_bytes(steps.pop(name), device)
-            except Exception as error:
-                result.errors[name] = _describe(error)
-            _release(device)
-    except Exception as error:
-        result.errors[OURS] = _describe(error)
-    _release(device)
-    return result
-
-
-def _peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    step()  # workspaces and compiled kernels that stay are not part of a step
-    torch.cuda.synchronize(device)
-    gc.collect()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _release(device: torch.device) -> None:

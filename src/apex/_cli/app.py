@@ -96,7 +96,6 @@ def bench(
         list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the results, as JSON.")] = None,
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the results as well.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
     name_filter: Annotated[
@@ -114,12 +113,11 @@ def bench(
     seed: Annotated[int, typer.Option(help="What the cases of a sweep are drawn from.")] = 0,
 ) -> None:
     """Measure the ops on this machine, beside PyTorch's own."""
-    from apex._bench.command import run_bench
+    from .bench.command import run_bench
 
     status = run_bench(
         families or [],
         output=output,
-        plot=plot,
         quick=quick,
         device=device,
         filter=name_filter,

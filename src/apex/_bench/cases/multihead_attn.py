@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn
-from ...ops.multihead import Mask, MaskKind, reference
 from ..compiling import compiled
 from ..directions import Random, long_name
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
@@ -50,45 +50,34 @@ class Setting:
 CHECKED: dict[str, Any] = {"length": 24, "batch": 3, "width": 64, "heads": 4, "dropout": 0.0, "dtype": torch.float32}
 
 
-class ByHand(nn.Module):
+def by_hand(setting: Setting, ours: Any) -> Callable[..., Tensor]:
     """What one writes around `F.scaled_dot_product_attention`, with the parameters and masks of our modules."""
 
-    def __init__(self, setting: Setting, ours: Any) -> None:
-        super().__init__()
-        width = setting.width
-        self.setting = setting
-        self.size = width // setting.heads
-        self.out = nn.Linear(width, width, bias=False)
-        self.out.weight = ours.out_proj_weight
-        rows = 1 if setting.encdec else 3
-        self.first = nn.Linear(width, rows * width, bias=False)
-        self.first.weight = ours.in_proj_weight_q if setting.encdec else ours.in_proj_weight
-        if setting.encdec:
-            self.second = nn.Linear(width, 2 * width, bias=False)
-            self.second.weight = ours.in_proj_weight_kv
-        if setting.norm_add:
-            self.norm = nn.LayerNorm(width)
-            self.norm.weight, self.norm.bias = ours.lyr_nrm_gamma_weights, ours.lyr_nrm_beta_weights
-
-    def _split(self, packed: Tensor, parts: int) -> list:
-        shape = (*packed.shape[:2], self.setting.heads, parts, self.size)
+    def split(packed: Tensor, parts: int) -> list[Tensor]:
+        shape = (*packed.shape[:2], setting.heads, parts, setting.width // setting.heads)
         return [part.permute(1, 2, 0, 3) for part in packed.view(shape).unbind(3)]
 
-    def forward(self, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-        setting = self.setting
-        inputs = self.norm(query) if setting.norm_add else query
+    def attend(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+        inputs = query
+        if setting.norm_add:
+            norm = ours.lyr_nrm_gamma_weights, ours.lyr_nrm_beta_weights
+            inputs = F.layer_norm(query, (setting.width,), *norm, 1e-5)
         if setting.encdec:
-            q, k, v = self._split(self.first(inputs), 1) + self._split(self.second(key), 2)
+            q, k, v = split(F.linear(inputs, ours.in_proj_weight_q), 1) + split(
+                F.linear(key, ours.in_proj_weight_kv), 2
+            )
         else:
-            q, k, v = self._split(self.first(inputs), 3)
+            q, k, v = split(F.linear(inputs, ours.in_proj_weight), 3)
         seen = None if mask is None else ~mask
         if setting.mask == "padding" and seen is not None:
             seen = seen[:, None, None, :]
         context = F.scaled_dot_product_attention(
             q, k, v, attn_mask=seen, dropout_p=setting.dropout, is_causal=setting.mask == "causal"
         )
-        outputs = self.out(context.permute(2, 0, 1, 3).reshape(query.shape))
+        outputs = F.linear(context.permute(2, 0, 1, 3).reshape(query.shape), ours.out_proj_weight)
         return query + F.dropout(outputs, setting.dropout) if setting.norm_add else outputs
+
+    return attend
 
 
 @dataclass(frozen=True)
@@ -132,16 +121,12 @@ def _ours(problem: Problem) -> Callable[[], Tensor]:
     return lambda: problem.ours(problem.query, problem.key, problem.key, **{name: mask})[0]
 
 
-def _by_hand(problem: Problem, compile: bool) -> Callable[[], Tensor]:
-    module: Callable = ByHand(problem.setting, problem.ours)
-    if compile:
-        module = compiled(module, problem.query.device)
-    return lambda: module(problem.query, problem.key, problem.mask)
-
-
 def _call(problem: Problem, implementation: str) -> Call:
-    forward = _ours(problem) if implementation == OURS else _by_hand(problem, implementation == "compile")
-    leaves = problem.leaves
+    leaves, tensors = problem.leaves, (problem.query, problem.key, problem.mask)
+    peer = by_hand(problem.setting, problem.ours)
+    if implementation == "compile":
+        peer = compiled(peer, problem.query.device)
+    forward = _ours(problem) if implementation == OURS else functools.partial(peer, *tensors)
 
     def step() -> Sequence[Tensor]:
         output = forward()
@@ -153,25 +138,13 @@ def _call(problem: Problem, implementation: str) -> Call:
 def expected_results(problem: Problem) -> list[Expected]:
     """Output and gradients of every leaf, in float64."""
     setting = problem.setting
-    leaves = [leaf.detach().double().requires_grad_() for leaf in problem.leaves]
-    names = [name for name, _ in problem.ours.named_parameters()]
-    inputs, parameters = leaves[: -len(names)], dict(zip(names, leaves[-len(names) :], strict=True))
-    kinds = {"padding": MaskKind.PADDING, "time": MaskKind.TIME, "causal": MaskKind.CAUSAL}
-    mask = Mask(kinds[setting.mask], problem.mask) if setting.mask in kinds else None
-    query = inputs[0]
-    if setting.norm_add:
-        norm = parameters["lyr_nrm_gamma_weights"], parameters["lyr_nrm_beta_weights"]
-        query = F.layer_norm(query, (setting.width,), *norm, 1e-5)
-    out = parameters["out_proj_weight"]
-    projections = ("in_proj_weight_q", "in_proj_weight_kv") if setting.encdec else ("in_proj_weight",)
-    weights = *(parameters[name] for name in projections), out
-    output = reference.attention((query, *inputs[1:]), weights, (None,) * len(weights), setting.heads, mask)
-    if setting.norm_add:
-        output = inputs[0] + output
-    gradients = torch.autograd.grad(output, leaves, problem.gradient.double())
+    tensors = [each.detach().double().requires_grad_() for each in (problem.query, problem.key, problem.gradient)]
+    wide = dataclasses.replace(
+        problem, query=tensors[0], key=tensors[1], gradient=tensors[2], ours=copy.deepcopy(problem.ours).double()
+    )
     # Each element comes out of sums over an embedding or over all tokens, of terms that are such sums themselves.
     terms = setting.width * setting.length * setting.batch
-    return [Expected(result.detach(), setting.dtype, terms) for result in (output, *gradients)]
+    return [Expected(result.detach(), setting.dtype, terms) for result in _call(wide, "torch")()]
 
 
 def _prepare(setting: Setting, peers: Sequence[str], device: torch.device) -> Prepared:

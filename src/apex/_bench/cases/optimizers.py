@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ...ops import _library
 from .. import parameter_sets
-from ..eager_optimizers import EagerAdamP, EagerLamb, EagerNovoGrad
 from ..list_passes import PASSES, prepare_pass
 from ..parameter_sets import SETS, Shapes, elements
-from ..problems import Lazy, Maker, Running, gradients, make_parameters, prepared_steps
-from ..registry import OURS, Case, Family, MemoryCase, Prepared, register
+from ..problems import Maker, Running, gradients, make_parameters, prepared_steps
+from ..registry import OURS, Case, Family, Prepared, register
 
 LR = 0.01
 GPU_SETS = ("gpt1.3b", "resnet50")
@@ -44,8 +44,19 @@ def _torch(name: str, **options: Any) -> Maker:
     return lambda params: _running(getattr(torch.optim, name)(params, **options), params)
 
 
-def _eager(kind: type, decay: float = 0.0, eps: float = 1e-8) -> Maker:
-    return lambda params: _running(kind(params, LR, (0.9, 0.999), eps, decay), params)
+def _by_operators(name: str, **options: Any) -> Maker:
+    """An optimizer of `apex.optimizers` that runs its formula with PyTorch's operators."""
+
+    def make(params: list[nn.Parameter]) -> Running:
+        fused = _ours(name, **options)(params)
+
+        def step() -> None:
+            with _library.implementation("torch"):
+                fused.step()
+
+        return Running(step, fused.results)
+
+    return make
 
 
 def _flavours(name: str, *flavours: str, **options: Any) -> dict[str, Maker]:
@@ -118,9 +129,9 @@ def _against_torch(
     )
 
 
-def _against_eager(name: str, moved: int, ours: str, kind: type, **eps: float) -> Algorithm:
-    """Ours and an optimizer that PyTorch lacks."""
-    eager = _eager(kind, decay=0.01, **eps)
+def _against_operators(name: str, moved: int, ours: str, **eps: float) -> Algorithm:
+    """Ours, and for want of one in `torch.optim` the same formula by PyTorch's operators."""
+    eager = _by_operators(ours, lr=LR, weight_decay=0.01, **eps)
     return Algorithm(name, moved, _ours(ours, lr=LR, weight_decay=0.01, **eps), eager, {"eager": eager})
 
 
@@ -146,13 +157,13 @@ ALGORITHMS = (
         {"fused_adam": _ours("FusedAdam", **_ADAMW), **_flavours("AdamW", "fused", **_ADAMW)},
     ),
     _against_torch("sgd momentum fp32", 20, "FusedSGD", "SGD", "fused", "foreach", lr=LR, momentum=0.9),
-    _against_eager("lamb fp32", 44, "FusedLAMB", EagerLamb, eps=1e-6),
-    _against_eager("novograd fp32", 24, "FusedNovoGrad", EagerNovoGrad),
+    _against_operators("lamb fp32", 44, "FusedLAMB", eps=1e-6),
+    _against_operators("novograd fp32", 24, "FusedNovoGrad"),
     # PyTorch has a fused one for CPUs only.
     _against_torch("adagrad fp32", 20, "FusedAdagrad", "Adagrad", "foreach", cpu_flavours=("fused",), lr=LR, eps=1e-10),
     _against_torch("adadelta fp32", 28, "NpuFusedAdadelta", "Adadelta", "foreach", lr=1.0),
     _against_torch("rmsprop fp32", 20, "NpuFusedRMSprop", "RMSprop", "foreach", lr=LR),
-    _against_eager("adamp fp32", 40, "NpuFusedAdamP", EagerAdamP),
+    _against_operators("adamp fp32", 40, "NpuFusedAdamP"),
 )
 
 
@@ -181,22 +192,12 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     timing: Literal["device", "wall"] = "wall" if device.type == "cpu" else "device"
     found = []
     for name in _set_names(device, quick):
-        note = _checked_shapes(name, device)[1]
-        count = elements(SETS[name]())
+        shapes, (checked, note) = SETS[name](), _checked_shapes(name, device)
+        made = [(algorithm, functools.partial(_prepare, algorithm, name)) for algorithm in ALGORITHMS]
+        made += [(each, functools.partial(prepare_pass, each, shapes, checked)) for each in PASSES]
         found += [
-            Case(f"{a.name} {name}", a.bytes_per_element * count, functools.partial(_prepare, a, name), timing, note)
-            for a in ALGORITHMS
-        ]
-        shapes, checked = SETS[name](), _checked_shapes(name, device)[0]
-        found += [
-            Case(
-                f"{p.name} {name}",
-                p.bytes_per_element * count,
-                functools.partial(prepare_pass, p, shapes, checked),
-                timing,
-                note,
-            )
-            for p in PASSES
+            Case(f"{what.name} {name}", what.bytes_per_element * elements(shapes), make, timing, note)
+            for what, make in made
         ]
     return found
 
@@ -212,20 +213,4 @@ def _set_names(device: torch.device, quick: bool) -> list[str]:
     return names
 
 
-def _memory_steps(algorithm: Algorithm, name: str, device: torch.device) -> dict[str, Callable[[], object]]:
-    params = functools.partial(make_parameters, SETS[name](), device, algorithm.dtype)
-    return {key: Lazy(make, params) for key, make in algorithm.implementations(device).items()}
-
-
-def memory_cases(device: torch.device, quick: bool) -> Sequence[MemoryCase]:
-    """What a step needs beyond parameters, gradients and state; only a GPU's allocator counts its peak."""
-    if device.type != "cuda" or quick:
-        return ()
-    return [
-        MemoryCase(f"{algorithm.name} {name} memory", functools.partial(_memory_steps, algorithm, name))
-        for name in _set_names(device, quick)
-        for algorithm in ALGORITHMS
-    ]
-
-
-register(Family("optimizers", "optimizers, and norms, scaling and clipping of gradients", cases, memory_cases))
+register(Family("optimizers", "optimizers, and norms, scaling and clipping of gradients", cases))

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of logits, and of a linear layer's outputs: both passes apart, together, and peak memory."""
+"""Softmax cross-entropy of logits, and of a linear layer's outputs: both passes apart and together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
-from ...ops.xentropy import reference
-from ..directions import Maker, Random, case, has_liger, long_name, prepare, with_peers
-from ..registry import OURS, Call, Case, Expected, Family, MemoryCase, Prepared, register
+from ..directions import Maker, Random, case, exact, has_liger, long_name, prepare, with_peers
+from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 SMOOTHING = 0.1
 NO_PADDING = -100
@@ -32,7 +31,8 @@ def _ours(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _torch(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=SMOOTHING)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(wide, labels, reduction="none", label_smoothing=SMOOTHING)
 
 
 def _liger(logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,37 +43,22 @@ def _liger(logits: Tensor, labels: Tensor) -> Tensor:
     return LigerCrossEntropyFunction.apply(logits, labels, None, NO_PADDING, 0.0, SMOOTHING, "sum")[0]
 
 
-def _expected(logits: Tensor, labels: Tensor, slopes: Tensor, direction: str) -> list[Expected]:
-    """Losses, or for other directions than "fwd" their gradient."""
-    wide = logits.detach().double()
-    losses, log_sums = reference.forward(wide, labels, SMOOTHING, NO_PADDING)
-    if direction == "fwd":
-        return [Expected(losses, torch.float32)]
-    gradient = reference.backward(slopes.double(), wide, log_sums, labels, SMOOTHING, NO_PADDING)
-    return [Expected(gradient, logits.dtype)]
-
-
 def _prepare(dtype: torch.dtype, shape: tuple[int, int], direction: str, device: torch.device) -> Prepared:
     random = Random(device)
     logits = random.normal(*shape, dtype=dtype).requires_grad_()
     labels = random.integers(0, shape[1], shape[0])
-    slopes = random.uniform(shape[0])
-    if direction == TOGETHER:
-        return _prepare_together(logits, labels, slopes)
-    expected = _expected(logits, labels, slopes, direction)
-    return prepare(with_peers(_ours, _torch, device), (logits, labels), slopes, direction, expected)
-
-
-def _prepare_together(logits: Tensor, labels: Tensor, slopes: Tensor) -> Prepared:
-    """Loss and gradient in one call; a peer that overwrites its logits is checked and timed on a copy."""
-    losses = {OURS: _ours, **({"liger": _liger} if has_liger(logits.device) else {})}
+    slopes = random.uniform(shape[0]) if direction != TOGETHER else torch.ones(shape[0], device=device)
+    expected = exact(_torch, (logits, labels), slopes, direction, torch.float32)
+    if direction != TOGETHER:
+        return prepare(with_peers(_ours, _torch, device), (logits, labels), slopes, direction, expected)
 
     def make(loss: Callable[..., Tensor]) -> Call:
-        own = logits.detach().clone().requires_grad_()
+        own = logits.detach().clone().requires_grad_()  # a peer overwrites its logits
         return lambda: torch.autograd.grad(loss(own, labels).sum(), own)
 
+    losses = {OURS: _ours, **({"liger": _liger} if has_liger(device) else {})}
     calls = {name: functools.partial(make, loss) for name, loss in losses.items()}
-    return Prepared(calls, _expected(logits, labels, torch.ones_like(slopes), TOGETHER), calls)
+    return Prepared(calls, expected, calls)
 
 
 def _case(dtype: torch.dtype, shape: tuple[int, int], direction: str) -> Case:
@@ -141,17 +126,13 @@ def _prepare_linear(shape: tuple[int, int, int], device: torch.device) -> Prepar
     return Prepared({n: functools.partial(_linear_step, make, *tensors) for n, make in makers.items()}, expected)
 
 
-def _linear_name(shape: tuple[int, int, int], device: torch.device, suffix: str) -> str:
-    return f"linear_xentropy {long_name(_linear_dtype(device))} {'x'.join(map(str, shape))} {suffix}"
-
-
 def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     rows, features, classes = shape
     # Input and weight are read, their gradients written; three matrix products take far longer than that.
     moved = 2 * features * (rows + classes) * _linear_dtype(device).itemsize
-    make = functools.partial(_prepare_linear, shape)
+    name = f"linear_xentropy {long_name(_linear_dtype(device))} {'x'.join(map(str, shape))} step"
     note = "bound by three matrix products, not by the bytes of the floor"
-    return Case(_linear_name(shape, device, "step"), moved, make, note=note)
+    return Case(name, moved, functools.partial(_prepare_linear, shape), note=note)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -167,20 +148,4 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     ]
 
 
-def _memory_steps(shape: tuple[int, int, int], device: torch.device) -> dict[str, Callable[[], object]]:
-    tensors = make_linear(shape, device)
-    makers = with_peers(linear_cross_entropy, _linear_torch, device, compile=False, liger=_linear_liger)
-    return {name: _linear_step(make, *tensors) for name, make in makers.items()}
-
-
-def memory_cases(device: torch.device, quick: bool) -> Sequence[MemoryCase]:
-    """A step of a linear layer and its loss, gradients included; only a GPU's allocator counts its peak."""
-    if device.type != "cuda" or quick:
-        return ()
-    return [
-        MemoryCase(_linear_name(shape, device, "memory"), functools.partial(_memory_steps, shape))
-        for shape in GPU_LINEAR[:1]
-    ]
-
-
-register(Family("xentropy", "softmax cross-entropy, also of a linear layer's outputs", cases, memory_cases))
+register(Family("xentropy", "softmax cross-entropy, also of a linear layer's outputs", cases))

@@ -1,0 +1,1 @@
+"""`apex bench`: the cases of `apex._bench` chosen, run and shown."""

@@ -1,0 +1,135 @@
+"""`apex bench`: choose the cases, run them, write the file, print the table."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from ..._bench import cores, timing
+from ..._bench.environment import describe, device_stem
+from ..._bench.recorded import recorded_measurements
+from ..._bench.registry import known_families, select
+from ..._bench.results import Report, write_json
+from ..._bench.runner import run_case
+from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
+from ..console import make_console
+from ..devices import pick_device
+from .table import print_report
+
+RESULTS_DIRECTORY = Path("benchmarks") / "results"
+SUCCESS, WRONG_RESULT, INTERRUPTED = 0, 1, 130
+
+
+def run_bench(
+    families: list[str],
+    *,
+    output: Path | None = None,
+    quick: bool = False,
+    device: str | None = None,
+    filter: str | None = None,
+    list_only: bool = False,
+    all_cores: bool = False,
+    sweep: str | None = None,
+    cases: int = 200,
+    seed: int = 0,
+) -> int:
+    """Runs the benchmark and returns an exit status.
+
+    `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`). `filter`
+    keeps the cases whose name contains all of its words. `list_only` prints names and measures nothing. With
+    `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all of them, of
+    which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of ours was wrong
+    or failed or a file could not be written, 130 when interrupted (what was measured is kept). A request that cannot
+    be met is a `typer.BadParameter`.
+    """
+    console, messages = make_console(), make_console(stderr=True)
+    try:
+        target = pick_device(device)
+        if target.type not in ("cpu", "cuda"):
+            raise ValueError(f"device {str(target)!r} cannot be measured; use cpu, cuda or cuda:<index>")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
+    try:
+        if sweep is not None:
+            if families:
+                raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
+            drawn = list(drawn_cases(sweep_families(sweep), cases, seed, target, filter))
+            names, again = [name for _, name, _ in drawn], f"--sweep {sweep} "
+        else:
+            selection = select(families, target, quick=quick, words=filter)
+            names, again = [case.name for _, case in selection], ""
+        if not names:
+            raise ValueError(f"no case matches {filter!r}; `apex bench {again}--list` shows the names")
+        if list_only:
+            console.print("\n".join(names), soft_wrap=True)
+            return SUCCESS
+        path = _writable_path(output, target, families if sweep is None else ["sweep", *sweep.split(",")])
+        if sweep is not None:
+            about = {"sweep": sweep, "cases": cases, "seed": seed}
+            return run_sweep(track(drawn, "cases", **shown), target, path, console, about, all_cores=all_cores)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
+    environment = describe(target)
+    if target.type == "cuda":
+        environment["device"]["cores"] = 1 if effort.one_core and cores.may_be_chosen() else os.cpu_count()
+    report = Report(environment, timing.copy_bandwidth(target, effort), quick)
+    device_name = environment["device"]["name"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    console.print(f"{device_name}: copy {report.copy_bandwidth:.0f} GB/s; {versions}", soft_wrap=True)
+    recorded = recorded_measurements(device_stem(device_name))
+    try:
+        for family, case in track(selection, "cases", **shown):
+            known = recorded.get(case.recorded_as or case.name)
+            report.cases.append(run_case(case, family, target, effort, report.copy_bandwidth, known))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    return _publish(report, path, console, messages)
+
+
+def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path:
+    """The JSON file to write, its folder made and found writable before minutes are spent on measuring."""
+    name = describe(device)["device"]["name"]
+    what = "-".join(families) if families and len(families) < len(known_families()) else "all"
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    default_name = f"{device_stem(name)}-{what}-{stamp}.json"
+    if output is None:
+        path = RESULTS_DIRECTORY / default_name
+    elif output.is_dir() or not output.suffix:
+        path = output / default_name
+    elif output.suffix == ".json":
+        path = output
+    else:
+        raise ValueError(f"output {str(output)!r} must be a folder or a file that ends in .json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(f"cannot write to {path.parent}")
+    return path
+
+
+def _publish(report: Report, path: Path, console: Console, messages: Console) -> int:
+    """The JSON first, then the table, so that a failure loses nothing before it."""
+    status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
+    try:
+        write_json(report, path)
+    except OSError as error:
+        messages.print(f"apex bench: {path} was not written: {error}", style="red")
+        status = WRONG_RESULT
+    print_report(report, console)
+    if path.exists():
+        console.print(f"results: {path}", soft_wrap=True)
+    if report.interrupted:
+        messages.print("interrupted: the cases measured so far were kept")
+        return INTERRUPTED
+    return status
