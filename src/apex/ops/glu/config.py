@@ -7,9 +7,6 @@ from typing import NamedTuple
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Elements per program where gate and value are tensors of their own: 8 per thread, as `forward_tile` has. Not measured.
-PAIR_BLOCK = 1024
-
 
 class Tile(NamedTuple):
     """What one program works on at a time: `rows` x `block` elements of the output."""

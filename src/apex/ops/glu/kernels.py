@@ -1,7 +1,8 @@
 """Triton kernels of gated linear units: forward and backward.
 
-An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. All
-arithmetic is float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
+An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. Where
+`value` and `dvalue` are given, they and the input (then the gate alone) are `rows` x `width` each. All arithmetic is
+float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
 along the columns first, so that neighbours read neighbouring memory. ALIGN, a power of two up to 16, divides `width`:
 that this was multiplied by ALIGN shows Triton how wide loads may be.
 """
@@ -35,10 +36,22 @@ def _activation(x, KIND: tl.constexpr):
     return y, slope
 
 
+@triton.jit
+def _places(input, value, row, column, width):
+    """Where the gates and the values of a tile are."""
+    if value is None:
+        gates = input + row[:, None] * (2 * width) + column[None, :]
+        values = gates + width
+    else:
+        gates = input + row[:, None] * width + column[None, :]
+        values = value + row[:, None] * width + column[None, :]
+    return gates, values
+
+
 @kernel
 @triton.jit
 def glu_forward(
-    input, bias, output,
+    input, value, bias, output,
     rows, width, column_blocks,
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -49,21 +62,21 @@ def glu_forward(
     column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     column_mask = None if FULL else column < width
     mask = None if FULL else (row < rows)[:, None] & (column < width)[None, :]
-    place = input + row[:, None] * (2 * width) + column[None, :]
-    gate = tl.load(place, mask=mask).to(tl.float32)
-    value = tl.load(place + width, mask=mask).to(tl.float32)
+    gates, values = _places(input, value, row, column, width)
+    gate = tl.load(gates, mask=mask).to(tl.float32)
+    x = tl.load(values, mask=mask).to(tl.float32)
     if bias is not None:
         gate += tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
-        value += tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
+        x += tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
     activated, _ = _activation(gate, ACTIVATION)
-    result = (activated * value).to(output.dtype.element_ty)
+    result = (activated * x).to(output.dtype.element_ty)
     tl.store(output + row[:, None] * width + column[None, :], result, mask=mask)
 
 
 @kernel
 @triton.jit
 def glu_backward(
-    dy, input, bias, dinput, partials,
+    dy, input, value, bias, dinput, dvalue, partials,
     rows, width, column_blocks, groups,
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -83,45 +96,23 @@ def glu_backward(
         row = tile * tl.full([ROWS], ROWS, tl.int64) + tl.arange(0, ROWS)
         mask = None if FULL else (row < rows)[:, None] & (column < width)[None, :]
         zero = None if FULL else 0.0
-        offset = row[:, None] * (2 * width) + column[None, :]
-        gate = tl.load(input + offset, mask=mask, other=zero).to(tl.float32)
-        value = tl.load(input + offset + width, mask=mask, other=zero).to(tl.float32)
+        gates, values = _places(input, value, row, column, width)
+        gate = tl.load(gates, mask=mask, other=zero).to(tl.float32)
+        x = tl.load(values, mask=mask, other=zero).to(tl.float32)
         gradient = tl.load(dy + row[:, None] * width + column[None, :], mask=mask, other=zero).to(tl.float32)
         if bias is not None:
             gate += gate_bias
-            value += value_bias
+            x += value_bias
         activated, slope = _activation(gate, ACTIVATION)
-        dgate = gradient * value * slope
-        dvalue = gradient * activated
-        tl.store(dinput + offset, dgate.to(dinput.dtype.element_ty), mask=mask)
-        tl.store(dinput + offset + width, dvalue.to(dinput.dtype.element_ty), mask=mask)
+        dgate = gradient * x * slope
+        dx = gradient * activated
+        dgates, dvalues = _places(dinput, dvalue, row, column, width)
+        tl.store(dgates, dgate.to(dinput.dtype.element_ty), mask=mask)
+        tl.store(dvalues, dx.to(dinput.dtype.element_ty), mask=mask)
         if partials is not None:
             gate_sum += dgate
-            value_sum += dvalue
+            value_sum += dx
     if partials is not None:
         place = partials + group.to(tl.int64) * (2 * width) + column
         tl.store(place, tl.sum(gate_sum, 0), mask=column_mask)
         tl.store(place + width, tl.sum(value_sum, 0), mask=column_mask)
-
-
-@kernel
-@triton.jit
-def glu_pair_forward(gate, value, output, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Of gate and value in tensors of their own, `count` elements each."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    activated, _ = _activation(tl.load(gate + place, mask=mask).to(tl.float32), ACTIVATION)
-    result = activated * tl.load(value + place, mask=mask).to(tl.float32)
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=mask)
-
-
-@kernel
-@triton.jit
-def glu_pair_backward(dy, gate, value, dgate, dvalue, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < count
-    gradient = tl.load(dy + place, mask=mask).to(tl.float32)
-    activated, slope = _activation(tl.load(gate + place, mask=mask).to(tl.float32), ACTIVATION)
-    along_gate = gradient * tl.load(value + place, mask=mask).to(tl.float32) * slope
-    tl.store(dgate + place, along_gate.to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dvalue + place, (gradient * activated).to(dvalue.dtype.element_ty), mask=mask)

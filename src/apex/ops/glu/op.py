@@ -44,8 +44,7 @@ def glu_pair(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
     Computed in float32 (float64 for float64 tensors) and rounded once.
     """
     check_floats(gate=gate, value=value)
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
+    _check_activation(activation)
     if (gate.shape, gate.dtype, gate.device) != (value.shape, value.dtype, value.device):
         kinds = [f"{list(t.shape)} {t.dtype} on {t.device}" for t in (gate, value)]
         raise ValueError(f"gate is {kinds[0]}, value {kinds[1]}; they must be alike")
@@ -56,8 +55,7 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
     """Refuses arguments that do not fit, in clear words."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
+    _check_activation(activation)
     if not input.is_floating_point():
         raise TypeError(f"a gated linear unit needs a floating-point input, got {input.dtype}")
     shape = input.shape
@@ -69,11 +67,16 @@ def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
     check_parameters(input, shape[-1:], bias=bias)
 
 
+def _check_activation(activation: str) -> None:
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(reference.ACTIVATIONS)}")
+
+
 def launch_forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     *outer, columns = input.shape
     output = torch.empty(*outer, columns // 2, dtype=input.dtype, device=input.device)
     sizes, device = (input.numel() // columns, columns // 2, input.dtype.itemsize), facts(input.device)
-    _forward_launch(*sizes, activation, device)((input, bias, output))
+    _forward_launch(*sizes, activation, device)((input, None, bias, output))
     return output
 
 
@@ -104,7 +107,7 @@ def launch_backward(
     )
     dinput = torch.empty_like(input)
     partials = torch.empty(groups, columns, dtype=torch.float32, device=input.device) if bias_grad else None
-    launch((dy, input, bias, dinput, partials))
+    launch((dy, input, None, bias, dinput, None, partials))
     if partials is None or bias is None:
         return dinput, None
     dbias = torch.empty_like(bias)
@@ -136,7 +139,7 @@ def _backward_launches(
 
 def launch_pair_forward(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     output = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _pair_launch(gate.numel(), activation, False)((gate, value, output))
+    _forward_launch(*_pair_sizes(gate), activation, facts(gate.device))((gate, value, None, output))
     return output
 
 
@@ -144,16 +147,14 @@ def launch_pair_backward(
     dy: Tensor, gate: Tensor, value: Tensor, activation: str, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor]:
     dgate, dvalue = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, value))
-    _pair_launch(gate.numel(), activation, True)((dy, gate, value, dgate, dvalue))
+    launch, *_ = _backward_launches(*_pair_sizes(gate), activation, False, facts(gate.device))
+    launch((dy, gate, value, None, dgate, dvalue, None))
     return dgate, dvalue
 
 
-@launch_rule
-def _pair_launch(count: int, activation: str, is_backward: bool) -> Any:
-    kernel = kernels.glu_pair_backward if is_backward else kernels.glu_pair_forward
-    return kernel.prepare(
-        (-(-count // config.PAIR_BLOCK),), (count,), ACTIVATION=activation, BLOCK=config.PAIR_BLOCK, num_warps=4
-    )
+def _pair_sizes(gate: Tensor) -> tuple[int, int, int]:
+    width = gate.shape[-1] if gate.dim() and gate.shape[-1] <= LONGEST_ROW else math.gcd(gate.numel(), 1024)
+    return gate.numel() // width, width, gate.dtype.itemsize
 
 
 FAMILY = _library.register_family(
