@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import facts
 from .._op import Op
 from . import config, reference
 
@@ -64,55 +64,43 @@ def loss_and_gradient_of_sum(
 def launch_forward(
     logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> Tensor:
-    device = logits.device
-    sizes, gpu = (logits.numel(), logits.shape[-1], classes), facts(device)
-    losses, add_up, programs = _loss_launches(sizes, logits.dtype.itemsize, gamma == 2, gpu)
-    partials = torch.empty(programs, dtype=torch.float32, device=device)
-    losses((logits, targets, None, partials, None, None), (alpha, gamma, smoothing / 2))
-    loss = torch.empty((), dtype=torch.float32, device=device)
-    add_up((partials, num_positives, loss))
-    return loss
-
-
-@launch_rule
-def _loss_launches(sizes: tuple[int, ...], itemsize: int, square: bool, device: DeviceFacts) -> tuple[Any, Any, int]:
-    """The kernel that sums the losses of parts of the logits, the one that adds these up, and how many there are."""
+    device = facts(logits.device)
     programs = config.PROGRAMS_PER_MULTIPROCESSOR * device.multiprocessors
-    programs = min(programs, max(1, sizes[0] // config.BLOCK))
-    add_up = kernels.focal_loss_sum.prepare((1,), (programs,), BLOCK=1024, num_warps=8)
-    return _prepare_pass(programs, sizes, itemsize, square, True, device), add_up, programs
+    programs = min(programs, max(1, logits.numel() // config.BLOCK))
+    partials = torch.empty(programs, dtype=torch.float32, device=logits.device)
+    _launch_pass(programs, (logits, targets, None, partials, None, None), classes, alpha, gamma, smoothing)
+    loss = torch.empty((), dtype=torch.float32, device=logits.device)
+    kernels.focal_loss_sum((1,), (partials, num_positives, loss), (programs,), BLOCK=1024, num_warps=8)
+    return loss
 
 
 def launch_backward(grad_loss: Tensor, *saved: Any) -> Tensor:
     """The gradient of the logits; `saved` is what `FOCAL_LOSS` saves, then its settings."""
-    logits, targets, num_positives, classes, alpha, gamma, smoothing, _ = saved
-    gradient, sizes = torch.empty_like(logits), (logits.numel(), logits.shape[-1], classes)
-    launch = _gradient_launch(sizes, logits.dtype.itemsize, gamma == 2, facts(logits.device))
-    launch((logits, targets, gradient, None, grad_loss, num_positives), (alpha, gamma, smoothing / 2))
+    logits, targets, num_positives, *settings, _ = saved
+    gradient = torch.empty_like(logits)
+    programs = max(1, logits.numel() // config.BLOCK)
+    _launch_pass(programs, (logits, targets, gradient, None, grad_loss, num_positives), *settings)
     return gradient
 
 
-@launch_rule
-def _gradient_launch(sizes: tuple[int, ...], itemsize: int, square: bool, device: DeviceFacts) -> Any:
-    return _prepare_pass(max(1, sizes[0] // config.BLOCK), sizes, itemsize, square, False, device)
-
-
-def _prepare_pass(
-    programs: int, sizes: tuple[int, ...], itemsize: int, square: bool, want_loss: bool, device: DeviceFacts
-) -> Any:
-    """The kernel of one pass over the logits, for the losses or for the gradient."""
-    total, all_classes, real = sizes
-    vector = config.vector(itemsize, want_loss)
-    return kernels.focal_loss_pass.prepare(
+def _launch_pass(
+    programs: int, tensors: tuple[Any, ...], classes: int, alpha: float, gamma: float, smoothing: float
+) -> None:
+    """One pass over the logits, for the losses or for the gradient, which is the third tensor."""
+    logits, _, gradient, *_ = tensors
+    vector = config.vector(logits.dtype.itemsize, want_loss=gradient is None)
+    kernels.focal_loss_pass(
         (programs,),
-        (total,),
-        CLASSES=all_classes,
-        REAL=real,
-        SQUARE=square,
+        tensors,
+        (logits.numel(),),
+        (alpha, gamma, smoothing / 2),
+        CLASSES=logits.shape[-1],
+        REAL=classes,
+        SQUARE=gamma == 2,
         GROUPS=config.BLOCK // vector,
         VECTOR=vector,
-        FULL=total % config.BLOCK == 0,
-        num_warps=config.BLOCK // config.PER_THREAD // device.warp_size,
+        FULL=logits.numel() % config.BLOCK == 0,
+        num_warps=config.BLOCK // config.PER_THREAD // facts(logits.device).warp_size,
     )
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import facts
 from .._op import Op
 from . import config, reference
 
@@ -84,23 +83,19 @@ def launch_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     out = torch.empty_like(in2)
     if not count:
         return out
-    _forward_launch(count, in1.shape[0], width, facts(in2.device))((in1, in2, index, out))
-    return out
-
-
-@launch_rule
-def _forward_launch(count: int, in1_rows: int, width: int, device: DeviceFacts) -> Any:
-    tile = config.forward_tile(width, device)
+    tile = config.forward_tile(width, facts(in2.device))
     column_blocks = -(-width // tile.block)
-    return kernels.index_mul_forward.prepare(
+    kernels.index_mul_forward(
         (-(-count // tile.rows) * column_blocks,),
-        (count, in1_rows, width, column_blocks),
+        (in1, in2, index, out),
+        (count, in1.shape[0], width, column_blocks),
         ALIGN=math.gcd(width, 16),
         ROWS=tile.rows,
         BLOCK=tile.block,
         FULL=count % tile.rows == 0 and width % tile.block == 0,
         num_warps=tile.num_warps,
     )
+    return out
 
 
 def launch_backward(
@@ -116,47 +111,37 @@ def launch_sums(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of in1, in2 and (given those of these gradients) of grad_out, for an in2 that has elements."""
     count, width = in2.shape
-    in1_rows = in1.shape[0]
+    in1_rows, device = in1.shape[0], facts(in2.device)
     grad_grad1, grad_grad2 = grad_grads or (None, None)
-    add, finish, chunks = _sums_launches(count, in1_rows, width, facts(in2.device))
     keys, order = torch.sort(index.to(torch.int32), stable=True)
     rows = torch.arange(in1_rows + 1, dtype=torch.int32, device=in2.device)
     offsets = torch.searchsorted(keys, rows, out_int32=True)
     grad1 = torch.empty_like(in1)
     grad2 = torch.empty_like(in2) if need2 else None
     grad_grad_out = torch.empty_like(grad_out) if grad_grads else None
-    partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
-    given = (grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets)
-    add((*given, grad1, grad2, grad_grad_out, partials))
-    finish((keys, offsets, partials, grad1))
-    return grad1, grad2, grad_grad_out
-
-
-@launch_rule
-def _sums_launches(count: int, in1_rows: int, width: int, device: DeviceFacts) -> tuple[Any, Any, int]:
-    """The kernel that sums over parts of the rows, the one that adds up sums of several parts, and how many parts."""
     tile, steps = config.backward_tile(width, device), config.backward_steps(count, device)
     chunks, column_blocks = -(-count // steps), -(-width // tile.block)
-    sizes = (count, in1_rows, width, column_blocks)
-    add = kernels.index_mul_backward.prepare(
+    partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
+    sizes, shared = (count, in1_rows, width, column_blocks), {"ALIGN": math.gcd(width, 16), "STEPS": steps}
+    kernels.index_mul_backward(
         (-(-chunks // tile.rows) * column_blocks,),
+        (grad_out, in1, in2, grad_grad1, grad_grad2, keys, order, offsets, grad1, grad2, grad_grad_out, partials),
         sizes,
-        ALIGN=math.gcd(width, 16),
+        **shared,
         CHUNKS=tile.rows,
-        STEPS=steps,
         BLOCK=tile.block,
         num_warps=tile.num_warps,
     )
-    finish = kernels.index_mul_finish.prepare(
+    kernels.index_mul_finish(
         (max(chunks, -(-in1_rows // config.FINISH_ROWS)) * column_blocks,),
+        (keys, offsets, partials, grad1),
         sizes,
-        ALIGN=math.gcd(width, 16),
-        STEPS=steps,
+        **shared,
         ROWS=config.FINISH_ROWS,
         BLOCK=tile.block,
         num_warps=config.finish_warps(tile.block, device),
     )
-    return add, finish, chunks
+    return grad1, grad2, grad_grad_out
 
 
 FAMILY = _library.register_family(
