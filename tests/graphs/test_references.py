@@ -52,7 +52,7 @@ def test_attributes_that_a_function_reads_and_no_others() -> None:
 
         __call__ = train
 
-    expected = {"self.beta", "settings.rate", "table['scale']", "the training mode of modules"}
+    expected = {"self.beta", "settings.rate", "table['scale']"}
     objects = {"which object self.model is", "which object self.optimizer is"}
     assert names(Trainer().train) == names(Trainer()) == expected | objects
 
@@ -69,15 +69,29 @@ def test_values_are_read_anew() -> None:
     alpha = 0.25
     assert [guard.name for guard in guards if not guard.holds()] == ["alpha"]
     alpha = 0.5
-    model.eval()
-    assert [guard.name for guard in guards if not guard.holds()] == ["the training mode of modules"]
     model = nn.Dropout()
     assert "which object model is" in [guard.name for guard in guards if not guard.holds()]
 
 
+def test_modes_of_modules_and_tensors_in_them() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    places = {place.name for place in References(lambda x: model(x)).places()}
+    modes = {"Sequential.training", "BatchNorm1d.training", "Dropout.training"}
+    assert places == modes | {f"BatchNorm1d.{name}" for name, _ in model[0].named_buffers()}
+
+
+def test_every_closure_of_one_function_is_looked_at() -> None:
+    def scaled(factor: float) -> Any:
+        return lambda x: x * factor
+
+    first, second = scaled(1.0), scaled(2.0)
+    guards = References(lambda x: first(x) + second(x)).guards()
+    assert [(guard.name, guard.expected) for guard in guards] == [("factor", 1.0), ("factor", 2.0)]
+
+
 def test_what_has_no_code() -> None:
     assert names(abs) == names(torch.add) == set()
-    assert names(nn.Identity()) == {"which object self is", "the training mode of modules"}
+    assert names(nn.Identity()) == {"which object self is"}
 
 
 def test_the_line_of_an_error() -> None:

@@ -291,6 +291,7 @@ def test_hyperparameters_that_a_graph_cannot_read_are_noticed() -> None:
     for make, name, value in (
         (lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0), "weight_decay", 0.1),
         (lambda params: torch.optim.SGD(params, lr=0.01), "lr", 0.02),
+        (lambda params: LARC(torch.optim.SGD(params, lr=0.01)), "lr", 0.02),
         (lambda params: FusedAdam(params, lr=0.01), "bias_correction", False),
     ):
         results = []

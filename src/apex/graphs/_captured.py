@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,75 +15,56 @@ from torch.utils import _pytree
 
 from ..ops import _recording
 from ..ops._recording import Guard, Recording, is_number
-from ._references import MODES, References
-from ._state import Snapshot, State, hyperparameters, parameters, version_of
+from ._places import hyperparameters
+from ._references import References
+from ._state import Snapshot, State, version_of
 
 # What objects may have beside tensors to be taken for batches, which are copied with other tensors.
 _PLAIN = bool | int | float | str | None | torch.dtype | torch.device
 
 
-class Inputs:
-    """The arguments of a call, or a part of them: tensors, and everything else."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self._leaves, self._structure = _pytree.tree_flatten(value)
-        self._leaves = [Record(leaf) if _is_record(leaf) else leaf for leaf in self._leaves]
-
-    @property
-    def leaves(self) -> list[Any]:
-        """Everything that has no parts, in order."""
-        return [each for leaf in self._leaves for each in (leaf.leaves if isinstance(leaf, Inputs) else (leaf,))]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among them."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
-        return (repr(self._structure), *map(_kind, self._leaves))  # PyTorch 2.6 does not hash structures
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Any:
-        """The arguments with other tensors."""
-        leaves = []
-        for leaf in self._leaves:
-            if isinstance(leaf, Inputs):
-                leaf = leaf.with_tensors(tensors)
-            leaves.append(next(tensors) if isinstance(leaf, Tensor) else leaf)
-        return _pytree.tree_unflatten(leaves, self._structure)
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in the arguments of a call."""
+    found: list[Tensor] = []
+    _map_tensors(lambda tensor: found.append(tensor), value)
+    return found
 
 
-class Record(Inputs):
-    """An object with tensors in its attributes, such as a batch that is a dataclass."""
+def kind_of(value: Any) -> tuple[Any, ...]:
+    """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
+    leaves, structure = _pytree.tree_flatten(value)
+    return (repr(structure), *map(_kind, leaves))  # PyTorch 2.6 does not hash structures
 
-    def __init__(self, record: Any) -> None:
-        super().__init__(vars(record))
-        self.record = record
 
-    def with_tensors(self, tensors: Iterator[Tensor]) -> Any:
-        """A copy of the object."""
-        copied = copy.copy(self.record)
-        vars(copied).update(super().with_tensors(tensors))
+def _kind(leaf: Any) -> Any:
+    if _is_record(leaf):
+        return type(leaf), kind_of(vars(leaf))
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf
+    strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
+
+
+def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """The value with a function of each of its tensors in their places; objects that have some are copied."""
+
+    def of(leaf: Any) -> Any:
+        if not _is_record(leaf):
+            return function(leaf) if isinstance(leaf, Tensor) else leaf
+        copied = copy.copy(leaf)
+        vars(copied).update(_map_tensors(function, vars(leaf)))
         return copied
+
+    return _pytree.tree_map(of, value)
 
 
 def _is_record(leaf: Any) -> bool:
+    """Whether an object has tensors and plain values as attributes, such as a batch that is a dataclass."""
     if isinstance(leaf, Tensor | nn.Module | torch.optim.Optimizer) or not hasattr(leaf, "__dict__"):
         return False
     parts = _pytree.tree_leaves(vars(leaf))
     has_tensors = any(isinstance(part, Tensor) for part in parts)
     return has_tensors and all(isinstance(part, Tensor | _PLAIN) for part in parts)
-
-
-def _kind(leaf: Any) -> Any:
-    if isinstance(leaf, Record):
-        return type(leaf.record), leaf.kind
-    if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
-    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
 
 
 @contextlib.contextmanager
@@ -105,90 +85,81 @@ def watched(optimizers: dict[int, Any]) -> Iterator[None]:
 
 
 class Graph:
-    """A captured function. Making one captures it and replays it once: together that is one call."""
+    """A captured function. Capturing it changes nothing: its first call is a replay, too."""
 
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Inputs,
+        arguments: tuple[Any, Any],
         optimizers: dict[int, Any],
-        references: References,
         backend: Any,
         device: torch.device,
     ) -> None:
         self._recording = recording = Recording(True, device)
-        known = list(optimizers.values())
-        expected = references.guards()
-        before = Snapshot(known, references.places(), references.scalers)
+        references, known = References(function, _pytree.tree_leaves(arguments)), list(optimizers.values())
+        guards = references.guards()
         # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
-        self._inputs = [_static(tensor, device) for tensor in inputs.tensors]
+        self._inputs = [_static(tensor, device) for tensor in tensors_of(arguments)]
+        static = iter(self._inputs)
+        args, kwargs = _map_tensors(lambda _: next(static), arguments)
         versions = list(map(version_of, self._inputs))
-        args, kwargs = inputs.with_tensors(iter(self._inputs))
 
         def run() -> Any:
-            with _tensor_rates(known, recording), watched(optimizers), _recording.active(recording):
+            _follow_rates(known, recording)
+            with watched(optimizers), _recording.active(recording):
                 return function(*args, **kwargs)
 
+        before = Snapshot(known, references)
+        torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
         try:
-            torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
             self._replay, outputs = backend.capture(run, device)
-            params = {id(param): param for param in (*parameters(known), *references.parameters())}
-            self.state = State(before, list(params.values()), recording)
-            changed = next((guard.name for guard in expected if guard.name != MODES and not guard.holds()), None)
-            if changed is not None:
-                raise NotImplementedError(f"every call changes {changed}, which a graph cannot do")
-            if before.draws_on_host():
-                raise NotImplementedError(
-                    "random numbers are drawn on the host, which a graph would freeze; draw them on the device"
-                )
-        except BaseException:
-            before.restore()
-            raise
+            self.state = State(before, recording)
+            for guard in guards:
+                if not guard.holds():
+                    raise NotImplementedError(f"every call changes {guard.name}, which a graph cannot do")
         finally:
+            before.restore()
             torch.clear_autocast_cache()
-        self._guards = (
-            expected + recording.guards + _frozen_numbers(known, recording) + _trained(known, self.state.params)
-        )
-        # Inputs that the function writes to, by their places.
-        self._written = [place for place, each in enumerate(self._inputs) if version_of(each) != versions[place]]
-        self._leaves, self._structure = _pytree.tree_flatten(outputs)
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        self._run(inputs, first=True)
+        trained = lambda: [  # noqa: E731
+            [param.requires_grad for param in self.state.params],
+            [len(group["params"]) for optimizer in known for group in optimizer.param_groups],
+        ]
+        self._guards = guards + recording.guards + hyperparameters(known, recording.followed)
+        self._guards.append(Guard("which parameters are trained", trained, trained()))
+        # Indices of inputs that the function writes to.
+        self._written = [index for index, each in enumerate(self._inputs) if version_of(each) != versions[index]]
+        self._outputs = detached(outputs)
 
-    def differs(self) -> str | None:
-        """What keeps it from being replayed now; None if nothing does."""
+    def prepare(self) -> str | None:
+        """Makes ready for a replay; or returns what keeps it from being replayed now."""
         for guard in self._guards:
             if not guard.holds():
                 return f"{guard.name} (was {reprlib.repr(guard.expected)})"
-        return self.state.differs()
+        return self.state.bring()
 
-    def __call__(self, inputs: Inputs) -> Any:
-        """The function's call with other inputs of the same kind; to be called where nothing `differs`."""
+    def __call__(self, arguments: tuple[Any, Any]) -> Any:
+        """A call with arguments of the same kind, once it is prepared; the next one writes over its outputs."""
         for action in self._recording.before:
             action()
-        self.state.bring()
+        tensors = tensors_of(arguments)
         with torch.no_grad():
-            for static, tensor in zip(self._inputs, inputs.tensors, strict=True):
+            for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        self._run(inputs, first=False)
-        self._recording.count_steps()
-        self.state.leave()
-        return self.outputs()
-
-    def outputs(self) -> Any:
-        """What the function returned: tensors in memory that the next replay writes to."""
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        return _pytree.tree_unflatten(leaves, self._structure)
-
-    def _run(self, inputs: Inputs, first: bool) -> None:
-        self._recording.upload(first)
+        self._recording.upload()
         self._replay()
-        for place in self._written:
-            static, tensor = self._inputs[place], inputs.tensors[place]
-            if tensor.device == static.device:
-                tensor.copy_(static)
+        for index in self._written:
+            if tensors[index].device == self._inputs[index].device:
+                tensors[index].copy_(self._inputs[index])
         for action in self._recording.after:
             action()
+        self._recording.count_steps()
+        self.state.leave()
+        return detached(self._outputs)
+
+
+def detached(outputs: Any) -> Any:
+    """What a function returned, without the graph of autograd."""
+    return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:
@@ -200,40 +171,11 @@ def _static(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True, memory_format=torch.preserve_format)
 
 
-@contextlib.contextmanager
-def _tensor_rates(optimizers: Sequence[Any], recording: Recording) -> Iterator[None]:
-    """Gives PyTorch's optimizers learning rates on the device while they are captured, where they take such."""
-    replaced = []
-    try:
-        for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
-            for index, group in enumerate(optimizer.param_groups):
-                takes_tensor = group.get("capturable") or group.get("fused")
-                if takes_tensor and group["params"] and is_number(group.get("lr")):
-                    rate = recording.entry(optimizer, index, "lr", group["lr"])
-                    replaced.append((group, group["lr"]))
-                    group["lr"] = rate.on(group["params"][0].device).float()
-        yield
-    finally:
-        for group, rate in replaced:
-            group["lr"] = rate
-
-
-def _trained(optimizers: Sequence[Any], params: list[Tensor]) -> list[Guard]:
-    """Which parameters are trained."""
-    groups = lambda: [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]  # noqa: E731
-    flags = lambda: [param.requires_grad for param in params]  # noqa: E731
-    return [
-        Guard("the number of parameters in groups", groups, groups()),
-        Guard("which parameters require gradients", flags, flags()),
-    ]
-
-
-def _frozen_numbers(optimizers: Sequence[Any], recording: Recording) -> list[Guard]:
-    """Hyperparameters that a graph has frozen."""
-    followed = {number.name for number in recording.numbers}
-    frozen = [guard for guard in hyperparameters(optimizers, recording.reads_numbers) if guard.name not in followed]
-    for optimizer in optimizers:
-        for name, value in optimizer.defaults.items() if id(optimizer) in recording.reads_numbers else ():
-            read = functools.partial(optimizer.defaults.get, name)
-            frozen.append(Guard(f"{type(optimizer).__name__}.defaults[{name!r}]", read, value))
-    return frozen
+def _follow_rates(optimizers: Sequence[Any], recording: Recording) -> None:
+    """Gives PyTorch's optimizers learning rates on the device, where they take such, until `Snapshot.restore`."""
+    for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
+        for index, group in enumerate(optimizer.param_groups):
+            takes_tensor = group.get("capturable") or group.get("fused")
+            if takes_tensor and group["params"] and is_number(group.get("lr")):
+                rate = recording.entry(optimizer, index, "lr", group["lr"])
+                group["lr"] = rate.on(group["params"][0].device).float()

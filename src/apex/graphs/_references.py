@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ..ops._recording import Guard
-from ._state import Place, holds_tensors
+from ._places import Place, holds_tensors
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
-MODES = "the training mode of modules"
 
 
 class References:
@@ -29,30 +28,26 @@ class References:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
-        self._readers: dict[str, Callable[[], Any]] = {}
+        self.scalers: list[torch.amp.GradScaler] = []
+        self._readers: list[tuple[str, Callable[[], Any]]] = []
         self._tensors: list[Place] = []
         self._modules: dict[int, nn.Module] = {}
-        self.scalers: list[Any] = []
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, int]] = set()
         self._look(function, None)
         for argument in arguments:
             self._note(argument)
-        if self._modules:  # a module in evaluation mode computes something else
-            self._readers[MODES] = lambda: [module.training for module in self._modules.values()]
 
     def guards(self) -> list[Guard]:
-        """Everything as it is now."""
-        return [Guard(name, read, read()) for name, read in self._readers.items()]
+        """Numbers, which objects there are and how long lists are, as it is now."""
+        return [Guard(name, read, read()) for name, read in self._readers]
 
     def places(self) -> list[Place]:
         """Where it finds tensors, or may put others; and modes of modules."""
         found = list(self._tensors)
         for module in self._modules.values():
-            for entries in (vars(module), module._buffers):
-                for key, value in entries.items():
-                    if key == "training" or holds_tensors(value):
-                        name = f"{type(module).__name__}.{key}"
-                        found.append(Place(name, lambda entries=entries: entries, key, may_change=True))  # type: ignore[misc]
+            found.append(Place.of(module, "training"))
+            entries = {**vars(module), **module._buffers}
+            found += [Place.of(module, key, optional=True) for key, value in entries.items() if holds_tensors(value)]
         return found
 
     def parameters(self) -> list[torch.Tensor]:
@@ -61,6 +56,7 @@ class References:
         return [param for param in found if param is not None and type(param) in (torch.Tensor, nn.Parameter)]
 
     def _note(self, value: Any) -> bool:
+        """Whether a value is a module, an optimizer or a scaler."""
         if isinstance(value, nn.Module):
             self._modules.update((id(module), module) for module in value.modules())
         elif isinstance(value, torch.amp.GradScaler):
@@ -72,37 +68,34 @@ class References:
         if isinstance(function, functools.partial):
             for argument in (*function.args, *function.keywords.values()):
                 self._note(argument)
-            self._look(function.func, file)
-            return
+            function = function.func
         if not isinstance(function, FunctionType | MethodType):
             function = getattr(function, "__call__")  # noqa: B004, B009  an object that can be called
-        code = code_of(function)
-        if code is None or id(code) in self._seen or (file is not None and code.co_filename != file):
+        plain, owner = _unwrapped(function), getattr(function, "__self__", None)
+        code = getattr(plain, "__code__", None)
+        if code is None or (id(plain), id(owner)) in self._seen or file not in (None, code.co_filename):
             return
-        self._seen.add(id(code))
+        self._seen.add((id(plain), id(owner)))
         if isinstance(function, MethodType):
-            owner = code.co_varnames[0] if code.co_varnames else "self"
-            self._add(Place(owner, lambda: function, "__self__"), code)
-        plain = inspect.unwrap(getattr(function, "__func__", function))
+            self._add(Place(code.co_varnames[0] if code.co_varnames else "self", function, ("__self__",)), code)
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-            self._add(Place(name, lambda cell=cell: cell, "cell_contents", named=True), code)  # type: ignore[misc]
-        for name in sorted(_loaded(code) & plain.__globals__.keys()):
-            self._add(Place(name, lambda: plain.__globals__, name, named=True), code)
+            self._add(Place(name, cell, ("cell_contents",), variable=True), code)
+        for name in sorted(_globals(code) & plain.__globals__.keys()):
+            self._add(Place(name, plain.__globals__, (name,), variable=True), code)
 
     def _add(self, place: Place, code: CodeType, depth: int = 0) -> None:
         value = place.read()
         if isinstance(value, _NUMBERS):
-            if not place.passing:
-                self._readers[place.name] = place.read
+            self._readers.append((place.name, place.read))
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self._look(value, code.co_filename)
         elif holds_tensors(value):
             self._tensors.append(place)
         elif self._note(value):
-            self._readers[f"which object {place.name} is"] = lambda: id(place.read())
+            self._readers.append((f"which object {place.name} is", lambda: id(place.read())))
         elif depth == 0 and not isinstance(value, ModuleType | type | torch.Tensor):
             if isinstance(value, list | set):
-                self._readers[f"the length of {place.name}"] = lambda: len(place.read())
+                self._readers.append((f"the length of {place.name}", lambda: len(place.read())))
             for part in _parts(place, value, code):
                 self._add(part, code, depth + 1)
 
@@ -110,21 +103,19 @@ class References:
 def _parts(place: Place, value: Any, code: CodeType) -> Iterator[Place]:
     """Attributes of an object, and items of a dict, that a function names; tensors in a dict or list."""
     if isinstance(value, dict | list):
-        constants = {
-            constant for inner in _with_inner(code) for constant in inner.co_consts if isinstance(constant, str)
-        }
+        named = {constant for inner in _with_inner(code) for constant in inner.co_consts if isinstance(constant, str)}
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in constants or holds_tensors(item):
-                yield Place(f"{place.name}[{key!r}]", place.read, key, named=True)
+            if key in named or holds_tensors(item):
+                yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key), variable=True)
     else:
-        for (owner, attribute), is_read in sorted(_attributes(code).items()):
-            if owner == place.name and attribute in getattr(value, "__dict__", ()):
-                yield Place(f"{place.name}.{attribute}", place.read, attribute, passing=not is_read, named=True)
+        for variable, attribute in sorted(_attributes(code)):
+            if variable == place.name and attribute in getattr(value, "__dict__", ()):
+                yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute), variable=True)
 
 
-def code_of(function: Any) -> CodeType | None:
-    """The code of a function, of what it was wrapped around, or of a method."""
-    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+def _unwrapped(function: Any) -> Any:
+    """The function of a method, and what it was wrapped around."""
+    return inspect.unwrap(getattr(function, "__func__", function))
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
@@ -134,34 +125,33 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
             yield from _with_inner(constant)
 
 
-def _loaded(code: CodeType) -> set[str]:
+def _globals(code: CodeType) -> set[str]:
     """Globals that code reads."""
     instructions = (each for inner in _with_inner(code) for each in dis.get_instructions(inner))
     return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
-def _attributes(code: CodeType) -> dict[tuple[str, str], bool]:
-    """Variables, each with an attribute that code reads or sets, and whether it reads it."""
-    found: dict[tuple[str, str], bool] = {}
+def _attributes(code: CodeType) -> set[tuple[str, str]]:
+    """Variables, each with an attribute that code reads or sets."""
+    found = set()
     for inner in _with_inner(code):
         variable = None
         for each in dis.get_instructions(inner):
             if each.opname in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
                 continue
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and variable is not None:
-                key = variable, each.argval
-                found[key] = found.get(key, False) or each.opname != "STORE_ATTR"
+            is_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+            if is_attribute and variable is not None:
+                found.add((variable, each.argval))
+            is_variable = each.opname.startswith("LOAD_") and each.opname != "LOAD_CONST" and not is_attribute
             # Two variables may be loaded by one instruction.
             last = each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval
-            variable = last if each.opname.startswith("LOAD_") and isinstance(last, str) else None
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_CONST"):
-                variable = None
+            variable = last if is_variable and isinstance(last, str) else None
     return found
 
 
 def line_of(error: BaseException, function: Callable[..., Any]) -> str | None:
     """The innermost line of an error that is in the file of the function."""
-    code = code_of(getattr(function, "func", function))
+    code = getattr(_unwrapped(getattr(function, "func", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     return f"{own[-1].filename}:{own[-1].lineno}" + (f" ({own[-1].line})" if own[-1].line else "") if own else None

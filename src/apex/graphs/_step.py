@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
+from torch.utils._pytree import tree_leaves
 
 from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
-from ._captured import Graph, Inputs, watched
-from ._references import MODES, References, line_of
-from ._state import hyperparameters, parameters
+from ._captured import Graph, detached, kind_of, tensors_of, watched
+from ._places import hyperparameters, parameters
+from ._references import References, line_of
 
 
 class CapturedStep:
@@ -49,7 +49,7 @@ class CapturedStep:
         self.reason: str | None = None
         self._graphs: dict[Any, list[Graph]] = {}
         self._calls: dict[Any, int] = {}
-        # Kinds that no graph fits any more, and that have run eagerly since: what is new is there by now.
+        # Kinds whose graphs no longer fit, and that have run eagerly since, which has made what a new graph needs.
         self._rehearsed: set[Any] = set()
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
@@ -79,97 +79,92 @@ class CapturedStep:
         return functools.partial(CapturedStep, warmup=self._warmup, max_graphs=self._max_graphs), (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = Inputs((args, kwargs))
-        tensors = self._params or [tensor for tensor in inputs.tensors if not on_host(tensor)]
+        arguments = args, kwargs
+        tensors = self._params or [tensor for tensor in tensors_of(arguments) if not on_host(tensor)]
         device = None if self.reason else self._backend.device_of(tensors)
         if device is None:
             return self._function(*args, **kwargs)
-        kind = (*inputs.kind, *_modes(device))
+        kind = (*kind_of(arguments), *_modes(device))
         try:
             count = self._calls.get(kind, 0)
         except TypeError as error:  # an array of NumPy, a set
             self._give_up(f"an argument is neither a tensor nor something that compares: {error}")
             return self._function(*args, **kwargs)
         if count < self._warmup:
-            return self._rehearse(inputs, kind, device)
+            return self._rehearse(arguments, kind, device)
         graph, difference = self._fitting(kind)
         if graph is not None:
             self._replays += 1
-            return graph(inputs)
+            return graph(arguments)
         if self.graphs >= self._max_graphs:
             why = f"; the last one did not fit because of {difference}" if difference else ""
             self._say_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
-            return self._eagerly(inputs, device)
+            return self._eagerly(arguments, device)
         if difference is not None and kind not in self._rehearsed:
             self._rehearsed.add(kind)
-            return self._rehearse(inputs, kind, device)
+            return self._rehearse(arguments, kind, device)
         self._rehearsed.discard(kind)
-        return self._capture(inputs, kind, device)
+        return self._capture(arguments, kind, device)
 
-    def _eagerly(self, inputs: Inputs, device: torch.device) -> Any:
+    def _eagerly(self, arguments: Any, device: torch.device) -> Any:
         """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them.
 
         With the kernels of a captured call, so that these are compiled by then.
         """
-        args, kwargs = inputs.value
+        args, kwargs = arguments
         recording = _recording.active(_recording.Recording(False, device))
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
-        return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+        return detached(outputs)
 
-    def _rehearse(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
-        references = [each for each in References(self._function, inputs.leaves).guards() if each.name != MODES]
-        numbers = hyperparameters(self._optimizers.values())
-        outputs = self._eagerly(inputs, device)
+    def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
+        """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
+        references = References(self._function, tree_leaves(arguments)).guards()
+        numbers = hyperparameters(list(self._optimizers.values()))
+        outputs = self._eagerly(arguments, device)
         if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
             self._calls = {known: count for known, count in self._calls.items() if known in self._graphs}
             self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
         self._calls[kind] = self._calls.get(kind, 0) + 1
-        if self._calls[kind] == self._warmup:
-            for guard in (*references, *numbers):
-                if not guard.holds():
-                    cure = "call the scheduler" if guard in numbers else "make it a tensor, or do this"
-                    self._give_up(
-                        f"every call changes {guard.name}, which no graph can; {cure} outside of the function"
-                    )
-                    break
+        changed = [guard for guard in (*references, *numbers) if not guard.holds()]
+        if changed and self._calls[kind] == self._warmup:
+            cure = "call the scheduler" if changed[0] in numbers else "make it a tensor, or do this"
+            self._give_up(f"every call changes {changed[0].name}, which no graph can; {cure} outside of the function")
         return outputs
 
     def _fitting(self, kind: Any) -> tuple[Graph | None, str | None]:
-        """The graph that can be replayed now, or what keeps the last one from it."""
+        """A graph, prepared for a replay, or what keeps the last one from it."""
         graphs, difference = self._graphs.setdefault(kind, []), None
         for graph in [graph for graph in graphs if graph.state.is_stale()]:
             graphs.remove(graph)
             difference = "the memory of parameters"
         for graph in graphs:
-            difference = graph.differs()
+            difference = graph.prepare()
             if difference is None:
                 return graph, None
         return None, difference
 
-    def _capture(self, inputs: Inputs, kind: Any, device: torch.device) -> Any:
-        references = References(self._function, inputs.leaves)
+    def _capture(self, arguments: Any, kind: Any, device: torch.device) -> Any:
         try:
-            graph = Graph(self._function, inputs, self._optimizers, references, self._backend, device)
+            graph = Graph(self._function, arguments, self._optimizers, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
             said = str(error).strip().split("\n")[0]
             reason, line = f"{type(error).__name__}: {said}", line_of(error, self._function)
         else:
             self._graphs[kind].append(graph)
             self._captures += 1
-            return graph.outputs()
+            return graph(arguments)
         # Here the error is gone, and with it what its traceback held. One that has nothing to do with the capture comes
         # up again.
-        outputs = self._eagerly(inputs, device)
-        self._give_up(reason, line)
+        outputs = self._eagerly(arguments, device)
+        self._give_up(f"{line}: {reason}" if line else reason)
         return outputs
 
-    def _give_up(self, reason: str, line: str | None = None) -> None:
-        place = f"{line}: " if line else ""
-        self.invalidate()
-        self.reason = f"{place}{reason}"
+    def _give_up(self, reason: str) -> None:
+        self._reset()
+        self.reason = reason
         self._warn(f"cannot be captured and runs eagerly. {self.reason}", 5)
 
     def _say_once(self, message: str) -> None:

@@ -115,8 +115,8 @@ class Recording:
         # What is to be done before and after a replay.
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
-        # Ids of optimizers that use nothing but such groups; others have frozen what is in theirs.
-        self.reads_numbers: set[int] = set()
+        # Hyperparameters that are read anew: id of the optimizer, index of the group, name. The others are frozen.
+        self.followed: set[tuple[int, int, str]] = set()
         # How often groups of optimizers were stepped, by optimizer and index.
         self._steps: dict[tuple[Any, int], int] = {}
         # Ids of tensors that the graph reads although something else may take their place before it ends.
@@ -156,30 +156,30 @@ class Recording:
         return Number(self, "a constant", value, lambda: value)
 
     def entry(self, optimizer: Any, index: int, name: str, value: Any) -> Any:
-        """An entry of a parameter group: a `Number` in place of a number, else itself, which is guarded."""
+        """An entry of a parameter group: a `Number` in place of a number, else itself."""
         if name in ("params", "step") or isinstance(value, Number):
             return value
         called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
         read = lambda: optimizer.param_groups[index][name]  # noqa: E731
         number = lambda value, read: Number(self, called, float(value), lambda: float(read()))  # noqa: E731
         if isinstance(value, tuple | list) and value and all(map(is_number, value)):
+            self.followed.add((id(optimizer), index, name))
             return tuple(number(each, lambda place=place: read()[place]) for place, each in enumerate(value))
         if is_number(value) or (isinstance(value, Tensor) and value.device.type == "cpu"):
+            self.followed.add((id(optimizer), index, name))
             return number(value, read)
         if isinstance(value, Tensor):
             self.guards.append(Guard(called, lambda: read().data_ptr(), value.data_ptr()))
-        else:
-            self.guards.append(Guard(called, read, value))
         return value
 
     # Around replays ---------------------------------------------------------------------------------------------------
 
-    def upload(self, first: bool) -> None:
-        """Gives the graph its numbers; those of the captured call if it is the `first` replay, else as they are now."""
+    def upload(self) -> None:
+        """Gives the graph its numbers as they are now."""
         if not self.numbers:
             return
         assert self._places is not None
-        values = [float(number.value if first else number.read()) for number in self.numbers]
+        values = [float(number.read()) for number in self.numbers]
         on_gpu = self._places.device.type == "cuda"
         # Pinned memory of its own: an earlier replay's may not have been read yet.
         host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=on_gpu)

@@ -260,8 +260,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._ready = [(group, bucket) for _, group, buckets in ready for bucket in buckets]
         self._before_update(scaling)
         recording = _recording.current
-        if recording is not None:
-            recording.reads_numbers.add(id(self))
         for index, group, buckets in ready:
             if not buckets:
                 continue

@@ -59,10 +59,11 @@ class LARC:
         loss = run_closure(closure)
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         had_decay = ["weight_decay" in group for group in self.optim.param_groups]
-        self._scale_gradients()
+        # Other optimizers freeze the numbers of their groups in a graph: LARC must not have others at a replay.
+        recording = _recording.current if isinstance(self.optim, FusedOptimizer) else None
+        self._scale_gradients(recording)
         try:
             # A graph, too, must see none, and not what is there when it is replayed.
-            recording = _recording.current if isinstance(self.optim, FusedOptimizer) else None
             for group in self.optim.param_groups:
                 group["weight_decay"] = 0 if recording is None else recording.constant(0.0)
             result = self.optim.step()
@@ -75,7 +76,7 @@ class LARC:
         return result if closure is None else loss
 
     @torch.no_grad()
-    def _scale_gradients(self) -> None:
+    def _scale_gradients(self, recording: _recording.Recording | None) -> None:
         ready = []
         for group in self.optim.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
@@ -87,8 +88,8 @@ class LARC:
             check((params, gradients), _NAMES)
             ready.append((group, params, gradients))
         for index, (group, params, gradients) in enumerate(ready):
-            if _recording.current is not None:
-                group = _recording.current.group(self.optim, index)
+            if recording is not None:
+                group = recording.group(self.optim, index)
             hyper = {
                 "lr": group["lr"],
                 "trust_coefficient": self.trust_coefficient,
