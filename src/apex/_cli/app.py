@@ -76,9 +76,6 @@ def demo(
         str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, ... By default a GPU if there is one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    plot: Annotated[Path, typer.Option(help="The picture of losses and loss scales: .png, .svg or .pdf.")] = Path(
-        "apex-demo.png"
-    ),
 ) -> None:
     """Compare the opt levels of amp on two small models.
 
@@ -87,7 +84,7 @@ def demo(
     """
     from .demo.command import run_demo
 
-    raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json, plot=plot))
+    raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json))
 
 
 @app.command(rich_help_panel="Measure")

@@ -46,8 +46,6 @@ class Comparison:
     memory_measured: str
     models: dict[str, ModelFacts]
     runs: list[Run] = field(default_factory=list)
-    plot: str | None = None
-    plot_problem: str | None = None
 
     def runs_of(self, model: str) -> list[Run]:
         return [run for run in self.runs if run.model == model]
@@ -77,7 +75,7 @@ class Comparison:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """What the runs have in common, a table with one row per run, what it means, and where the plot is."""
+    """What the runs have in common, a table with one row per run, and what it means."""
     console = make_console()
     summary = make_table(console, None, "what", "value")
     summary.show_header = False
@@ -99,16 +97,12 @@ def print_comparison(comparison: Comparison) -> None:
             f"{run.final_loss:.4f}",
             _signed(comparison.distance(run)),
             f"{run.seconds_per_step * 1e3:.2f} ms",
-            _bytes(run.peak_memory),
+            f"{run.peak_memory / 2**20:.2f} MiB",
             str(run.skipped),
         )
     print_table(console, table)
     for line in _conclusions(comparison):
         console.print(line)
-    if comparison.plot is not None:
-        console.print(f"plot: {comparison.plot}", soft_wrap=True)
-    else:
-        console.print(Text(f"no plot: {comparison.plot_problem}", style="yellow"))
 
 
 def _conclusions(comparison: Comparison) -> list[Text]:
@@ -140,8 +134,6 @@ def print_json(comparison: Comparison) -> None:
                 for name, facts in comparison.models.items()
             },
             "runs": [_run_document(comparison, run) for run in comparison.runs],
-            "plot": comparison.plot,
-            "plot_problem": comparison.plot_problem,
         }
     )
 
@@ -167,12 +159,3 @@ def _number(value: float | None) -> float | None:
 
 def _signed(value: float | None) -> str:
     return "n/a" if value is None else f"{value:+.4f}"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

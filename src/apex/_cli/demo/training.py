@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import amp, graphs
-from .memory import peak_memory
+from ..._memory.storages import LiveStorages
 from .tasks import Task, loss_of
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -105,15 +105,26 @@ def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss
     """
     device = task.batches[0][0].device
     run = Run(task.name, level)
-    rehearsal = partial(_rehearse, task, level)
     if device.type == "cuda":
-        rehearsal()
-        run.peak_memory = peak_memory(partial(_train, task, run, on_step), device)
-    else:  # counting takes time, so it happens apart
+        _rehearse(task, level)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _train(task, run, on_step)
+        run.peak_memory = torch.cuda.max_memory_allocated(device) - before
+    else:
         with _one_thread():
-            run.peak_memory = peak_memory(rehearsal, device)
+            with LiveStorages(lambda tensor: True) as storages:  # counting takes time, so it happens apart
+                _rehearse(task, level)
+            run.peak_memory = storages.peak
             _train(task, run, on_step)
     return run
+
+
+def memory_in_words(device: torch.device) -> str:
+    """What the peak of a run's memory is on `device`."""
+    if device.type == "cuda":
+        return "the most that PyTorch had allocated on the GPU at once, beyond the data"
+    return "all tensors alive at once, counted; without the scratch space of operators"
 
 
 @contextlib.contextmanager
