@@ -35,8 +35,7 @@ def test_bytes_moved() -> None:
 @pytest.mark.parametrize("kind", ["causal_softmax", "masked_softmax", "scaled_softmax"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "step"])
 def test_ours_and_the_peer_are_right(kind: str, direction: str) -> None:
-    case = softmax._case(kind, torch.float32, (2, 3, 16, 16), direction)
-    prepared = case.make(CPU)
+    prepared = softmax._prepare(kind, torch.float32, (2, 3, 16, 16), direction, CPU)
     assert set(prepared.implementations) == {registry.OURS, "torch"}
     for make in prepared.implementations.values():
         assert worst_excess(make()(), prepared.expected) <= 1

@@ -142,9 +142,44 @@ def exact(
     return [Expected(g, leaf.dtype, count) for g, leaf, count in zip(gradients, leaves, terms[1:], strict=True)]
 
 
-def case(
-    name: str, moved: int, prepare: Callable[..., Prepared], *arguments: Any, direction: str, note: str | None = None
-) -> Case:
-    """The case of `prepare(*arguments, direction, device)`; a step is timed as a training loop sees it."""
-    make = functools.partial(prepare, *arguments, direction)
-    return Case(f"{name} {direction}", moved, make, "wall" if direction == "step" else "device", note)
+def compared(
+    ours: Callable[..., Any],
+    eager: Callable[..., Any],
+    arguments: Sequence[Any],
+    gradient: Tensor,
+    direction: str,
+    terms: Sequence[int] = (),
+    **peers: Any,
+) -> Prepared:
+    """Ours beside PyTorch's operators, which in float64 give what is right; `peers` as for `with_peers`."""
+    expected = exact(eager, arguments, gradient, direction, gradient.dtype, terms)
+    return prepare(with_peers(ours, eager, gradient.device, **peers), arguments, gradient, direction, expected)
+
+
+def without_kink(gradient: Tensor, before: Tensor) -> Tensor:
+    """No gradient where ReLU's input is nearly zero: rounding decides on which side such an element lies."""
+    return gradient.masked_fill_(before.abs() < (1e-3 if gradient.dtype == torch.float32 else 0.05), 0)
+
+
+def times(shape: Sequence[int]) -> str:
+    """Such as "2x320x8x8"."""
+    return "x".join(map(str, shape))
+
+
+def passes(
+    name: str, moved: Mapping[str, int], prepare: Callable[..., Prepared], *arguments: Any, note: str | None = None
+) -> list[Case]:
+    """Cases of `prepare(*arguments, direction, device)` with the bytes that each direction moves.
+
+    A step is timed as a training loop sees it.
+    """
+    return [
+        Case(
+            f"{name} {way}",
+            size,
+            functools.partial(prepare, *arguments, way),
+            "wall" if way == "step" else "device",
+            note,
+        )
+        for way, size in moved.items()
+    ]

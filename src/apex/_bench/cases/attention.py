@@ -16,7 +16,7 @@ from ...contrib.fmha import FMHAFun
 from ...contrib.openfold_triton import AttnTri
 from ...ops.attention import reference
 from ..compiling import compiled
-from ..directions import Maker, Random, call, case, exact, leaves_of, long_name
+from ..directions import Maker, Random, call, exact, leaves_of, long_name, passes
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 INF = 1e9
@@ -223,7 +223,7 @@ def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared
 def _case(setting: Setting, direction: str) -> Case:
     moved = MOVED[direction] * setting.elements + (2 if direction == "bwd" else 1) * setting.bias_elements
     note = "checked in float32, without dropout" if isinstance(setting, Packed) and setting.dropout else None
-    return case(str(setting), moved * setting.dtype.itemsize, _prepare, setting, direction=direction, note=note)
+    return passes(str(setting), {direction: moved * setting.dtype.itemsize}, _prepare, setting, note=note)[0]
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:

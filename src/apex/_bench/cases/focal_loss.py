@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...contrib.focal_loss import focal_loss
 from ...ops.focal_loss import reference
-from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..directions import Random, exact, long_name, passes, prepare, times, with_peers
 from ..registry import Case, Family, Prepared, register
 
 ALPHA, GAMMA = 0.25, 2.0
@@ -61,11 +61,11 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     found = []
     for dtype in DTYPES[:1] if quick else DTYPES:
-        for images, anchors, classes in shapes[:1] if quick else shapes:
-            name = f"focal_loss {long_name(dtype)} {images}x{anchors}x{classes}"
-            for way, tensors in (("fwd", 1), ("bwd", 2)):
-                moved = images * anchors * (tensors * classes * dtype.itemsize + torch.int64.itemsize)
-                found.append(case(name, moved, _prepare, dtype, (images, anchors, classes), direction=way))
+        for shape in shapes[:1] if quick else shapes:
+            images, anchors, classes = shape
+            logits, targets = images * anchors * classes * dtype.itemsize, images * anchors * torch.int64.itemsize
+            moved = {"fwd": logits + targets, "bwd": 2 * logits + targets}
+            found += passes(f"focal_loss {long_name(dtype)} {times(shape)}", moved, _prepare, dtype, shape)
     return found
 
 

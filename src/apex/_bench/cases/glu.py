@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...ops.glu import bias_glu, reference
-from ..directions import SHORT, Random, case, exact, prepare, with_peers
+from ..directions import SHORT, Random, exact, passes, prepare, times, with_peers
 from ..registry import Case, Family, Prepared, register
 
 
@@ -27,8 +28,6 @@ KINDS = (SWIGLU, Kind("swiglu(no bias)", "silu", False), Kind("bias_geglu", "gel
 GPU_SHAPES = ((torch.bfloat16, 16384, 22016), (torch.float32, 8192, 22016))
 GPU_STEPS = ((torch.bfloat16, 128, 2048), (torch.bfloat16, 1024, 8192))
 CPU_SHAPES = ((torch.float32, 512, 4096), (torch.bfloat16, 512, 4096))
-# Tensors of half the input's size that each direction reads and writes; biases are negligible.
-HALVES_MOVED = {"fwd": 3, "bwd": 5, "step": 8}
 
 
 def _eager(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -56,18 +55,17 @@ def _prepare(kind: Kind, dtype: torch.dtype, rows: int, columns: int, direction:
     return prepare(makers, arguments, gradient, direction, expected)
 
 
-def _case(kind: Kind, dtype: torch.dtype, rows: int, columns: int, direction: str) -> Case:
-    moved = HALVES_MOVED[direction] * rows * (columns // 2) * dtype.itemsize
-    name = f"{kind.name} {SHORT[dtype]} {rows}x{columns}"
-    return case(name, moved, _prepare, kind, dtype, rows, columns, direction=direction)
-
-
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
     shapes, steps = (GPU_SHAPES, GPU_STEPS) if device.type == "cuda" else (CPU_SHAPES, ())
     most = 1 if quick else None
-    apart = [_case(kind, *shape, way) for shape in shapes[:most] for kind in KINDS[:most] for way in ("fwd", "bwd")]
-    return apart + [_case(SWIGLU, *shape, "step") for shape in steps[:most]]
+    rows = [(kind, shape, {"fwd": 3, "bwd": 5}) for shape in shapes[:most] for kind in KINDS[:most]]
+    rows += [(SWIGLU, shape, {"step": 8}) for shape in steps[:most]]
+    found = []
+    for kind, (dtype, *sizes), halves in rows:  # tensors of half the input's size; biases are negligible
+        moved = {way: count * math.prod(sizes) // 2 * dtype.itemsize for way, count in halves.items()}
+        found += passes(f"{kind.name} {SHORT[dtype]} {times(sizes)}", moved, _prepare, kind, dtype, *sizes)
+    return found
 
 
 register(Family("glu", "gated linear units: SwiGLU and GeGLU", cases))

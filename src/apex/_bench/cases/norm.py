@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ...normalization import FusedLayerNorm, FusedRMSNorm
-from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..directions import Random, exact, long_name, passes, prepare, times, with_peers
 from ..registry import Case, Family, Prepared, register
 
 EPS = 1e-5
@@ -23,8 +25,6 @@ GPU_SHAPES = ((16384, 1024), (16384, 4096), (8192, 8192), (4096, 16384))
 GPU_STEP_SHAPES = ((128, 1024), (1024, 1024), (4096, 1024))
 CPU_SHAPES = ((1024, 1024), (4096, 1024))
 CPU_STEP_SHAPES = ((128, 1024), (1024, 1024))
-# Tensors of the input's size that each direction reads and writes; weights are negligible.
-TENSORS_MOVED = {"fwd": 2, "bwd": 3, "step": 5}
 
 
 def _liger(weight: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
@@ -62,12 +62,6 @@ def _prepare(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: s
     return prepare(makers, (values,), gradient, direction, expected, leaves)
 
 
-def _case(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: str) -> Case:
-    moved = TENSORS_MOVED[direction] * shape[0] * shape[1] * dtype.itemsize
-    name = f"{norm} {long_name(dtype)} {shape[0]}x{shape[1]}"
-    return case(name, moved, _prepare, norm, dtype, shape, direction=direction)
-
-
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
     on_gpu = device.type == "cuda"
@@ -76,8 +70,12 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     if quick:
         step_shapes = step_shapes[:1]
         shapes = shapes[:1] if on_gpu else step_shapes
-    apart = [_case(n, d, s, way) for d in DTYPES for s in shapes for n in NORMS for way in ("fwd", "bwd")]
-    return apart + [_case(n, d, s, "step") for d in DTYPES for s in step_shapes for n in NORMS]
+    found = []
+    for sizes, ways in ((shapes, {"fwd": 2, "bwd": 3}), (step_shapes, {"step": 5})):  # tensors that are read or written
+        for dtype, shape, norm in itertools.product(DTYPES, sizes, NORMS):
+            moved = {way: count * math.prod(shape) * dtype.itemsize for way, count in ways.items()}
+            found += passes(f"{norm} {long_name(dtype)} {times(shape)}", moved, _prepare, norm, dtype, shape)
+    return found
 
 
 register(Family("norm", "layer norm and RMS norm", cases))

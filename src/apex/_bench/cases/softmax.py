@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...ops.softmax import SoftmaxSpec, reference
 from ...transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
-from ..directions import SHORT, Random, case, prepare, with_peers
+from ..directions import SHORT, Random, passes, prepare, times, with_peers
 from ..registry import Case, Expected, Family, Prepared, register
 
 SCALE = 0.125
@@ -110,19 +110,16 @@ def _prepare(kind: str, dtype: torch.dtype, shape: Shape, direction: str, device
     return prepare(makers, (input.requires_grad_(),), gradient, direction, expected)
 
 
-def _case(kind: str, dtype: torch.dtype, shape: Shape, direction: str) -> Case:
-    name = f"{kind} {SHORT[dtype]} {'x'.join(map(str, shape))}"
-    moved = _bytes_moved(kind, dtype, shape, direction)
-    return case(name, moved, _prepare, kind, dtype, shape, direction=direction)
-
-
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    steps = STEPS
-    if quick:
-        shapes, steps = shapes[:1], steps[:1]
-    return [_case(*shape, way) for shape in shapes for way in ("fwd", "bwd")] + [_case(*step, "step") for step in steps]
+    rows = [(*shape, ("fwd", "bwd")) for shape in (shapes[:1] if quick else shapes)]
+    rows += [(*step, ("step",)) for step in (STEPS[:1] if quick else STEPS)]
+    found = []
+    for kind, dtype, shape, ways in rows:
+        moved = {way: _bytes_moved(kind, dtype, shape, way) for way in ways}
+        found += passes(f"{kind} {SHORT[dtype]} {times(shape)}", moved, _prepare, kind, dtype, shape)
+    return found
 
 
 register(Family("softmax", "scaled and masked softmax of attention scores", cases))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...contrib.transducer import TransducerJoint, TransducerLoss
-from ..directions import Random, case, exact, long_name, prepare, with_peers
+from ..directions import Random, compared, exact, long_name, passes, prepare, times, with_peers
 from ..registry import Case, Family, Prepared, register
 
 # Sequences, frames, tokens, and features of the joint or words of the loss.
@@ -69,10 +69,8 @@ def _joint(dtype: torch.dtype, shape: Shape, direction: str, device: torch.devic
     def eager(f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor) -> Tensor:
         return f[:, :, None] + g[:, None]
 
-    makers = with_peers(TransducerJoint(), eager, device, compile=False)
     arguments = (f, g, *_lengths(shape, device))
-    expected = exact(eager, arguments, dh, direction, dtype, (1, tokens, frames))
-    return prepare(makers, arguments, dh, direction, expected)
+    return compared(TransducerJoint(), eager, arguments, dh, direction, (1, tokens, frames), compile=False)
 
 
 def _loss(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
@@ -92,30 +90,20 @@ def _loss(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device
     )
 
 
-def _name(op: str, dtype: torch.dtype, shape: Shape) -> str:
-    kind = "half" if dtype == torch.float16 else long_name(dtype)
-    return f"transducer_{op} {kind} {'x'.join(map(str, shape))}"
-
-
-def _joint_case(dtype: torch.dtype, shape: Shape, direction: str) -> Case:
-    batches, frames, tokens, features = shape
-    moved = batches * (frames * tokens + frames + tokens) * features * dtype.itemsize
-    return case(_name("joint", dtype, shape), moved, _joint, dtype, shape, direction=direction)
-
-
-def _loss_case(dtype: torch.dtype, shape: Shape, direction: str) -> Case:
-    moved = math.prod(shape) * dtype.itemsize * (1 if direction == "fwd" else 2)
-    return case(_name("loss", dtype, shape), moved, _loss, dtype, shape, direction=direction)
-
-
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Sequences of full length, padded: what the padding saves depends on the data. A processor gets smaller ones."""
     joints, losses = (GPU_JOINTS, GPU_LOSSES) if device.type == "cuda" else (CPU_JOINTS, CPU_LOSSES)
-    ways = ("fwd", "bwd")
-    return [
-        *(_joint_case(dtype, shape, way) for dtype, shape in joints for way in ways),
-        *(_loss_case(dtype, shape, way) for dtype, shape in losses for way in ways),
-    ]
+    found = []
+    for what, make, rows in (("joint", _joint, joints), ("loss", _loss, losses)):
+        for dtype, shape in rows:
+            batches, frames, tokens, features = shape
+            logits, inputs = math.prod(shape) * dtype.itemsize, batches * (frames + tokens) * features * dtype.itemsize
+            moved = {"fwd": logits, "bwd": 2 * logits}
+            if what == "joint":
+                moved = dict.fromkeys(moved, logits + inputs)
+            name = f"transducer_{what} {'half' if dtype == torch.float16 else long_name(dtype)} {times(shape)}"
+            found += passes(name, moved, make, dtype, shape)
+    return found
 
 
 register(Family("transducer", "joint and loss of a speech transducer", cases))

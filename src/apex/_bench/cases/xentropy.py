@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
-from ..directions import Maker, Random, case, exact, has_liger, long_name, prepare, with_peers
+from ..directions import Maker, Random, compared, exact, has_liger, long_name, passes, times, with_peers
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 SMOOTHING = 0.1
@@ -22,8 +24,6 @@ CPU_SHAPES = ((256, 32000), (2048, 1000))
 GPU_LINEAR = ((16384, 2048, 131072), (8192, 4096, 50257))
 CPU_LINEAR = ((256, 256, 8192),)
 TOGETHER = "fwd+grad(in place)"
-# Tensors of the logits' size that are read and written; losses and labels are negligible.
-TENSORS_MOVED = {"fwd": 1, "bwd": 2, TOGETHER: 3}
 
 
 def _ours(logits: Tensor, labels: Tensor) -> Tensor:
@@ -48,9 +48,8 @@ def _prepare(dtype: torch.dtype, shape: tuple[int, int], direction: str, device:
     logits = random.normal(*shape, dtype=dtype).requires_grad_()
     labels = random.integers(0, shape[1], shape[0])
     slopes = random.uniform(shape[0]) if direction != TOGETHER else torch.ones(shape[0], device=device)
-    expected = exact(_torch, (logits, labels), slopes, direction, torch.float32)
     if direction != TOGETHER:
-        return prepare(with_peers(_ours, _torch, device), (logits, labels), slopes, direction, expected)
+        return compared(_ours, _torch, (logits, labels), slopes, direction)
 
     def make(loss: Callable[..., Tensor]) -> Call:
         own = logits.detach().clone().requires_grad_()  # a peer overwrites its logits
@@ -58,14 +57,7 @@ def _prepare(dtype: torch.dtype, shape: tuple[int, int], direction: str, device:
 
     losses = {OURS: _ours, **({"liger": _liger} if has_liger(device) else {})}
     calls = {name: functools.partial(make, loss) for name, loss in losses.items()}
-    return Prepared(calls, expected, calls)
-
-
-def _case(dtype: torch.dtype, shape: tuple[int, int], direction: str) -> Case:
-    moved = TENSORS_MOVED[direction] * shape[0] * shape[1] * dtype.itemsize
-    name = f"xentropy {long_name(dtype)} {shape[0]}x{shape[1]} ls{SMOOTHING}"
-    note = "ours leaves the logits as they are" if direction == TOGETHER else None
-    return case(name, moved, _prepare, dtype, shape, direction=direction, note=note)
+    return Prepared(calls, exact(_torch, (logits, labels), slopes, direction, torch.float32), calls)
 
 
 def _linear_dtype(device: torch.device) -> torch.dtype:
@@ -130,7 +122,7 @@ def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     rows, features, classes = shape
     # Input and weight are read, their gradients written; three matrix products take far longer than that.
     moved = 2 * features * (rows + classes) * _linear_dtype(device).itemsize
-    name = f"linear_xentropy {long_name(_linear_dtype(device))} {'x'.join(map(str, shape))} step"
+    name = f"linear_xentropy {long_name(_linear_dtype(device))} {times(shape)} step"
     note = "bound by three matrix products, not by the bytes of the floor"
     return Case(name, moved, functools.partial(_prepare_linear, shape), note=note)
 
@@ -139,13 +131,17 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Logits in both directions and at once, then whole steps of a linear layer and its loss."""
     on_gpu = device.type == "cuda"
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
-    if quick:
-        return [_case(torch.float32, shapes[0], way) for way in ("fwd", "bwd")]
-    ways = ("fwd", "bwd", TOGETHER) if on_gpu else ("fwd", "bwd")
-    return [
-        *(_case(dtype, shape, way) for dtype in DTYPES for shape in shapes for way in ways),
-        *(_linear_case(shape, device) for shape in (GPU_LINEAR if on_gpu else CPU_LINEAR)),
-    ]
+    found = []
+    for dtype, shape in [(torch.float32, shapes[0])] if quick else itertools.product(DTYPES, shapes):
+        size = math.prod(shape) * dtype.itemsize  # of the logits; losses and labels are negligible
+        name = f"xentropy {long_name(dtype)} {times(shape)} ls{SMOOTHING}"
+        found += passes(name, {"fwd": size, "bwd": 2 * size}, _prepare, dtype, shape)
+        if on_gpu and not quick:
+            note = "ours leaves the logits as they are"
+            found += passes(name, {TOGETHER: 3 * size}, _prepare, dtype, shape, note=note)
+    if not quick:
+        found += [_linear_case(shape, device) for shape in (GPU_LINEAR if on_gpu else CPU_LINEAR)]
+    return found
 
 
 register(Family("xentropy", "softmax cross-entropy, also of a linear layer's outputs", cases))
