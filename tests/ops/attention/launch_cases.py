@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from apex.ops._device import facts
 from apex.ops.attention import op_biased, op_packed
 from apex.ops.attention.op_common import Problem, output_launch
 
@@ -48,7 +49,8 @@ def _behind_cudnn() -> None:
     cu_seqlens = torch.empty(17, dtype=torch.int32, device=_META)
     of_rows, of_output = (0, 128, 3 * 16 * 128), (0, 128, 16 * 128)
     tensors = (tensor, tensor, tensor, None, None, cu_seqlens, None, tensor, number)
-    problem.launch(output_launch, tensors, (*of_rows * 3, *of_output), True)
+    launch = output_launch(problem, (*of_rows * 3, *of_output), True, facts(_META))
+    launch(tensors, (problem.scale, 0.0, 1.0))
 
 
 def record() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from apex.ops import _library
+from apex.ops import _device, _library
 from apex.ops.attention import config, op_packed, packed_attention, reference
 from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import LARGE_PACKED_CASES, PACKED_CASES, PackedCase, assert_close
@@ -180,6 +180,7 @@ def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.M
 @pytest.mark.parametrize("head", [64, 128])
 def test_a_batch_through_cudnn(dtype: torch.dtype, head: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "CUDNN_FEWEST_ELEMENTS", 1)
+    _device.forget_launches()
     for lengths in ((512, 512), (512, 100)):
         case = PackedCase("", lengths, 2, head, 1024 - sum(lengths), dtype)
         qkv, bounds, dout = case.tensors("cuda")

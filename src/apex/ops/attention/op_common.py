@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import DeviceFacts, facts
 from . import config
 from .reference import dropout_threshold
 
@@ -120,12 +120,7 @@ class Problem(NamedTuple):
             **self.tiling(tile),
         )
 
-    def launch(self, rule: Any, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], *more: Any) -> None:
-        """Launches what a rule below prepares for this problem, with the tensors that it names."""
-        rule(self, strides, *more, facts(self.device))(tensors, (self.scale, 0.0, 1 / (1 - self.dropout_p)))
 
-
-@launch_rule
 def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
     """From q, k, v, mask, bias, cu_seqlens, seed: writes output and, if it `saves` them, statistics.
 
@@ -141,7 +136,6 @@ def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, devic
     return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, pitch, **flags)
 
 
-@launch_rule
 def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
     """From q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics: writes delta and dquery.
 
@@ -153,7 +147,6 @@ def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFact
     return problem.prepare(kernels_backward.attention_backward_queries, programs, tile, strides)
 
 
-@launch_rule
 def dkey_dvalue_launch(
     problem: Problem, strides: tuple[int, ...], batches: tuple[int, int] | None, device: DeviceFacts
 ) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors, values_at_hand
+from .._device import empty_on, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
@@ -52,8 +53,8 @@ def settings_of(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool
 ) -> tuple[int, float, bool, bool]:
     """The settings of `PACKED_ATTENTION`, of which the last says whether cuDNN is asked first."""
-    asks = not (zero_tail or dropout_p or torch.compiler.is_compiling()) and _library.runs_triton(FAMILY, qkv)
-    return max_seqlen, dropout_p, zero_tail, asks and asks_cudnn(qkv, cu_seqlens.shape[0] - 1, max_seqlen)
+    asks = not (zero_tail or dropout_p) and asks_cudnn(qkv, cu_seqlens.shape[0] - 1, max_seqlen)
+    return max_seqlen, dropout_p, zero_tail, asks
 
 
 def inference(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
@@ -102,21 +103,30 @@ def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
     would have, so that either all have it or rows are left over behind the last one. It lets cuDNN compute the first
     and launches a kernel behind it, which finds in `cu_seqlens` that there is nothing left to do, or does all of it.
     """
-    total, _, heads, head_dim = qkv.shape
+    return (
+        qkv.is_cuda
+        and not torch.compiler.is_compiling()
+        and _cudnn_takes(qkv.shape, qkv.dtype, sequences, length, qkv.device)
+        and qkv.is_contiguous()
+        and qkv.data_ptr() % 16 == 0
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and _library.runs_triton_now(FAMILY, qkv)
+    )
+
+
+@launch_rule
+def _cudnn_takes(shape: torch.Size, dtype: torch.dtype, sequences: int, length: int, device: torch.device) -> bool:
+    total, _, heads, head_dim = shape
     return (
         total == sequences * length
         and length >= config.CUDNN_SHORTEST
         and config.CUDNN_FEWEST_ELEMENTS <= total * heads * head_dim < config.CUDNN_MOST_ELEMENTS
-        and qkv.dtype.itemsize == 2
+        and dtype.itemsize == 2
         and head_dim % 8 == 0
         and head_dim <= 128
-        and qkv.is_contiguous()
-        and qkv.data_ptr() % 16 == 0
-        and qkv.is_cuda
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(qkv.device) == (9, 0)  # quicker there, and measured there alone
+        and torch.cuda.get_device_capability(device) == (9, 0)  # quicker there, and measured there alone
         and torch.backends.cudnn.is_available()
-        and torch.backends.cuda.cudnn_sdp_enabled()
     )
 
 
@@ -128,18 +138,17 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> t
     return output.transpose(1, 2).reshape(sequences * length, heads, head_dim).detach(), logsumexp if saves else None
 
 
-def _problem(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool, cudnn_first: bool
-) -> tuple[Problem, Tensor, tuple[int, ...]]:
-    """The problem, and qkv as the kernels take it with the strides of query, key and value."""
-    total, _, heads, head_dim = qkv.shape
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    sizes = (cu_seqlens.shape[0] - 1, heads, max_seqlen, max_seqlen, head_dim)
-    problem = Problem(
-        *sizes, qkv.dtype, qkv.device, total=total, tail=zero_tail, dropout_p=dropout_p, cudnn_first=cudnn_first
-    )
-    return problem, qkv, (0, qkv.stride(2), qkv.stride(0)) * 3
+def _form(qkv: Tensor, cu_seqlens: Tensor, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that launches depend on: sizes, strides and dtype, the number of bounds, settings and device."""
+    return qkv.shape, qkv.stride(), qkv.dtype, cu_seqlens.shape[0], settings, qkv.device
+
+
+def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]]:
+    """The problem, the strides of query, key and value, and the floats of its launches."""
+    (total, _, heads, head_dim), strides, dtype, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
+    sizes, options = (bounds - 1, heads, length, length, head_dim), (total, zero_tail, dropout_p, cudnn_first)
+    problem = Problem(*sizes, dtype, device, 0, 0, *options)
+    return problem, (0, strides[2], strides[0]) * 3, (problem.scale, 0.0, 1 / (1 - dropout_p))
 
 
 def launch_forward(
@@ -149,22 +158,31 @@ def launch_forward(
     max_seqlen, _, _, cudnn_first = settings
     if not _takes(qkv, cu_seqlens, seed, max_seqlen):
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
-    problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
     total, _, heads, head_dim = qkv.shape
     if cudnn_first:
         # [sequences, H, length, D] each
-        split = qkv.view(problem.batch, max_seqlen, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
+        split = qkv.view(-1, max_seqlen, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = split.unbind(0)
         output, statistics = cudnn_attention(query, key, value, saves)
         statistics = None if statistics is None else statistics.view(1, heads, total)
     else:
         query, key, value = qkv.unbind(1)
-        output = qkv.new_empty((total, heads, head_dim))
-        statistics = torch.empty(1, heads, total, dtype=torch.float32, device=qkv.device) if saves else None
-    strides = (*strides, 0, head_dim, heads * head_dim)
-    tensors = (query, key, value, None, None, cu_seqlens, seed, output, statistics)
-    problem.launch(output_launch, tensors, strides, saves)
+        empty = empty_on(qkv.device)
+        output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
+        statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
+    launch, floats = _forward_launch(_form(qkv, cu_seqlens, settings), saves)
+    launch((query, key, value, None, None, cu_seqlens, seed, output, statistics), floats)
     return output, statistics
+
+
+@launch_rule
+def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]]:
+    """The kernel, which lacks its tensors, and its floats."""
+    problem, strides, floats = _problem(form)
+    strides = (*strides, 0, problem.head_dim, problem.heads * problem.head_dim)
+    return output_launch(problem, strides, saves, facts(problem.device)), floats
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
@@ -172,17 +190,25 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
     qkv, cu_seqlens, seed, output, statistics, *settings, wanted = saved
     if not _takes(qkv, cu_seqlens, seed, *settings):
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, wanted)
-    problem, qkv, strides = _problem(qkv, cu_seqlens, *settings)
-    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    delta = torch.empty_like(statistics)
+    if qkv.stride(3) != 1:
+        qkv = qkv.contiguous()
+    of_query, of_key_value, floats = _backward_launches(_form(qkv, cu_seqlens, tuple(settings)))
+    dqkv, delta = torch.empty_like(qkv, memory_format=torch.contiguous_format), torch.empty_like(statistics)
     dquery, dkey, dvalue = dqkv.unbind(1)
-    given = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics)
-    heads, head_dim = problem.heads, problem.head_dim
-    strides = (*strides, *(0, head_dim, heads * head_dim) * 2)
-    of_result = (0, head_dim, 3 * heads * head_dim)
-    problem.launch(dquery_launch, (*given, delta, dquery), (*strides, *of_result))
-    problem.launch(dkey_dvalue_launch, (*given, delta, None, dkey, dvalue), (*strides, *of_result, *of_result), None)
+    tensors = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics, delta)
+    of_query((*tensors, dquery), floats)
+    of_key_value((*tensors, None, dkey, dvalue), floats)
     return dqkv
+
+
+@launch_rule
+def _backward_launches(form: tuple[Any, ...]) -> tuple[Any, Any, tuple[float, ...]]:
+    """The kernels for the gradient of the queries, and for those of keys and values, and their floats."""
+    problem, strides, floats = _problem(form)
+    heads, head_dim, here = problem.heads, problem.head_dim, facts(problem.device)
+    strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
+    of_query = dquery_launch(problem, (*strides, *of_result), here)
+    return of_query, dkey_dvalue_launch(problem, (*strides, *of_result, *of_result), None, here), floats
 
 
 def _reference(qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others):  # type: ignore[no-untyped-def]

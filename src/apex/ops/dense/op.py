@@ -18,7 +18,16 @@ from .. import _library
 from .._checks import check_optional_tensors, check_tensors
 from . import reference
 from .config import is_large
-from .parts import FAMILY, activated_linear, activation_backward, as_rows, gelu, gelu_backward
+from .parts import (
+    FAMILY,
+    activated_linear,
+    activation_backward,
+    as_rows,
+    gelu,
+    gelu_backward,
+    launched_backward,
+    takes_kernel,
+)
 from .reference import ACTIVATIONS
 
 
@@ -326,12 +335,15 @@ def mlp_backward(
     gradients: list[Tensor | None] = [None] * len(wanted)
     if not dy.is_contiguous():
         dy = dy.contiguous()
+    last = outputs[-1]
+    launches = last is not None and not torch.compiler.is_compiling() and takes_kernel(dy, last)
     for layer in reversed(range(layers)):
         below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
         if not (below or of_weights[layer] or of_biases[layer]):
             break
+        backward = launched_backward if launches and dy.numel() else activation_backward
         # In place, but not of the gradient that we were given.
-        dy, dbias = activation_backward(dy, outputs[layer], activation, of_biases[layer], in_place=layer + 1 < layers)
+        dy, dbias = backward(dy, outputs[layer], activation, of_biases[layer], in_place=layer + 1 < layers)
         if dbias is not None:
             gradients[1 + layers + layer] = dbias
         if of_weights[layer]:

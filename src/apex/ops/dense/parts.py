@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import empty_on, facts, launch_rule
 from .._partial_sums import TICKETS, partial_sums
 from .._tolerance import excess
 from . import config, reference
@@ -104,18 +104,15 @@ def _gelu_backward(
 
 
 def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
-    """Whether `launch_activation_backward` is for such tensors."""
-    return dy.numel() > 0 and dy.dtype == saved.dtype and _library.runs_triton(FAMILY, dy)
+    """Whether `launch_activation_backward` is for such tensors, where no graph is being compiled."""
+    return dy.numel() > 0 and dy.dtype == saved.dtype and _library.runs_triton_now(FAMILY, dy)
 
 
 def _activation_backward(
     dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     if takes_kernel(dy, saved):
-        if not dy.is_contiguous():
-            dy, in_place = dy.contiguous(), True
-        dz = dy if in_place else torch.empty_like(dy)
-        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, dy.shape[1], bias_grad)
+        return launched_backward(dy, saved, activation, bias_grad, in_place)
     if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
         dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
@@ -126,6 +123,16 @@ def _activation_backward(
     else:
         dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh")
     return dz, dz.sum(0) if bias_grad else None
+
+
+def launched_backward(
+    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`activation_backward` where `takes_kernel` holds."""
+    if not dy.is_contiguous():
+        dy, in_place = dy.contiguous(), True
+    dz = dy if in_place else torch.empty_like(dy)
+    return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, dy.shape[1], bias_grad)
 
 
 def launch_activation_backward(
@@ -143,9 +150,9 @@ def launch_activation_backward(
     """
     device = dy.device
     launch, add_up, partials = _activation_launches(
-        dy.numel() // columns, columns, activation, bias_grad, active is not None, dy.dtype.itemsize, facts(device)
+        dy.numel() // columns, columns, activation, bias_grad, active is not None, dy.dtype.itemsize, device
     )
-    dbias = torch.empty(columns, dtype=dy.dtype, device=device) if bias_grad else None
+    dbias = empty_on(device)((columns,), (1,), dy.dtype) if bias_grad else None
     if not partials:
         launch((dy, saved, dz, active, dbias, None, None))
         return dbias
@@ -160,15 +167,16 @@ def launch_activation_backward(
 
 @launch_rule
 def _activation_launches(
-    rows: int, columns: int, activation: str, bias_grad: bool, active: bool, itemsize: int, device: DeviceFacts
+    rows: int, columns: int, activation: str, bias_grad: bool, active: bool, itemsize: int, device: torch.device
 ) -> tuple[Any, Any, int]:
     """The kernel, another that adds up its sums unless it does so itself, and the elements of these sums."""
-    tile = config.activation_tile(rows, columns, active, itemsize, device)
+    here = facts(device)
+    tile = config.activation_tile(rows, columns, active, itemsize, here)
     rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
     groups, blocks = -(-rows // rows_per_program), -(-columns // tile.block)
     unions = -(-groups // UNION)
     partials = (groups + unions) * columns if bias_grad and groups > 1 else 0
-    finish = UNION if partials and device.publishes_for_all and blocks * (1 + unions) <= TICKETS else 0
+    finish = UNION if partials and here.publishes_for_all and blocks * (1 + unions) <= TICKETS else 0
     launch = kernels.activation_backward.prepare(
         (blocks, groups),
         (rows, columns, rows_per_program),

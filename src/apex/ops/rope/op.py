@@ -6,6 +6,7 @@ tables for its backward pass, and is its own derivative but for the sign of the 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from itertools import pairwise
@@ -113,16 +114,12 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
         return _by_operators(tensors, tables, spec, cu_seqlens)
     if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
         return _apply_node((tables, spec, cu_seqlens), *tensors)
-    return _checked_run(tensors, tables, spec, cu_seqlens)
+    return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
 def _as_operator(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensors:
     """Rotations as torch.compile has them in a graph where they are not decomposed."""
     return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
-
-
-def _checked_run(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
-    return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
 def _run(
@@ -135,7 +132,7 @@ def _run(
     if len(tensors) == 2 and not _differ_in_heads_alone(first, tensors[1], DIMENSIONS[spec.layout][2]):
         return [_run((t,), tables, spec, cu_seqlens, checked)[0] for t in tensors]
     is_empty = not first.numel() or not tensors[-1].numel()
-    if _library.runs_triton(FAMILY, first) and not is_empty and first.shape[-1] <= config.LONGEST_ROW:
+    if _library.runs_triton_now(FAMILY, first) and not is_empty and first.shape[-1] <= config.LONGEST_ROW:
         return launch(tensors, tables, spec, cu_seqlens)
     with torch.no_grad():
         return _by_operators(tensors, tables, spec, cu_seqlens)
@@ -238,7 +235,7 @@ def _check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
 
 def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
     """One launch for a tensor, or for two that differ in heads alone."""
-    first, device = tensors[0], facts(tensors[0].device)
+    first, device = tensors[0], tensors[0].device
     for table in tables:
         if table.dtype == torch.float64 or not table.is_contiguous():
             tables = _kernel_tables(tables)
@@ -246,10 +243,9 @@ def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    of_tables = (len(tables), tables[0].shape[-1], tables[0].numel())
     given = tuple([(t.shape, t.stride()) for t in tensors])
-    dtype, empty = first.dtype, empty_on(first.device)
-    prepared, results = _prepared_launch(given, dtype.itemsize, spec[:3], of_tables, edges, device)
+    dtype, empty = first.dtype, empty_on(device)
+    prepared, results = _prepared_launch(given, dtype.itemsize, spec, len(tables), tables[0].shape, edges, device)
     outputs = [empty(shape, strides, dtype) for shape, strides in results]
     pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
     prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
@@ -263,26 +259,26 @@ Side = tuple[torch.Size, tuple[int, ...], tuple[int, ...]]  # shape and strides 
 def _prepared_launch(
     given: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     itemsize: int,
-    way: tuple[str, bool, bool],
-    table: tuple[int, int, int],
+    spec: RopeSpec,
+    tables: int,
+    table: torch.Size,
     edges: int,
-    device: DeviceFacts,
+    device: torch.device,
 ) -> tuple[Any, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """The kernel for a tensor, or for two, `given` by shapes and strides; and shapes and strides of the results.
 
-    `way` are layout, swap_memory and inverse of a spec; `table` is how many tables there are, their last dimension and
-    elements.
+    There are so many `tables`, the first of the shape `table`.
     """
-    layout, swap_memory, inverse = way
-    results = [(tuple(shape), _result_strides(tuple(shape), swap_memory)) for shape, _ in given]
+    layout, here = spec.layout, facts(device)
+    results = [(tuple(shape), _result_strides(tuple(shape), spec.swap_memory)) for shape, _ in given]
     sides: list[Side] = [(*each, strides) for each, (_, strides) in zip(given, results, strict=True)]
-    shape, (tables, rotated, numel) = sides[0][0], table
-    constants = config.channel_constants(layout, tables, inverse, shape[-1], rotated)
-    sizes = (shape[DIMENSIONS[layout][0]], numel // rotated, edges, edges.bit_length())
-    programs, side, tile, num_warps = _side(sides[0], layout, itemsize, device)
+    shape = sides[0][0]
+    constants = config.channel_constants(layout, tables, spec.inverse, shape[-1], table[-1])
+    sizes = (shape[DIMENSIONS[layout][0]], math.prod(table[:-1]), edges, edges.bit_length())
+    programs, side, tile, num_warps = _side(sides[0], layout, itemsize, here)
     key_programs, key_side, key_tile, key_warps = 0, (1,) * len(side), tile, num_warps
     if len(sides) == 2:
-        key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, device)
+        key_programs, key_side, key_tile, key_warps = _side(sides[1], layout, itemsize, here)
     launch = kernels.rope.prepare(
         (programs + key_programs,),
         (*sizes, programs, *side, *key_side),
@@ -364,24 +360,21 @@ def forward_and_save(
     ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width) for t in tensors]
     if compiling:
         return _as_operator(tensors, tables, spec, cu_seqlens)
-    return _checked_run(tensors, tables, spec, cu_seqlens)
+    return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
 def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
     """The backward of such a Function: gradients laid out in memory as the inputs were; None gives None."""
     cu_seqlens, *tables = ctx.saved_tensors
     rotate = _as_operator if torch.compiler.is_compiling() else _rotate if torch.is_grad_enabled() else _run
-    if len(gradients) == 1 and gradients[0] is not None:
-        return list(rotate((gradients[0],), tables, ctx.specs[0], cu_seqlens))
-    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    found: list[Tensor | None] = [None] * len(gradients)
+    specs = ctx.specs
     # Together, unless they shall lie in memory differently.
-    alike = all(ctx.specs[place] == ctx.specs[places[0]] for place in places)
-    for group in [places] if places and alike else [[place] for place in places]:
-        given: list[Any] = [gradients[place] for place in group]
-        for place, gradient in zip(group, rotate(given, tables, ctx.specs[group[0]], cu_seqlens), strict=True):
-            found[place] = gradient
-    return found
+    if gradients[0] is not None and gradients[-1] is not None and specs[0] == specs[-1]:
+        return list(rotate(gradients, tables, specs[0], cu_seqlens))  # type: ignore[arg-type]
+    return [
+        None if gradient is None else rotate((gradient,), tables, spec, cu_seqlens)[0]
+        for gradient, spec in zip(gradients, specs, strict=True)
+    ]
 
 
 class _RotateFunction(torch.autograd.Function):
@@ -392,8 +385,8 @@ class _RotateFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[override]
-        if len(gradients) == 2:
-            wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[1:]
+        if False in wanted:
             gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=True)])
         return None, *backward_from_saved(ctx, *gradients)
 
@@ -402,7 +395,7 @@ _apply_node = _library.eager_apply(_RotateFunction)
 
 
 def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]
-    return _checked_run(tensors, tables, RopeSpec(*spec), cu_seqlens)
+    return _run(tensors, tables, RopeSpec(*spec), cu_seqlens, checked=False)
 
 
 def _library_fake(tensors, tables, cu_seqlens, layout, swap_memory, inverse, width):  # type: ignore[no-untyped-def]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_gradient, check_tensors
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .reference import SoftmaxSpec
@@ -190,8 +190,8 @@ def launch_forward(
             mask_strides[2 - place] = 0 if size == 1 else stride
     output = torch.empty_like(input)
     probabilities = None if noise is None else torch.empty_like(input)
-    tensors, spec = (input, mask, noise, output, probabilities), SoftmaxSpec(scale, causal, dropout)
-    _launch("softmax_forward", tensors, queries, (heads, *mask_strides), mask_kind, spec)
+    tensors = (input, mask, noise, output, probabilities)
+    _launch("softmax_forward", tensors, queries, (heads, *mask_strides), mask_kind, scale, dropout)
     return output, probabilities
 
 
@@ -200,38 +200,46 @@ def launch_backward(
 ) -> Tensor:
     queries = dy.shape[-2] if causal else dy.numel() // dy.shape[-1]
     dx = torch.empty_like(probabilities)
-    tensors, spec = (dy, probabilities, noise, dx), SoftmaxSpec(scale, causal, dropout)
-    _launch("softmax_backward", tensors, queries, (), CAUSAL if causal else NO_MASK, spec)
+    mask_kind = CAUSAL if causal else NO_MASK
+    _launch("softmax_backward", (dy, probabilities, noise, dx), queries, (), mask_kind, scale, dropout)
     return dx
 
 
 def _launch(
-    name: str, tensors: tuple[Any, ...], queries: int, sizes: tuple[int, ...], mask_kind: int, spec: SoftmaxSpec
+    name: str,
+    tensors: tuple[Any, ...],
+    queries: int,
+    sizes: tuple[int, ...],
+    mask_kind: int,
+    scale: float,
+    dropout: float,
 ) -> None:
     """Launches a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
-    first, _, noise, *_ = tensors
+    first, noise = tensors[0], tensors[2]
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
-    keys = first.shape[-1]
-    shape = (first.numel() // keys, queries, keys)
-    launch = _prepared_launch(name, shape, first.dtype.itemsize, sizes, mask_kind, noise_kind, facts(first.device))
-    launch(tensors, (spec.scale, spec.dropout, reference.kept_scale(spec.dropout)))
+    launch = _prepared_launch(
+        name, first.shape, queries, first.dtype.itemsize, sizes, mask_kind, noise_kind, first.device
+    )
+    launch(tensors, (scale, dropout, reference.kept_scale(dropout) if dropout else 1.0))
 
 
 @launch_rule
 def _prepared_launch(
     name: str,
-    shape: tuple[int, int, int],
+    shape: torch.Size,
+    queries: int,
     itemsize: int,
     sizes: tuple[int, ...],
     mask_kind: int,
     noise_kind: int,
-    device: DeviceFacts,
+    device: torch.device,
 ) -> Any:
-    rows, queries, keys = shape
-    chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, name == "softmax_backward", itemsize, device)
+    *outer, keys = shape
+    is_backward = name == "softmax_backward"
+    chosen = config.rows_config(queries, keys, mask_kind == CAUSAL, is_backward, itemsize, facts(device))
     blocks, align = -(-queries // chosen.rows), math.gcd(keys, 16)
     return getattr(kernels, name).prepare(
-        (rows // queries * blocks,),
+        (math.prod(outer) // queries * blocks,),
         (queries, keys // align, blocks, *sizes),
         MASK=mask_kind,
         NOISE=noise_kind,

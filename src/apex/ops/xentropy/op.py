@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import DeviceFacts, facts, launch_rule
+from .._device import facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .reference import NO_PADDING
@@ -84,9 +84,9 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
     rows = _whole_rows(logits)
     losses = torch.empty_like(labels, dtype=torch.float32)
     log_sums = torch.empty_like(losses)
-    tensors = (rows, labels.long(), losses, log_sums, None)
-    launch = _launch_short if rows.shape[1] <= config.SHORT_ROW else _launch_losses
-    launch(tensors, False, smoothing, padding_idx)
+    sizes = (*rows.shape, rows.stride(0), padding_idx)
+    launch = _forward_launch(sizes, smoothing > 0, False, False, rows.dtype.itemsize, rows.device)
+    launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
     return losses, log_sums
 
 
@@ -94,8 +94,9 @@ def launch_in_place(
     logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
 ) -> None:
     """Writes the losses, and over the logits their gradient times `row_scale`."""
-    tensors = (logits, labels, losses, torch.empty_like(losses), row_scale)
-    _launch_losses(tensors, True, smoothing, padding_idx)
+    sizes, scaled = (*logits.shape, logits.stride(0), padding_idx), row_scale is not None
+    launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype.itemsize, logits.device)
+    launch((logits, labels, losses, torch.empty_like(losses), row_scale), (smoothing,))
 
 
 def launch_backward(
@@ -103,28 +104,29 @@ def launch_backward(
 ) -> Tensor:
     """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
     rows, labels = _whole_rows(logits), labels.long()
-    count, classes = rows.shape
     loss_stride = int(any(dlosses.stride()))
     if loss_stride and not dlosses.is_contiguous():
         dlosses = dlosses.contiguous()
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if classes <= config.SHORT_ROW:
-        tensors = (rows, labels, dlosses, log_sums, gradient)
-        _launch_short(tensors, True, smoothing, padding_idx, loss_stride)
-        return gradient
-    sizes = (rows.stride(0), classes, padding_idx, loss_stride)
-    launch = _backward_launch(count, sizes, rows.dtype.itemsize, facts(rows.device))
-    launch((dlosses, rows, log_sums, labels, gradient), (smoothing,))
+    sizes = (*rows.shape, rows.stride(0), padding_idx, loss_stride)
+    launch, is_short = _backward_launch(sizes, smoothing > 0, rows.dtype.itemsize, rows.device)
+    if is_short:
+        launch((rows, labels, dlosses, log_sums, gradient), (smoothing,))
+    else:
+        launch((dlosses, rows, log_sums, labels, gradient), (smoothing,))
     return gradient
 
 
 @launch_rule
-def _backward_launch(rows: int, sizes: tuple[int, ...], itemsize: int, device: DeviceFacts) -> Any:
-    row_stride, classes, *_ = sizes
-    chosen = config.backward_config(rows, classes, itemsize, device)
-    return kernels.xentropy_backward.prepare(
+def _backward_launch(sizes: tuple[int, ...], smoothed: bool, itemsize: int, device: torch.device) -> tuple[Any, bool]:
+    """The kernel, and whether it is that for short rows."""
+    rows, classes, row_stride, padding_idx, loss_stride = sizes
+    if classes <= config.SHORT_ROW:
+        return _short_rows(sizes, True, smoothed, itemsize, device), True
+    chosen = config.backward_config(rows, classes, itemsize, facts(device))
+    launch = kernels.xentropy_backward.prepare(
         (rows * chosen.splits,),
-        (chosen.splits, *sizes),
+        (chosen.splits, row_stride, classes, padding_idx, loss_stride),
         EDGES=classes % config.ALIGNMENT != 0,
         SAME_STRIDE=row_stride == classes,
         GROUPS=chosen.groups,
@@ -132,6 +134,7 @@ def _backward_launch(rows: int, sizes: tuple[int, ...], itemsize: int, device: D
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
     )
+    return launch, False
 
 
 def _whole_rows(logits: Tensor) -> Tensor:
@@ -141,24 +144,18 @@ def _whole_rows(logits: Tensor) -> Tensor:
     return rows if stride[1] == 1 and stride[0] >= rows.shape[1] else rows.contiguous()
 
 
-def _launch_losses(tensors: tuple[Any, ...], gradient: bool, smoothing: float, padding_idx: int) -> None:
-    """One program per row, for its loss and with `gradient` also for the gradient in place of the logits."""
-    logits, row_scale = tensors[0], tensors[-1]
-    rows, classes = logits.shape
-    sizes = (logits.stride(0), classes, padding_idx, int(row_scale is not None))
-    itemsize, device = logits.dtype.itemsize, facts(logits.device)
-    _losses_launch(rows, sizes, smoothing > 0, gradient, itemsize, device)(tensors, (smoothing,))
-
-
 @launch_rule
-def _losses_launch(
-    rows: int, sizes: tuple[int, ...], smoothed: bool, gradient: bool, itemsize: int, device: DeviceFacts
+def _forward_launch(
+    sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, itemsize: int, device: torch.device
 ) -> Any:
-    row_stride, classes, *_ = sizes
-    chosen = config.forward_config(rows, classes, itemsize, gradient, device)
+    """The kernel for losses, and with `gradient` also for the gradient in place of the logits."""
+    rows, classes, row_stride, padding_idx = sizes
+    if classes <= config.SHORT_ROW and not gradient:
+        return _short_rows((*sizes, 1), False, smoothed, itemsize, device)
+    chosen = config.forward_config(rows, classes, itemsize, gradient, facts(device))
     return kernels.xentropy_forward.prepare(
         (rows,),
-        sizes,
+        (row_stride, classes, padding_idx, int(scaled)),
         SMOOTHED=smoothed,
         EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
         GRADIENT=gradient,
@@ -170,24 +167,13 @@ def _losses_launch(
     )
 
 
-def _launch_short(
-    tensors: tuple[Any, ...], backward: bool, smoothing: float, padding_idx: int, loss_stride: int = 1
-) -> None:
+def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: torch.device) -> Any:
     """Several rows per program, for losses or gradients."""
-    logits = tensors[0]
-    rows, classes = logits.shape
-    sizes = (rows, logits.stride(0), classes, padding_idx, loss_stride)
-    itemsize, device = logits.dtype.itemsize, facts(logits.device)
-    _short_launch(sizes, backward, smoothing > 0, itemsize, device)(tensors, (smoothing,))
-
-
-@launch_rule
-def _short_launch(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: DeviceFacts) -> Any:
-    rows, row_stride, classes, *_ = sizes
-    chosen = config.short_config(rows, classes, itemsize, device)
+    rows, classes, row_stride, padding_idx, loss_stride = sizes
+    chosen = config.short_config(rows, classes, itemsize, facts(device))
     return kernels.xentropy_short_rows.prepare(
         (-(-rows // chosen.rows_per_program),),
-        sizes,
+        (rows, row_stride, classes, padding_idx, loss_stride),
         BACKWARD=backward,
         SMOOTHED=smoothed,
         ROWS=chosen.rows_per_program,
