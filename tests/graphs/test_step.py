@@ -314,6 +314,20 @@ def test_rates_of_pytorch_optimizers_that_are_numbers_are_followed() -> None:
             torch.testing.assert_close(one, other)
 
 
+def test_rates_that_are_tensors_are_replaced_by_loading() -> None:
+    def run(way: Any) -> Training:
+        make = lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), fused=True)  # noqa: E731
+        training = Training(way, make=make, device="cpu", schedule=False).run(6)
+        state = _copied(training.optimizer.state_dict())
+        state["param_groups"][0]["lr"].fill_(0.05)
+        training.optimizer.load_state_dict(state)
+        return training.run(4, first=6)
+
+    eager, graph = run(None).outcome(), run(captured)
+    assert graph.step.graphs == 1
+    assert_equal_bits(eager, graph.outcome())
+
+
 def test_what_every_call_changes_in_python_is_named() -> None:
     count = 0
 

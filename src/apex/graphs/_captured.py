@@ -177,5 +177,5 @@ def _follow_rates(optimizers: Sequence[Any], recording: Recording) -> None:
         for index, group in enumerate(optimizer.param_groups):
             takes_tensor = group.get("capturable") or group.get("fused")
             if takes_tensor and group["params"] and is_number(group.get("lr")):
-                rate = recording.entry(optimizer, index, "lr", group["lr"])
+                rate = recording.entry(optimizer, index, "lr")
                 group["lr"] = rate.on(group["params"][0].device).float()

@@ -90,9 +90,9 @@ def training_places(optimizers: Sequence[Any]) -> list[Place]:
         ]
         found += [Place.of(optimizer, name) for name in ("most_recent_scale", "scale_set_by_backward")]
         for index, group in enumerate(optimizer.param_groups):
+            tensors = [name for name, value in group.items() if isinstance(value, Tensor)]  # steps, learning rates
+            found += [Place.of(optimizer, "param_groups", index, name) for name in tensors]
             found.append(Place.of(optimizer, "_skipped", index))
-            if isinstance(group.get("step"), Tensor):
-                found.append(Place.of(optimizer, "param_groups", index, "step"))
     for optimizer in _amp_state.optimizers:
         found += [
             Place.of(optimizer._amp_stash, name)

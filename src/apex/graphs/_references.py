@@ -76,41 +76,41 @@ class References:
         if code is None or (id(plain), id(owner)) in self._seen or file not in (None, code.co_filename):
             return
         self._seen.add((id(plain), id(owner)))
-        if isinstance(function, MethodType):
-            self._add(Place(code.co_varnames[0] if code.co_varnames else "self", function, ("__self__",)), code)
+        names = _Names(code)
+        places = [Place(name, plain.__globals__, (name,)) for name in sorted(names.globals & plain.__globals__.keys())]
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-            self._add(Place(name, cell, ("cell_contents",), variable=True), code)
-        for name in sorted(_globals(code) & plain.__globals__.keys()):
-            self._add(Place(name, plain.__globals__, (name,), variable=True), code)
+            places.append(Place(name, cell, ("cell_contents",)))
+        if isinstance(function, MethodType):
+            places.append(Place(code.co_varnames[0] if code.co_varnames else "self", function, ("__self__",)))
+        for place in places:
+            for part in (place, *_parts(place, names)):
+                self._add(part._replace(variable=True), code.co_filename)
 
-    def _add(self, place: Place, code: CodeType, depth: int = 0) -> None:
+    def _add(self, place: Place, file: str) -> None:
         value = place.read()
         if isinstance(value, _NUMBERS):
             self._readers.append((place.name, place.read))
         elif isinstance(value, FunctionType | MethodType | functools.partial):
-            self._look(value, code.co_filename)
+            self._look(value, file)
         elif holds_tensors(value):
             self._tensors.append(place)
         elif self._note(value):
             self._readers.append((f"which object {place.name} is", lambda: id(place.read())))
-        elif depth == 0 and not isinstance(value, ModuleType | type | torch.Tensor):
-            if isinstance(value, list | set):
-                self._readers.append((f"the length of {place.name}", lambda: len(place.read())))
-            for part in _parts(place, value, code):
-                self._add(part, code, depth + 1)
+        elif isinstance(value, list | set):
+            self._readers.append((f"the length of {place.name}", lambda: len(place.read())))
 
 
-def _parts(place: Place, value: Any, code: CodeType) -> Iterator[Place]:
+def _parts(place: Place, names: _Names) -> Iterator[Place]:
     """Attributes of an object, and items of a dict, that a function names; tensors in a dict or list."""
+    value = place.read()
     if isinstance(value, dict | list):
-        named = {constant for inner in _with_inner(code) for constant in inner.co_consts if isinstance(constant, str)}
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in named or holds_tensors(item):
-                yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key), variable=True)
-    else:
-        for variable, attribute in sorted(_attributes(code)):
+            if key in names.strings or holds_tensors(item):
+                yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key))
+    elif not isinstance(value, ModuleType | type | nn.Module | torch.Tensor | torch.optim.Optimizer):
+        for variable, attribute in sorted(names.attributes):
             if variable == place.name and attribute in getattr(value, "__dict__", ()):
-                yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute), variable=True)
+                yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute))
 
 
 def _unwrapped(function: Any) -> Any:
@@ -118,35 +118,30 @@ def _unwrapped(function: Any) -> Any:
     return inspect.unwrap(getattr(function, "__func__", function))
 
 
-def _with_inner(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _with_inner(constant)
+class _Names:
+    """What code names, with that of the functions in it: globals, variables with an attribute of theirs, strings."""
 
-
-def _globals(code: CodeType) -> set[str]:
-    """Globals that code reads."""
-    instructions = (each for inner in _with_inner(code) for each in dis.get_instructions(inner))
-    return {each.argval for each in instructions if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-
-
-def _attributes(code: CodeType) -> set[tuple[str, str]]:
-    """Variables, each with an attribute that code reads or sets."""
-    found = set()
-    for inner in _with_inner(code):
+    def __init__(self, code: CodeType) -> None:
+        self.globals: set[str] = set()
+        self.attributes: set[tuple[str, str]] = set()
+        self.strings = {constant for constant in code.co_consts if isinstance(constant, str)}
         variable = None
-        for each in dis.get_instructions(inner):
+        for each in dis.get_instructions(code):
             if each.opname in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
                 continue
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                self.globals.add(each.argval)
             is_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
             if is_attribute and variable is not None:
-                found.add((variable, each.argval))
-            is_variable = each.opname.startswith("LOAD_") and each.opname != "LOAD_CONST" and not is_attribute
+                self.attributes.add((variable, each.argval))
             # Two variables may be loaded by one instruction.
             last = each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval
+            is_variable = each.opname.startswith("LOAD_") and each.opname != "LOAD_CONST" and not is_attribute
             variable = last if is_variable and isinstance(last, str) else None
-    return found
+        for inner in (_Names(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
+            self.globals |= inner.globals
+            self.attributes |= inner.attributes
+            self.strings |= inner.strings
 
 
 def line_of(error: BaseException, function: Callable[..., Any]) -> str | None:

@@ -33,19 +33,19 @@ class CapturedStep:
     ) -> None:
         if not callable(function):
             raise TypeError(f"train_step={function!r} cannot be called; a function is expected")
-        for name, value, least in (("warmup", warmup, 1), ("max_graphs", max_graphs, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name}={value!r} is not a whole number of at least {least}")
+        for name, value in (("warmup", warmup), ("max_graphs", max_graphs)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
         functools.update_wrapper(self, function)
         self._function = function
-        self._warmup = warmup
-        self._max_graphs = max_graphs
+        self._warmup, self._max_graphs = warmup, max_graphs
         self._backend = CudaGraphs() if backend is None else backend
         # The method of a class that this is for one object.
         self._decorated: CapturedStep | None = None
-        self._reset()
+        self.invalidate()
 
-    def _reset(self) -> None:
+    def invalidate(self) -> None:
+        """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
         self.reason: str | None = None
         self._graphs: dict[Any, list[Graph]] = {}
         self._calls: dict[Any, int] = {}
@@ -63,9 +63,8 @@ class CapturedStep:
         name = f"_captured_{self.__qualname__}"  # type: ignore[attr-defined]  # a method may call that of a base class
         if name not in vars(instance):
             bound = self._function.__get__(instance, owner)  # type: ignore[attr-defined]
-            options: dict[str, Any] = {"warmup": self._warmup, "max_graphs": self._max_graphs}
-            vars(instance)[name] = CapturedStep(bound, backend=type(self._backend)(), **options)
-            vars(instance)[name]._decorated = self
+            own = CapturedStep(bound, warmup=self._warmup, max_graphs=self._max_graphs, backend=type(self._backend)())
+            own._decorated, vars(instance)[name] = self, own
         return vars(instance)[name]
 
     def __reduce__(self) -> Any:
@@ -136,13 +135,12 @@ class CapturedStep:
 
     def _fitting(self, kind: Any) -> tuple[Graph | None, str | None]:
         """A graph, prepared for a replay, or what keeps the last one from it."""
-        graphs, difference = self._graphs.setdefault(kind, []), None
-        for graph in [graph for graph in graphs if graph.state.is_stale()]:
-            graphs.remove(graph)
-            difference = "the memory of parameters"
-        for graph in graphs:
-            difference = graph.prepare()
-            if difference is None:
+        difference = None
+        for graph in list(self._graphs.setdefault(kind, [])):
+            if graph.state.is_stale():
+                self._graphs[kind].remove(graph)
+                difference = "the memory of parameters"
+            elif (difference := graph.prepare()) is None:
                 return graph, None
         return None, difference
 
@@ -163,23 +161,18 @@ class CapturedStep:
         return outputs
 
     def _give_up(self, reason: str) -> None:
-        self._reset()
+        self.invalidate()
         self.reason = reason
-        self._warn(f"cannot be captured and runs eagerly. {self.reason}", 5)
+        self._warn(f"cannot be captured and runs eagerly. {reason}")
 
     def _say_once(self, message: str) -> None:
         if not self._has_said:
             self._has_said = True
-            cure = "What differs from call to call should come as a tensor argument of the same shape"
-            self._warn(f"{message}. {cure}", 5)
+            self._warn(f"{message}. What differs from call to call should come as a tensor argument of the same shape")
 
-    def _warn(self, message: str, stacklevel: int) -> None:
+    def _warn(self, message: str) -> None:
         name = getattr(self._function, "__qualname__", type(self._function).__name__)
-        warnings.warn(f"apex.graphs: {name} {message}", stacklevel=stacklevel)
-
-    def invalidate(self) -> None:
-        """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
-        self._reset()
+        warnings.warn(f"apex.graphs: {name} {message}", stacklevel=5)
 
     @property
     def graphs(self) -> int:

@@ -126,8 +126,6 @@ class Recording:
         if captures:
             self._places = torch.zeros(_MOST_NUMBERS, dtype=torch.float64, device=device)
 
-    # While the function runs ------------------------------------------------------------------------------------------
-
     def place(self, number: Number, device: torch.device) -> Tensor:
         """Where a number is on the device."""
         if self._places is None:
@@ -139,50 +137,41 @@ class Recording:
 
     def counted(self, optimizer: Any, index: int) -> Any:
         """The step count of a parameter group that has just been counted up in `group["step"]`."""
-        key = (optimizer, index)
+        group, key = optimizer.param_groups[index], (optimizer, index)
         more = self._steps[key] = self._steps.get(key, 0) + 1
-        name = f"{type(optimizer).__name__}.param_groups[{index}]['step']"
         # A replay reads it before it counts the step.
         read = lambda: optimizer.param_groups[index]["step"] + more  # noqa: E731
-        return Number(self, name, optimizer.param_groups[index]["step"], read)
+        return Number(self, f"{type(optimizer).__name__}.param_groups[{index}]['step']", group["step"], read)
 
     def group(self, optimizer: Any, index: int) -> dict[str, Any]:
         """A parameter group, each entry of it as `entry` returns it."""
-        group = optimizer.param_groups[index]
-        return {name: self.entry(optimizer, index, name, value) for name, value in group.items()}
+        return {name: self.entry(optimizer, index, name) for name in optimizer.param_groups[index]}
+
+    def entry(self, optimizer: Any, index: int, name: str) -> Any:
+        """An entry of a parameter group: a `Number` in place of a number, else itself."""
+        value = optimizer.param_groups[index][name]
+        parts = value if isinstance(value, tuple | list) else (value,)
+        on_host = (is_number(each) or (isinstance(each, Tensor) and each.is_cpu) for each in parts)
+        if name in ("params", "step") or not all(on_host):
+            return value
+        self.followed.add((id(optimizer), index, name))
+        called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
+        read = lambda: optimizer.param_groups[index][name]  # noqa: E731
+        if parts is not value:
+            return Number(self, called, float(value), lambda: float(read()))
+        return tuple(Number(self, called, float(each), lambda i=i: float(read()[i])) for i, each in enumerate(parts))  # type: ignore[misc]
 
     def constant(self, value: float) -> Number:
         """A number that is the same at every replay, whatever is in its place then."""
         return Number(self, "a constant", value, lambda: value)
 
-    def entry(self, optimizer: Any, index: int, name: str, value: Any) -> Any:
-        """An entry of a parameter group: a `Number` in place of a number, else itself."""
-        if name in ("params", "step") or isinstance(value, Number):
-            return value
-        called = f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]"
-        read = lambda: optimizer.param_groups[index][name]  # noqa: E731
-        number = lambda value, read: Number(self, called, float(value), lambda: float(read()))  # noqa: E731
-        if isinstance(value, tuple | list) and value and all(map(is_number, value)):
-            self.followed.add((id(optimizer), index, name))
-            return tuple(number(each, lambda place=place: read()[place]) for place, each in enumerate(value))
-        if is_number(value) or (isinstance(value, Tensor) and value.device.type == "cpu"):
-            self.followed.add((id(optimizer), index, name))
-            return number(value, read)
-        if isinstance(value, Tensor):
-            self.guards.append(Guard(called, lambda: read().data_ptr(), value.data_ptr()))
-        return value
-
-    # Around replays ---------------------------------------------------------------------------------------------------
-
     def upload(self) -> None:
         """Gives the graph its numbers as they are now."""
-        if not self.numbers:
+        if self._places is None or not self.numbers:
             return
-        assert self._places is not None
         values = [float(number.read()) for number in self.numbers]
-        on_gpu = self._places.device.type == "cuda"
         # Pinned memory of its own: an earlier replay's may not have been read yet.
-        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=not self._places.is_cpu)
         self._places[: len(values)].copy_(host, non_blocking=True)
 
     def count_steps(self) -> None:
@@ -214,10 +203,9 @@ def captures() -> bool:
 
 def keep(*tensors: Any) -> bool:
     """Keeps what a captured launch reads as long as its graph; False where none is being captured by `apex.graphs`."""
-    if current is None or not current.captures:
-        return False
-    current.kept.append(tensors)
-    return True
+    if current is not None and current.captures:
+        current.kept.append(tensors)
+    return captures()
 
 
 def reads(tensors: Iterable[Tensor | None]) -> None:
