@@ -89,16 +89,10 @@ def warn_or_err(msg: str) -> None:
         raise RuntimeError(msg)
 
 
-def _is_first_rank() -> bool:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank() == 0
-    return True
-
-
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints unless verbosity is 0; with `rank0`, in one process only."""
-    if _amp_state.verbosity > 0 and (not rank0 or _is_first_rank()):
+    connected = rank0 and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if _amp_state.verbosity > 0 and not (connected and torch.distributed.get_rank()):
         print(msg)
 
 

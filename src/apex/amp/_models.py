@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from . import _casting
-from ._amp_state import HALF, _amp_state
+from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier, to_type
-from ._state_dicts import keep_state_dict_in_float32
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.d
         vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
         record.undo.append(_uncast_forward)
     if cast_type in HALF:
-        record.undo.append(keep_state_dict_in_float32(model))
+        record.undo.append(_keep_state_dict_in_float32(model))
 
 
 def release_model(model: nn.Module) -> None:
@@ -85,13 +84,13 @@ def release_model(model: nn.Module) -> None:
     _amp_state.models.pop(model, None)
 
 
-def dtype_before(model: nn.Module) -> Callable[[str, torch.Tensor], torch.dtype]:
+def dtype_before(model: nn.Module) -> Callable[[str, Tensor], torch.dtype]:
     """The type that a parameter had before amp, by name."""
     record = _amp_state.models.get(model)
     return lambda name, tensor: tensor.dtype if record is None else record.dtypes.get(name, tensor.dtype)
 
 
-def floats_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def floats_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that are floating-point numbers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in tensors if tensor.is_floating_point()]
@@ -115,7 +114,7 @@ def _uncast(model: nn.Module) -> None:
         _cast_tensor(tensor, dtypes.get(name, tensor.dtype))
 
 
-def _cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
     if tensor.dtype != dtype:
         gradient, tensor.grad = tensor.grad, None
         tensor.data = tensor.data.to(dtype)
@@ -183,3 +182,53 @@ def _uncast_forward(model: nn.Module) -> None:
         del vars(model)["forward"]
         if own is not None:
             vars(model)["forward"] = own
+
+
+# State dicts of models in half precision are saved in float32, from the masters where there are any, and give these
+# their exact values when they are loaded: a checkpoint of O2 fits a float32 model, and a run continues to the bit.
+
+
+def _keep_state_dict_in_float32(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Hooks into saving and loading of the model and of every module in it; the result removes the hooks."""
+    handles: list[Any] = []
+    for module in model.modules():
+        # Functions of this module, not closures, so that a model can be pickled.
+        handles.append(module._register_state_dict_hook(_saving))
+        handles.append(module.register_load_state_dict_pre_hook(_loading))
+
+    def undo(model: nn.Module) -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, value in (*module._parameters.items(), *module._buffers.items()):
+        key = prefix + name
+        if value is not None and key in state and value.dtype in HALF:
+            master = _amp_state.masters.get(value)
+            if isinstance(master, nn.Parameter):
+                state[key] = master.detach().clone()
+            else:
+                state[key] = value.detach().float() if master is None else float32_values(value.detach(), master)
+
+
+def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, value in module._parameters.items():
+        incoming = state.get(prefix + name)
+        if value is None or value.dtype not in HALF:
+            continue
+        if not isinstance(incoming, Tensor) or incoming.shape != value.shape:
+            continue
+        master = _amp_state.masters.get(value)
+        with torch.no_grad():
+            if isinstance(master, nn.Parameter):
+                master.copy_(incoming)
+                continue
+            # Frozen for now, or not in an optimizer yet. What rounding would lose comes from a run that trained it.
+            exact = incoming.to(value.device, torch.float32, copy=True)
+            if torch.equal(exact.to(value.dtype).float(), exact):
+                _amp_state.masters.pop(value, None)
+            else:
+                _amp_state.masters[value] = exact

@@ -1,7 +1,4 @@
-"""Everything that `initialize` may change, noted before it does, so that a call that fails leaves no trace.
-
-The `_snapshot` functions note a state and return a function that restores it.
-"""
+"""Everything that `initialize` may change, noted before it does, so that a call that fails leaves no trace."""
 
 from __future__ import annotations
 
@@ -23,12 +20,8 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
     """
     # Optimizers of the session as well: they are released if they have masters for one of the models.
     optimizers = [*optimizers, *(known for known in _amp_state.optimizers if known not in optimizers)]
-    restore = [
-        _snapshot_session(),
-        *(_snapshot_module(module) for model in models for module in model.modules()),
-        *(_snapshot_optimizer(optimizer) for optimizer in optimizers),
-        *(_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)),
-    ]
+    restore = [_snapshot(container) for container in _containers(models, optimizers)]
+    restore += [_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)]
     try:
         yield
     except BaseException:
@@ -39,60 +32,32 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
         raise
 
 
-def _snapshot_session() -> Callable[[], None]:
-    attributes = dict(vars(_amp_state))
-    undo = list(_amp_state.undo)
-    models, masters, optimizers = dict(_amp_state.models), dict(_amp_state.masters), list(_amp_state.optimizers)
-    records = [(record, list(record.undo)) for record in models.values()]
-    casts = [(record.forward, record.forward.casts) for record, _ in records if record.forward is not None]
+def _containers(models: list[nn.Module], optimizers: list[Any]) -> Iterator[Any]:
+    """The dicts, lists and sets whose contents may change, attributes of objects before what these attributes hold."""
+    yield from (vars(_amp_state), _amp_state.undo, _amp_state.models, _amp_state.masters, _amp_state.optimizers)
+    for record in _amp_state.models.values():
+        yield record.undo
+        if record.forward is not None:
+            yield vars(record.forward)
+    for module in (module for model in models for module in model.modules()):
+        yield vars(module)
+        # Whoever registered a hook refers to the dict that has it. A model may have something else of such a name:
+        # transformers with gradient checkpointing has a list.
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                yield value
+    for optimizer in optimizers:
+        yield from (vars(innermost(optimizer)), vars(optimizer), optimizer.state)
+        yield from (group["params"] for group in optimizer.param_groups)
+
+
+def _snapshot(container: Any) -> Callable[[], None]:
+    """What gives a dict, list or set the contents that it has now."""
+    contents = list(container.items() if hasattr(container, "items") else container)
 
     def restore() -> None:
-        vars(_amp_state).clear()
-        vars(_amp_state).update(attributes)
-        _amp_state.undo[:] = undo
-        for mapping, items in ((_amp_state.models, models), (_amp_state.masters, masters)):
-            mapping.clear()
-            mapping.update(items)
-        _amp_state.optimizers.clear()
-        _amp_state.optimizers.update(optimizers)
-        for record, steps in records:
-            record.undo[:] = steps
-        for forward, before in casts:
-            forward.casts = before
-
-    return restore
-
-
-def _snapshot_module(module: nn.Module) -> Callable[[], None]:
-    attributes = dict(vars(module))
-    # Whoever registered a hook refers to the dict that has it, so its items are noted and the dict is kept.
-    # A model may have something else of such a name: transformers with gradient checkpointing has a list.
-    hooks = [(v, dict(v)) for name, v in attributes.items() if name.endswith("_hooks") and isinstance(v, dict)]
-
-    def restore() -> None:
-        vars(module).clear()
-        vars(module).update(attributes)
-        for mapping, items in hooks:
-            mapping.clear()
-            mapping.update(items)
-
-    return restore
-
-
-def _snapshot_optimizer(optimizer: Any) -> Callable[[], None]:
-    inner = innermost(optimizer)
-    attributes = [(each, dict(vars(each))) for each in (inner, optimizer)]
-    params = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-    state = dict(optimizer.state)
-
-    def restore() -> None:
-        for each, items in attributes:
-            vars(each).clear()
-            vars(each).update(items)
-        for listed, before in params:
-            listed[:] = before
-        optimizer.state.clear()
-        optimizer.state.update(state)
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(contents)
 
     return restore
 

@@ -179,30 +179,16 @@ def _skip_next_step(optimizer: Any) -> None:
     optimizer.step = skip_step
 
 
-class NoOpHandle:
+class NoOpHandle(AmpHandle):
     """The handle of `amp.init(enabled=False)`: everything is as without amp."""
 
-    def is_active(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        super().__init__(1.0, enable_caching=False)
+        self._is_active = False
 
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
         yield
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextlib.contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        yield loss
-
-    @property
-    def has_cache(self) -> bool:
-        return False
-
-    @property
-    def verbose(self) -> bool:
-        return False
 
     def _clear_cache(self) -> None:
         pass

@@ -21,23 +21,9 @@ BFLOAT16_FUNCS = list(FP16_FUNCS)
 FP32_FUNCS = _methods(torch_overrides.FP32_FUNCS, "__pow__", "__rpow__")
 
 # The widest type among the arguments.
-CASTS = _methods(
-    torch_overrides.CASTS,
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__eq__",
-    "__ge__",
-    "__gt__",
-    "__le__",
-    "__lt__",
-    "__ne__",
-)
+_ARITHMETIC = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+_COMPARISONS = ("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
+CASTS = _methods(torch_overrides.CASTS, *_ARITHMETIC, *_COMPARISONS)
 
 # No method takes a sequence of tensors.
 SEQUENCE_CASTS: list[str] = []

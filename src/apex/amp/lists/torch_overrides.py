@@ -8,71 +8,20 @@ CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpos
 
 FP16_FUNCS = [
     *CONVOLUTIONS,
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "mm",
-    "mv",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
+    *("prelu", "addmm", "addmv", "addr", "matmul", "mm", "mv", "addbmm", "baddbmm", "bmm", "chain_matmul"),
 ]
 
 BFLOAT16_FUNCS = list(FP16_FUNCS)
 
 FP32_FUNCS = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow",
-    "cumprod",
-    "cumsum",
-    "dist",
-    "logsumexp",
-    "norm",
-    "prod",
-    "std",
-    "sum",
-    "var",
-    "renorm",
+    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "reciprocal", "rsqrt"),
+    *("sinh", "tan", "pow", "cumprod", "cumsum", "dist", "logsumexp", "norm", "prod", "std", "sum", "var", "renorm"),
 ]
 
 # The widest type among the arguments.
 CASTS = [
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "scatter_add",
-    "tensordot",
-    "vdot",
-    "add",
-    "div",
-    "mul",
-    "sub",
-    "eq",
-    "equal",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "ne",
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "scatter_add", "tensordot", "vdot"),
+    *("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne"),
 ]
 
 # The widest type in the sequence that is the first argument.
