@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from ..ops import _recording
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ._buckets import MASTER, Bucket, GroupBuckets, Seen, local
+from ._buckets import MASTER, Bucket, GroupBuckets, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
 
@@ -217,9 +217,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _rename_loaded_state(self) -> None:
         """Called after loading: for state that PyTorch's optimizers keep under another name."""
 
-    def _look(self) -> Sequence[Seen]:
-        """Called once per step before buckets compare addresses; returns those that were read already."""
-        return ()
+    def _before_step(self) -> None:
+        """Called once per step, before buckets compare addresses: for tensors that are to be moved first."""
 
     def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
         """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
@@ -255,8 +254,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
             self._group_buckets.clear()
-        seen = self._look()
-        ready = [(index, group, self._buckets_of(index, group, seen)) for index, group in enumerate(self.param_groups)]
+        self._before_step()
+        ready = [(index, group, self._buckets_of(index, group)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, buckets in ready for bucket in buckets]
         self._before_update(scaling)
         recording = _recording.current
@@ -300,10 +299,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "step before capturing"
             )
 
-    def _buckets_of(self, index: int, group: dict[str, Any], seen: Sequence[Seen]) -> list[Bucket]:
+    def _buckets_of(self, index: int, group: dict[str, Any]) -> list[Bucket]:
         kept = self._group_buckets.get(index)
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
-        if kept is None or kept.names != names or not kept.refresh(group["params"], seen):
+        if kept is None or kept.names != names or not kept.refresh(group["params"]):
             self._before_buckets(index, group)
             prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
             kept = self._group_buckets[index] = GroupBuckets(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +36,6 @@ def local(tensor: Tensor) -> Tensor:
     """The part of a distributed tensor that this process holds; any other tensor as it is."""
     shard = getattr(tensor, "_local_tensor", None)
     return tensor if shard is None else shard
-
-
-class Seen(NamedTuple):
-    """Tensors and addresses that this step has read already, so that buckets need not read them again."""
-
-    params: list[Tensor]
-    addresses: list[int]
-    gradients: list[Tensor]
-    gradient_addresses: list[int]
 
 
 class Bucket:
@@ -93,8 +84,6 @@ class Bucket:
         self._state_checks: list[tuple[Callable[[dict[str, Any]], Any], list[Tensor]]] = []
         for key in self._keys:
             self.watch(key)
-        # The list in a `Seen` that was found to hold these parameters: the same list need not be compared again.
-        self._seen_before: list[Tensor] | None = None
 
     @property
     def _keys(self) -> tuple[str, ...]:
@@ -136,7 +125,7 @@ class Bucket:
         """The bucket is made anew when a parameter's state of this name is no longer the tensor that it is now."""
         self._state_checks.append((operator.itemgetter(name), [state[name] for state in self.states]))
 
-    def refresh(self, seen: Sequence[Seen] = ()) -> bool:
+    def refresh(self) -> bool:
         """Points the lists to where the tensors are now; False when the bucket must be made anew."""
         if not self._has_state():
             return False
@@ -144,10 +133,10 @@ class Bucket:
         if self._distributed or not isinstance(lists, TritonLists):
             return self._refresh_slowly()
         try:
-            found = self._seen_in(seen) or self._look(lists)
-            if found is None:
+            gradients = list(map(_grad_of, self._sources))
+            if not lie_at(self._located, self._addresses):
                 return False
-            gradients, addresses = found
+            addresses = None if lists.table.has_gradients(gradients) else list(map(_data_ptr, gradients))
             if not self._looks_right(*gradients):
                 if not self._fit(gradients):
                     return False
@@ -167,28 +156,6 @@ class Bucket:
             return all(all(map(operator.is_, map(get, self.states), tensors)) for get, tensors in self._state_checks)
         except KeyError:
             return False
-
-    def _look(self, lists: TritonLists) -> tuple[list[Tensor], list[int] | None] | None:
-        """The gradients, and their addresses unless these are as before; None where a parameter moved."""
-        gradients = list(map(_grad_of, self._sources))
-        if not lie_at(self._located, self._addresses):
-            return None
-        return gradients, None if lists.table.has_gradients(gradients) else list(map(_data_ptr, gradients))
-
-    def _seen_in(self, seen: Sequence[Seen]) -> tuple[list[Tensor], list[int]] | None:
-        """What `_look` would find, from a `Seen` of just these parameters."""
-        if self._models is None:
-            for params, addresses, *found in seen:
-                if params is not self._seen_before and len(params) == len(self.params):
-                    if not all(map(operator.is_, params, self.params)):
-                        continue
-                    self._seen_before = params
-                if params is self._seen_before:
-                    if addresses != self._addresses:
-                        return None
-                    self._addresses = addresses  # to compare a list with itself takes a tenth of the time
-                    return found  # type: ignore[return-value]
-        return None
 
     def _fit(self, gradients: list[Tensor]) -> bool:
         """Whether gradients have the shapes and dtypes of the lists. An address does not say so: memory is reused."""
@@ -261,16 +228,13 @@ class GroupBuckets:
             copied = [models[param] for param in params] if params[0] in models else None
             self.buckets.append(Bucket(params, states, names, make, kind, copied, of_models))
 
-    def refresh(self, params: Sequence[Tensor], seen: Sequence[Seen] = ()) -> bool:
-        """Points every bucket to where its tensors are now; False when the buckets must be made anew.
-
-        `seen` is what others found out about the parameters in this step.
-        """
+    def refresh(self, params: Sequence[Tensor]) -> bool:
+        """Points every bucket to where its tensors are now; False when the buckets must be made anew."""
         if len(params) != len(self._all) or not all(map(operator.is_, params, self._all)):
             return False
         if self._absent and any(param.grad is not None for param in self._absent):
             return False
-        return all(bucket.refresh(seen) for bucket in self.buckets)
+        return all(bucket.refresh() for bucket in self.buckets)
 
 
 def check_parameter(param: Tensor, index: int) -> None:

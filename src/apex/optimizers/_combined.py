@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.op import DTYPES
 from ..ops.multi_tensor.tables import lie_at
 from ._base import FusedOptimizer
-from ._buckets import Seen, local
+from ._buckets import local
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -75,11 +74,11 @@ class Combination:
             self.members[index].data = self._homes[index].copy_(value)
         return True
 
-    def gather(self) -> Seen | None:
-        """Moves gradients that have other memory to the buffer; what was seen, if nothing had to be moved."""
+    def gather(self) -> None:
+        """Moves gradients that have other memory to the buffer."""
         gradients = list(map(_grad_of, self.members))
         if self._shares_all(gradients):
-            return Seen(self.members, self._addresses, gradients, self._grad_addresses)
+            return
         moved, values = [], []
         storage = self.grads.untyped_storage().data_ptr()
         for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
@@ -97,7 +96,6 @@ class Combination:
             torch._foreach_copy_([self._grad_homes[index] for index in moved], values)
         for index in moved:
             self.members[index].grad = self._grad_homes[index]
-        return None
 
     def _shares_all(self, gradients: list[Tensor | None]) -> bool:
         try:
@@ -152,8 +150,8 @@ class CombinedTensors:
             for group, params in zip(groups, self._params, strict=True)
         )
 
-    def update(self, groups: list[dict[str, Any]]) -> list[Seen]:
-        """Makes the buffers hold what the parameters and gradients are now; what was seen where nothing moved."""
+    def update(self, groups: list[dict[str, Any]]) -> None:
+        """Makes the buffers hold what the parameters and gradients are now."""
         if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
             self._build(groups)
         elif not all(combination.holds_params() for combination in self.combinations):
@@ -164,8 +162,8 @@ class CombinedTensors:
                 )
                 self._reported = True
             self._build(groups)
-        seen = [combination.gather() for combination in self.combinations]
-        return [found for found in seen if found is not None]
+        for combination in self.combinations:
+            combination.gather()
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
@@ -221,8 +219,8 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         self._combined = CombinedTensors()
         super().__init__(*args, **{"set_grad_none": False, **options})
 
-    def _look(self) -> Sequence[Seen]:
-        return self._combined.update(self.param_groups)
+    def _before_step(self) -> None:
+        self._combined.update(self.param_groups)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Zeroes the gradients; with `set_to_none` they become None, and move to the buffer when there are new ones."""
