@@ -67,47 +67,35 @@ def start(what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) 
         return _Started(collective(*args, **kwargs, async_op=True), what)
 
 
-class _HostSum:
-    """Contributions of all ranks, [ranks, elements], that are added up when they have arrived."""
+class _Finished:
+    """A collective, and what is done with its result when it has arrived."""
 
-    def __init__(self, work: Work, received: Tensor, output: Tensor, average: bool) -> None:
-        self._work, self._received, self._output, self._average = work, received, output, average
+    def __init__(self, work: Work, finish: Callable[[], Any]) -> None:
+        self._work, self._finish = work, finish
 
     def wait(self) -> None:
         self._work.wait()
-        total = torch.sum(self._received, 0, dtype=torch.promote_types(self._received.dtype, torch.float32))
-        self._output.copy_(total.mul_(1.0 / len(self._received)) if self._average else total)
+        self._finish()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
 
 
-class _HostSumOfShards:
-    """An all-reduce over replicas that starts when a reduce-scatter has arrived; on the host nothing runs by itself."""
-
-    def __init__(self, first: Work, *all_reduce_arguments: Any) -> None:
-        self._first, self._arguments = first, all_reduce_arguments
-
-    def wait(self) -> None:
-        self._first.wait()
-        all_reduce(*self._arguments).wait()
+class _FollowedByAnother(_Finished):
+    """A collective that another one follows: it is not done when the first one is."""
 
     def is_completed(self) -> bool:
         return False
 
 
-class _Staged:
-    """A collective in the host's memory whose result goes to a device."""
+def _host_sum(work: Work, received: Tensor, output: Tensor, average: bool) -> Work:
+    """Adds up contributions of all ranks, [ranks, elements], when they have arrived."""
 
-    def __init__(self, work: Work, result: Tensor, output: Tensor) -> None:
-        self._work, self._result, self._output = work, result, output
+    def add_up() -> None:
+        total = torch.sum(received, 0, dtype=torch.promote_types(received.dtype, torch.float32))
+        output.copy_(total.mul_(1.0 / len(received)) if average else total)
 
-    def wait(self) -> None:
-        self._work.wait()
-        self._output.copy_(self._result)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
+    return _Finished(work, add_up)
 
 
 def _through_host(tensor: Tensor, group: Any) -> bool:
@@ -141,21 +129,21 @@ def reduce_scatter(
         result = torch.empty_like(output, device=HOST)
         host_factor = None if factor is None else factor.cpu()
         work = reduce_scatter(result, inputs.cpu(), group, average, what, host_factor)
-        return _Staged(work, result, output)
+        return _Finished(work, lambda: output.copy_(result))
     if not on_host(inputs):
         operation = _operation(average, factor, output.dtype, group)
         return start(what, _reduce_scatter, output, inputs, op=operation, group=group)
     inputs = inputs if factor is None else inputs * factor
     received = torch.empty_like(inputs)
     work = start(what, dist.all_to_all_single, _bits(received), _bits(inputs), group=group)
-    return _HostSum(work, received.view(dist.get_world_size(group), -1), output, average)
+    return _host_sum(work, received.view(dist.get_world_size(group), -1), output, average)
 
 
 def all_gather(output: Tensor, inputs: Tensor, group: Any, what: str) -> Work:
     """`output` becomes the `inputs` of all ranks, one after the other. `inputs` may be its part of `output`."""
     if _through_host(inputs, group):
         result = torch.empty_like(output, device=HOST)
-        return _Staged(all_gather(result, inputs.cpu(), group, what), result, output)
+        return _Finished(all_gather(result, inputs.cpu(), group, what), lambda: output.copy_(result))
     if not on_host(inputs):
         return start(what, _all_gather, output, inputs, group=group)
     parts = list(_bits(output).view(dist.get_world_size(group), -1).unbind())
@@ -169,14 +157,14 @@ def all_reduce(tensor: Tensor, group: Any, what: str, average: bool = False, fac
     if _through_host(tensor, group):
         result = tensor.cpu()
         work = all_reduce(result, group, what, average, None if factor is None else factor.cpu())
-        return _Staged(work, result, tensor)
+        return _Finished(work, lambda: tensor.copy_(result))
     if not on_host(tensor):
         operation = _operation(average, factor, tensor.dtype, group)
         return start(what, dist.all_reduce, tensor, op=operation, group=group)
     inputs = tensor if factor is None else tensor * factor
     received = torch.empty(dist.get_world_size(group), tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     work = start(what, dist.all_gather, list(_bits(received).unbind()), _bits(inputs.reshape(-1)), group=group)
-    return _HostSum(work, received, tensor.view(-1), average)
+    return _host_sum(work, received, tensor.view(-1), average)
 
 
 def reduce_scatter_all_reduce(
@@ -190,7 +178,8 @@ def reduce_scatter_all_reduce(
     with on_stream(stream):
         first = reduce_scatter(output, inputs, shards, average, what, factor)
         if on_host(inputs):
-            return _HostSumOfShards(first, output, replicas, what, average)
+            # On the host nothing starts by itself.
+            return _FollowedByAnother(first, lambda: all_reduce(output, replicas, what, average).wait())
         first.wait()
         return all_reduce(output, replicas, what, average)
 
