@@ -118,14 +118,7 @@ def parameters(contiguous: bool, dtype: torch.dtype) -> Check:
         lists = arenas(groups, dtype)
         for arena in lists:
             sync.add(arena)
-            if arena.parameter_buffer is None:
-                shard = arena.new_shard(dtype)
-                arena.outgoing = [arena.shard(shard, number) for number in range(len(arena.layout.bucket_sizes))]
-            else:
-                buckets = range(len(arena.layout.bucket_sizes))
-                arena.outgoing = [
-                    arena.shard_of_bucket(arena.bucket(arena.parameter_buffer.values, n)) for n in buckets
-                ]
+            arena.outgoing = arena.shards(arena.parameter_buffer or arena.new_shard(dtype))
             for piece in arena.owned:
                 value = arena.params[piece.param].detach().reshape(-1)[piece.start : piece.stop]
                 arena.outgoing[piece.bucket][piece.offset : piece.offset + piece.size] = value + 1

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.multi_tensor import Lists, rules
-from ...optimizers._base import adam_hyperparameters
 from ...optimizers._checks import check_options
 from ._zero import checkpoints
 from ._zero.arena import Arena, Dtypes
@@ -122,14 +120,14 @@ class DistributedFusedAdam(ZeroOptimizer):
         _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
         if nccl_ub and not contiguous_grad_buffer:
             raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
-        self.adam_w_mode = adam_w_mode
-        self.amsgrad = amsgrad
         super().__init__(
             params,
             defaults,
             Groups(process_group or own_world(), distributed_process_group, redundant_process_group),
             dtypes,
             device=device,
+            adam_w_mode=adam_w_mode,
+            amsgrad=amsgrad,
             average_grad_sync=average_grad_sync,
             overlap_grad_sync=overlap_grad_sync,
             overlap_param_sync=overlap_param_sync,
@@ -144,23 +142,6 @@ class DistributedFusedAdam(ZeroOptimizer):
             capturable=capturable,
         )
         self.state["buckets"] = []
-
-    # The update -------------------------------------------------------------------------------------------------------
-
-    def _state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
-
-    def _update(
-        self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
-    ) -> None:
-        decoupled = bool(self.adam_w_mode)
-        lists.apply(
-            rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM,
-            adam_hyperparameters(group, step, decoupled=decoupled),
-            (decoupled, self.amsgrad),
-            noop=noop,
-            grad_scale=scale,
-        )
 
     # What clients look at ---------------------------------------------------------------------------------------------
 

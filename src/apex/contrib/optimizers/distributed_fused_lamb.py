@@ -18,7 +18,10 @@ from ._lamb.reducer import LambReducer
 from ._zero.base import GradientHooks, ShardedOptimizer, StepCount
 from ._zero.groups import machine_groups, processes_of_machine, processes_that_divide
 from ._zero.parameters import ParameterSync
-from ._zero.state import ArenaState
+from ._zero.state import PARAM, ArenaState
+
+# The original's names of state, and those of the flat shards that they stand for.
+_NAMES = {"fp32_p": PARAM, "fp32_m": "exp_avg", "fp32_v": "exp_avg_sq"}
 
 
 class DistributedFusedLAMB(ShardedOptimizer):
@@ -113,7 +116,6 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._viewed: list[tuple[int, Tensor]] = []
         self._states: list[ArenaState] = []
         self._reducer: LambReducer | None = None
-        self._update: shards.Update | None = None
         super().__init__(params, defaults)
         first = self.param_groups[0]["params"][0]
         if self._param_order is not None:
@@ -201,6 +203,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
             self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
         self._reducer = LambReducer(arenas, self._groups, full=self._full_ar, overlap=overlap)
+        self._update = shards.Update(self._states, self._reducer, self._groups)
         self._steps = StepCount({}, arenas[0].device, capturable=True)
         self._overflow_buf = self._overflow_buf.to(arenas[0].device)
         return self._reducer
@@ -324,7 +327,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         groups = self.param_groups if rate is None else [{**group, "lr": rate} for group in self.param_groups]
         hyper = [adam_hyperparameters(group, count, grad_averaging=bool(group["grad_averaging"])) for group in groups]
         scaled = [bool(self._use_nvlamb or group["weight_decay"]) for group in self.param_groups]
-        self._updates()(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
+        self._update(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
 
     def _common_rate(self) -> float | Tensor | None:
         """The learning rate that a client wrote to `_lr`, if it did."""
@@ -347,11 +350,6 @@ class DistributedFusedLAMB(ShardedOptimizer):
             factor = torch.minimum(factor, limit / norm.double())
         return factor.to(torch.float32)
 
-    def _updates(self) -> shards.Update:
-        if self._update is None:
-            self._update = shards.Update(self._states, self._prepare(), self._groups)
-        return self._update
-
     def param_sync(self) -> None:
         """Sends updated parameters to the other processes; `step` does unless `skip_allgather`."""
         self._prepare()
@@ -360,15 +358,58 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
     # State ------------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups."""
-        self._prepare()
-        return shards.state_dict(self._step, self._states, self.param_groups)
+    def _layout(self) -> list[int]:
+        """What flat shards depend on: processes, then buckets and sizes of the parameters of each dtype."""
+        found = [self._groups.ranks]
+        for state in self._states:
+            found.extend((len(state.arena.layout.bucket_sizes), *state.arena.layout.sizes))
+        return found
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned in this process, of as many; load the model's state first."""
+    def state_dict(self) -> dict[str, Any]:
+        """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups.
+
+        Copies, which later steps do not change.
+        """
         self._prepare()
-        shards.load_state_dict(state_dict, self._step, self._states, self.param_groups)
+        found: dict[str, Any] = {"step": self._step.clone()}
+        for name, own in _NAMES.items():
+            found[name] = torch.cat([state.read(own) for state in self._states])
+        found["param_groups"] = [
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+        ]
+        found["layout"] = self._layout()
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned in this process, of as many and with the same options, all or nothing.
+
+        Load the model's state first. The original's state dict has no groups and no layout.
+        """
+        self._prepare()
+        missing = [name for name in ("step", *_NAMES) if name not in state_dict]
+        if missing:
+            raise KeyError(f"the state dict has no {', '.join(missing)}; it has {', '.join(map(str, state_dict))}")
+        layout = self._layout()
+        if state_dict.get("layout", layout) != layout:
+            raise ValueError(
+                "the state was saved with [processes that divide it, buckets, sizes of parameters] = "
+                f"{state_dict['layout']}; here they are {layout}. The number of processes and the dwu_* arguments must "
+                "be the same: use torch.distributed.checkpoint to change them"
+            )
+        sizes = [state.arena.layout.shard_size for state in self._states]
+        for name in _NAMES:
+            if state_dict[name].shape != (sum(sizes),):
+                raise ValueError(f"{name} has shape {tuple(state_dict[name].shape)}; ({sum(sizes)},) is expected")
+        groups = state_dict.get("param_groups")
+        if groups is not None and len(groups) != len(self.param_groups):
+            raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}")
+        for name, own in _NAMES.items():
+            for state, part in zip(self._states, state_dict[name].split(sizes), strict=True):
+                state.write(own, part)
+        self._steps.set(int(state_dict["step"]))
+        for group, values in zip(self.param_groups, groups or (), strict=groups is not None):
+            group.update(values)
 
     def _settle(self) -> None:
         self._prepare()

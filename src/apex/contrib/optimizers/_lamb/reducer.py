@@ -118,23 +118,20 @@ class LambReducer(ShardReducer):
     @torch.no_grad()
     def complete(self) -> None:
         """Sends what has not been sent, waits, and measures the norm of the mean."""
-        if not self._sealed:
-            self._take_the_rest()
+        self._take_the_rest()
         if self._overlap and not self._has_order:
             self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
             self._has_order = True
             self._expected = self._arrivals
-        self._send_rest()
-        self.finish()
-        self._start_round()
-        self.norm = self._norm_of_mean()
-        self.is_complete = True
+        self._finish_round()
+        means = map(self._mean, self.arenas)
+        shards = [shard for mean in means for shard in ([mean] if isinstance(mean, Tensor) else mean)]
+        self.norm = norm_over_ranks(shards, self.groups, self.arenas[0].device).reshape(1)
 
     @torch.no_grad()
     def complete_clipped(self, limit: Tensor | float | None, *, fused_norm: bool, fused_scale: bool) -> None:
         """The same for gradients that are shortened to `limit` in every process first; `norm` is that of before."""
-        if not self._sealed:
-            self._take_the_rest()
+        self._take_the_rest()
         self.norm = self._copy_measuring(fused_norm)
         factor = None
         if limit is not None:
@@ -145,14 +142,17 @@ class LambReducer(ShardReducer):
                 scale(buffers, buffers, factor)
                 factor = None
         self._is_filled, self._factor = True, factor
+        self._finish_round()
+
+    def _finish_round(self) -> None:
         self._send_rest()
         self.finish()
         self._start_round()
         self.is_complete = True
 
     def _take_the_rest(self) -> None:
-        """Takes gradients that no backward pass of this round has added to: what is there is what is meant."""
-        for arena in self.arenas:
+        """Takes gradients that no backward pass of this round has added to, unless they are of another round."""
+        for arena in self.arenas if not self._sealed else ():
             for index, param in enumerate(arena.params):
                 if arena.gradients[index] is None and param.grad is not None:
                     arena.gradients[index] = laid_out_like(param.grad, param)
@@ -204,15 +204,7 @@ class LambReducer(ShardReducer):
 
     def _mean(self, arena: Arena) -> Tensor | list[Tensor]:
         """This rank's flat shard of the mean, or its shards of the buckets of the buffer; zero between parameters."""
-        if not self._gets_all:
-            return self.shards(arena)
-        buckets = range(len(arena.layout.bucket_sizes))
-        return [arena.shard_of_bucket(arena.bucket(self._flat(arena).values, number)) for number in buckets]
-
-    def _norm_of_mean(self) -> Tensor:
-        means = map(self._mean, self.arenas)
-        shards = [shard for mean in means for shard in ([mean] if isinstance(mean, Tensor) else mean)]
-        return norm_over_ranks(shards, self.groups, self.arenas[0].device).reshape(1)
+        return arena.shards(self._flat(arena)) if self._gets_all else self.shards(arena)
 
     def _flat(self, arena: Arena) -> FlatBuffer:
         assert arena.gradient_buffer is not None

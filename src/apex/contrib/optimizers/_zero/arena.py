@@ -128,10 +128,12 @@ class Arena:
         start = self.layout.bucket_starts[bucket]
         return buffer[start : start + self.layout.bucket_sizes[bucket]]
 
-    def shard_of_bucket(self, values: Tensor) -> Tensor:
-        """This rank's shard of a whole bucket."""
-        size = len(values) // self.groups.ranks
-        return values[self.groups.rank * size : (self.groups.rank + 1) * size]
+    def shards(self, values: Tensor | FlatBuffer) -> list[Tensor]:
+        """This rank's shard of each bucket: in a flat shard, or in a whole buffer."""
+        if isinstance(values, Tensor):
+            return list(values.split(self.layout.shard_sizes))
+        buckets = values.values.split(self.layout.bucket_sizes)
+        return [bucket.view(self.groups.ranks, -1)[self.groups.rank] for bucket in buckets]
 
     def copy_gradients(self, number: int, places: Sequence[Tensor]) -> list[Tensor]:
         """Copies a bucket's gradients to their places; returns places that have no gradient and were not written."""

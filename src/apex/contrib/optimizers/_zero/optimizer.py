@@ -1,7 +1,4 @@
-"""An optimizer whose state is divided among processes: what does not depend on the algorithm.
-
-A subclass says which state a parameter has (`_state_names`) and how lists of tensors are updated (`_update`).
-"""
+"""DistributedFusedAdam but for its arguments, its state dicts, and what it shows of its buckets."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.multi_tensor import Lists
-from ....optimizers._base import run_closure
+from ....ops.multi_tensor import Lists, rules
+from ....optimizers._base import adam_hyperparameters, run_closure
 from .arena import Arena, Dtypes, allocator
 from .base import GradientHooks, ShardedOptimizer, StepCount
 from .gradients import GradientSync
@@ -30,7 +27,7 @@ from .weights import weights_of
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """Base of optimizers with divided state; see `DistributedFusedAdam` for the options."""
+    """The base of `DistributedFusedAdam`, which says what the options mean."""
 
     # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
     _step_supports_amp_scaling = True
@@ -41,7 +38,8 @@ class ZeroOptimizer(ShardedOptimizer):
     _takes_gradients = True
     # Set by apex.amp: the float32 values of a parameter that was cast before it got state, or None.
     _exact_value: Callable[[Tensor], Tensor | None] | None = None
-    # Options of `DistributedFusedAdam`, which says what they mean.
+    adam_w_mode: bool
+    amsgrad: bool
     average_grad_sync: bool
     overlap_grad_sync: bool
     overlap_param_sync: bool
@@ -105,18 +103,6 @@ class ZeroOptimizer(ShardedOptimizer):
         self._steps = StepCount(self.state, first.device, self.capturable)
         self._take_params_of_first(0)
         self._gradient_hooks.register(self.parameters())
-
-    # What a subclass provides -----------------------------------------------------------------------------------------
-
-    def _state_names(self) -> tuple[str, ...]:
-        """The names of a parameter's state, in the order of the rule's slots."""
-        raise NotImplementedError
-
-    def _update(
-        self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
-    ) -> None:
-        """One step of some tensors; `step` counts from 1, and is a float64 tensor where it lives on the device."""
-        raise NotImplementedError
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -201,14 +187,15 @@ class ZeroOptimizer(ShardedOptimizer):
             check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
+        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
         if self.with_scaled_states:
-            return ScaledState(arena, self._state_names())
+            return ScaledState(arena, names)
         stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
         weights = weights_of(arena, stores, self.store_param_remainders and not stores)
-        return ArenaState(arena, self._state_names(), weights)
+        return ArenaState(arena, names, weights)
 
     def _arena_added(self, arena: Arena) -> None:
-        """Called when an arena was added, for subclasses that show buckets in their state."""
+        """Called when an arena was added, to show its buckets in the state."""
 
     def init_param_buffer(self) -> None:
         """Makes all parameters views of one buffer per dtype, in which they also arrive from other processes."""
@@ -406,8 +393,12 @@ class ZeroOptimizer(ShardedOptimizer):
             scale = self._norms.grad_scale
             count = self._steps.next(noop)
 
+            rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
+            decoupled = bool(self.adam_w_mode)
+
             def update(number: int, lists: Lists) -> None:
-                self._update(self.param_groups[number], lists, count, noop, scale)
+                hyper = adam_hyperparameters(self.param_groups[number], count, decoupled=decoupled)
+                lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
 
             for state in self._states:
                 state.apply(self._gradients, update, noop)

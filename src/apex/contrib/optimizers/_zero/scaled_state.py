@@ -158,8 +158,8 @@ class ScaledState:
             bucket.store(column, self.scales, self._limit)
         if name == PARAM and self.arena.outgoing:
             present = self._params.gather(self.arena.new_shard(self.arena.dtypes.parameters))
-            for number, outgoing in enumerate(self.arena.outgoing):
-                outgoing.copy_(self.arena.shard(present, number))
+            for outgoing, value in zip(self.arena.outgoing, self.arena.shards(present), strict=True):
+                outgoing.copy_(value)
 
     def shards(self) -> dict[str, Tensor]:
         """All flat shards that stay from step to step, under the names that buckets have them under."""

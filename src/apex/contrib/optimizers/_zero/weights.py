@@ -108,14 +108,13 @@ class Weights:
         In the parameters' buffer, where there is one.
         """
         arena = self.arena
-        buckets = range(len(arena.layout.bucket_sizes))
         if arena.parameter_buffer is None:
             storage: Tensor | list[Tensor] = self.gather(arena.new_shard(arena.dtypes.parameters))
         elif arena.groups.ranks == 1:
             storage = arena.parameter_buffer.values
         else:
-            storage = [arena.shard_of_bucket(arena.bucket(arena.parameter_buffer.values, number)) for number in buckets]
-        arena.outgoing = [arena.shard(storage, n) for n in buckets] if isinstance(storage, Tensor) else storage
+            storage = arena.shards(arena.parameter_buffer)
+        arena.outgoing = arena.shards(storage) if isinstance(storage, Tensor) else storage
         return storage
 
     @property
@@ -151,7 +150,7 @@ class Stored(Weights):
         if self._writes_params:
             arena.outgoing = []
         elif arena.dtypes.state == arena.dtypes.parameters and arena.parameter_buffer is None:
-            arena.outgoing = [arena.shard(self.values, number) for number in range(len(arena.layout.bucket_sizes))]
+            arena.outgoing = arena.shards(self.values)
         else:
             self._outgoing = self.make_outgoing()
 
@@ -169,16 +168,13 @@ class Stored(Weights):
 
     def write(self, values: Tensor) -> None:
         self.values.copy_(values)
-        for shard, value in zip(self.arena.outgoing, self._by_bucket(), strict=False):
+        for shard, value in zip(self.arena.outgoing, self.arena.shards(self.values), strict=False):
             if shard.data_ptr() != value.data_ptr():
                 shard.copy_(value)
         if self._writes_params:
             params = self.flat_params()
             for part in self.arena.parts:
                 params[part.param].copy_(self.values[part.flat : part.flat + part.size])
-
-    def _by_bucket(self) -> list[Tensor]:
-        return [self.arena.shard(self.values, number) for number in range(len(self.arena.layout.bucket_sizes))]
 
     def stored(self) -> dict[str, Tensor]:
         return {"params_shard": self.values}
@@ -214,8 +210,8 @@ class Gathered(Weights):
         return self.gather(self.arena.new_shard(self.arena.dtypes.state))
 
     def write(self, values: Tensor) -> None:
-        for number, shard in enumerate(self.arena.outgoing):
-            shard.copy_(self.arena.shard(values, number))
+        for shard, value in zip(self.arena.outgoing, self.arena.shards(values), strict=True):
+            shard.copy_(value)
 
 
 class Remainders(Gathered):
@@ -244,9 +240,9 @@ class Remainders(Gathered):
         return self._outgoing if self.arena.parameter_buffer is not None else self.gather(self._outgoing)
 
     def write(self, values: Tensor) -> None:
-        for number, shard in enumerate(self.arena.outgoing):
-            part, lower = (self.arena.shard(flat, number) for flat in (values, self.remainders))
-            split_remainders(part, shard, lower)
+        parts = zip(self.arena.shards(values), self.arena.outgoing, self.arena.shards(self.remainders), strict=True)
+        for part, upper, lower in parts:
+            split_remainders(part, upper, lower)
 
     def stored(self) -> dict[str, Tensor]:
         return {"param_remainders_shard": self.remainders}
