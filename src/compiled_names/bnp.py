@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward, normalise
-from apex.parallel._consecutive_groups import consecutive_exchange
+from apex.parallel._statistics import consecutive_exchange
 
 _OCCUPANCY = 2
 # Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.

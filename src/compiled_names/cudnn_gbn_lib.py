@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from apex.ops import batch_norm
-from apex.parallel._consecutive_groups import consecutive_exchange
+from apex.parallel._statistics import consecutive_exchange
 
 
 def forward(

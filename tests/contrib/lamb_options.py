@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apex._distributed.collectives import reduce_scatter
-from apex.contrib.optimizers._lamb import reducer
 from apex.contrib.optimizers._zero import gradients as gradients_module
-from apex.contrib.optimizers._zero import groups
+from apex.contrib.optimizers._zero import groups, lamb
 from tests.contrib.exchanges import Exchange, listed
 from tests.contrib.lamb_problem import HYPER, backward, distributed_step, made, parameters, share
 from tests.parallel.processes import Check
@@ -81,7 +80,7 @@ def norm_while_copying(rank: int) -> None:
     for fused in (True, False):
         params = parameters()
         optimizer = made(params, clip_after_ar=False, fused_norm=fused)
-        with mock.patch.object(reducer, "l2norm", wraps=reducer.l2norm) as measured:
+        with mock.patch.object(lamb, "l2norm", wraps=lamb.l2norm) as measured:
             distributed_step(optimizer, params, 0)
         assert ["outputs" in call.kwargs for call in measured.call_args_list] == [fused]
 
@@ -94,7 +93,7 @@ def scale_while_reducing(rank: int) -> None:
         optimizer = made(params, clip_after_ar=False, fuse_scale=fuse)
         with (
             mock.patch.object(gradients_module, "reduce_scatter", wraps=reduce_scatter) as scattered,
-            mock.patch.object(reducer, "can_multiply_while_reducing", return_value=True),
+            mock.patch.object(lamb, "can_multiply_while_reducing", return_value=True),
         ):
             distributed_step(optimizer, params, 0)
         assert {call.args[-1] is not None for call in scattered.call_args_list} == {fuse}

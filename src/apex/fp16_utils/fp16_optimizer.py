@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,6 @@ from ..amp._amp_state import HALF, maybe_print
 from ..amp._checks import check_flags, checked_scale
 from ..amp.scaler import LossScaler
 from ..ops.multi_tensor import scale as scale_tensors
-from ._checkpoints import load_scaler, saved_scaler
 from .fp16util import clip_grad_norm, gradient_pairs, master_params_to_model_params
 from .loss_scaler import scaled_backward
 
@@ -238,7 +237,12 @@ class FP16_Optimizer:
         Like in torch.optim, tensors are not copied.
         """
         return {
-            "loss_scaler": saved_scaler(self.loss_scaler, self.dynamic_loss_args),
+            # Plain numbers, which `torch.load` reads without running code.
+            "loss_scaler": {
+                "loss_scale": self.loss_scale,
+                "unskipped": self.loss_scaler._unskipped,
+                "dynamic_loss_args": dict(self.dynamic_loss_args),
+            },
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
             "first_closure_call_this_step": self.first_closure_call_this_step,
@@ -254,7 +258,7 @@ class FP16_Optimizer:
         saved_groups = state_dict["fp32_from_fp16"]
         _check_shapes(self.fp32_from_fp16_groups, saved_groups)
         dynamic = bool(state_dict["dynamic_loss_scale"])
-        scaler, arguments = load_scaler(state_dict["loss_scaler"], dynamic)
+        scaler, arguments = _load_scaler(state_dict["loss_scaler"], dynamic)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_args, self.dynamic_loss_scale = scaler, arguments, dynamic
         self.overflow = state_dict["overflow"]
@@ -321,3 +325,35 @@ def _check_shapes(current: list[list[Tensor]], saved: list[list[Tensor]]) -> Non
             f"the checkpoint has masters of shapes {found}, this optimizer has {shapes}; it must be made from the same "
             "model, in the same precision"
         )
+
+
+def _load_scaler(saved: Any, dynamic: bool) -> tuple[LossScaler, dict[str, Any]]:
+    """A scaler in the saved state, and the arguments it was made with.
+
+    The original pickles its scaler whole; such an object is read too.
+    """
+    numbers = saved if isinstance(saved, Mapping) else _numbers_of(saved)
+    arguments = dict(numbers.get("dynamic_loss_args") or {})
+    scale = float(numbers["loss_scale"])
+    scaler = LossScaler("dynamic", **arguments) if dynamic else LossScaler(scale)
+    scaler._loss_scale = scale
+    scaler._unskipped = int(numbers["unskipped"])
+    return scaler, arguments
+
+
+def _numbers_of(pickled: Any) -> dict[str, Any]:
+    # Unpickling fills the object's dictionary with the original's attributes, whatever properties the class has.
+    attributes = vars(pickled)
+    if "cur_scale" in attributes:  # a scaler of apex.fp16_utils, as in checkpoints from before 2019
+        since = attributes.get("cur_iter", 0) - attributes.get("last_overflow_iter", -1) - 1
+        names = {"scale_factor": "scale_factor", "scale_window": "scale_window"}
+        scale, unskipped = attributes["cur_scale"], since % attributes.get("scale_window", since + 1)
+    else:
+        names = {
+            "scale_window": "_scale_seq_len",
+            "min_loss_scale": "_min_loss_scale",
+            "max_loss_scale": "_max_loss_scale",
+        }
+        scale, unskipped = attributes["_loss_scale"], attributes["_unskipped"]
+    arguments = {name: attributes[source] for name, source in names.items() if source in attributes}
+    return {"loss_scale": scale, "unskipped": unskipped, "dynamic_loss_args": arguments}

@@ -6,9 +6,11 @@ reads there, after the reduction, whether others had one, and nobody waits for a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,9 @@ from torch import Tensor
 from .._distributed.collectives import Work, start
 from .._distributed.reducer import from_first_rank
 from ..ops import _recording
-from ..ops._host import on_host
+from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
-from ._storage_uses import USES_ARE_KNOWN, gradient_is_unshared, storage_uses
 
 # Elements of a last bucket that are not worth a message less.
 _SHORT = 4_000_000
@@ -66,6 +67,37 @@ def multiply(inputs: Sequence[Tensor], outputs: Sequence[Tensor], factor: float)
         scale(inputs, outputs, factor)
 
 
+# Missing in some older PyTorch that was built without CUDA; every gradient counts as shared then.
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_USES_ARE_KNOWN = _use_count is not None
+
+
+def _storage_uses(tensor: Tensor) -> int:
+    """How many tensors have this one's memory, it included, and a constant; -1 where this cannot be told."""
+    return -1 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
+
+
+def _uses_of_gradient(param: Tensor) -> tuple[int, int]:
+    gradient = param.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), _storage_uses(gradient)
+
+
+@functools.cache
+def _uses_if_unshared() -> tuple[int, int]:
+    """What `_uses_of_gradient` gives for a gradient that nobody holds but its parameter."""
+    param = torch.empty(1, dtype=torch.float32, device=HOST, requires_grad=True)
+    param.grad = torch.empty_like(param)
+    return _uses_of_gradient(param)
+
+
+def _gradient_is_unshared(param: Tensor) -> bool:
+    """Whether nobody would notice if `param.grad` became another tensor with the same values."""
+    if _use_count is None or type(param.grad) is not Tensor or param.grad.requires_grad:
+        return False
+    return _uses_of_gradient(param) == _uses_if_unshared()
+
+
 class Bucket:
     """The gradients of some parameters of one dtype and device, in one buffer that is summed over all processes.
 
@@ -91,7 +123,7 @@ class Bucket:
         # Of the pass under way: parameters without a gradient here, and those whose gradient is not in its place.
         self._missing: list[int] = []
         self._outside: list[int] = []
-        self._gives_views = USES_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
+        self._gives_views = _USES_ARE_KNOWN and self._buffer_dtype == self.params[0].dtype and not retain
 
     def __str__(self) -> str:
         first, last = self.names[0], self.names[-1]
@@ -187,17 +219,17 @@ class Bucket:
         """Makes a buffer where there is none, or where anybody looks at it but this bucket and gradients inside."""
         if self._buffer is not None and not self._retain:
             inside = sum(map(self._is_inside, range(len(self.params))))
-            if storage_uses(self._buffer.values) == self._own_uses + inside:
+            if _storage_uses(self._buffer.values) == self._own_uses + inside:
                 return
         size = self.size + len(self.params)
         self._buffer = FlatBuffer(self.params, self._offsets, size, self._buffer_dtype)
         self._present = self._buffer.values[self.size :]
-        self._own_uses = storage_uses(self._buffer.values)
+        self._own_uses = _storage_uses(self._buffer.values)
 
     def _moves_in(self, index: int) -> bool:
         """Makes a gradient the view of its place, where nobody can notice; returns whether it is now."""
         param = self.params[index]
-        if param.grad is not None and not gradient_is_unshared(param):
+        if param.grad is not None and not _gradient_is_unshared(param):
             return False
         param.grad = self._places[index].data  # a tensor of its own, by which the buffer is seen to be in use
         return True

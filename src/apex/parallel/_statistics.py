@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -94,3 +95,52 @@ def _synchronous(kind: str) -> Any:
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
+
+
+# Groups of consecutive ranks by size, however many norms use them; by the group of all processes, since processes that
+# were disconnected and connected again make new ones.
+_made: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def consecutive_group(name: str, size: int) -> dist.ProcessGroup | None:
+    """This process's group where all are cut into groups of `size` consecutive ranks; None where it is by itself.
+
+    `name` is what the caller's argument is called. The first call with a size makes groups, in which all processes must
+    take part.
+    """
+    if size < 1:
+        raise ValueError(f"{name}={size} must be at least 1")
+    if size == 1:
+        return None
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"{name}={size} needs connected processes: call torch.distributed.init_process_group first; {name}=1, each "
+            "process by itself, does not"
+        )
+    processes = dist.get_world_size()
+    if processes % size:
+        raise ValueError(f"{name}={size} must divide the number of processes, {processes}")
+    if size == processes:
+        return dist.group.WORLD
+    groups = _made.setdefault(dist.group.WORLD, {})
+    if size not in groups:
+        groups[size] = new_consecutive_group(size, processes)
+    return groups[size]
+
+
+def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
+    """How this process's group exchanges rank statistics; gradients of weight and bias are averages over the group.
+
+    They are so in upstream's compiled modules: with all that `DistributedDataParallel` averages, the gradients of the
+    joined batch.
+    """
+    group = consecutive_group(name, size)
+    return None if group is None else GroupExchange(group, size)
+
+
+def new_consecutive_group(size: int, processes: int) -> dist.ProcessGroup:
+    """A new group of this process and its neighbours; every process takes part in making every group."""
+    groups = [dist.new_group(range(first, first + size)) for first in range(0, processes, size)]
+    own = groups[dist.get_rank() // size]
+    assert isinstance(own, dist.ProcessGroup)
+    return own

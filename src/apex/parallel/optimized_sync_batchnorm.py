@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
 from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm_with_statistics
-from ._consecutive_groups import new_consecutive_group
-from ._statistics import exchange_of, process_count
+from ._statistics import exchange_of, new_consecutive_group, process_count
 
 
 class SyncBatchNorm(_BatchNorm):

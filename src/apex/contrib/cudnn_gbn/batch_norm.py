@@ -10,7 +10,7 @@ from ...ops._checks import check_floats
 from ...ops._host import HOST
 from ...ops._library import cast_for_autocast
 from ...ops.batch_norm import BatchNormSpec, BatchStatistics, Channels, average_factor, batch_norm_with_statistics
-from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
+from ...parallel._statistics import consecutive_exchange, consecutive_group
 
 
 class GroupBatchNorm2d(_BatchNorm):

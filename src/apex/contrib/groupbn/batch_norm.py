@@ -20,7 +20,7 @@ from ...ops.batch_norm import (
     save,
     saved_gradients,
 )
-from ...parallel._consecutive_groups import consecutive_exchange, consecutive_group
+from ...parallel._statistics import consecutive_exchange, consecutive_group
 
 
 def check_if_rocm_pytorch() -> bool:

@@ -13,10 +13,9 @@ from ..._env import processes_on_machine
 from ...optimizers._base import adam_hyperparameters, run_closure
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
-from ._lamb import shards
-from ._lamb.reducer import LambReducer
 from ._zero.base import GradientHooks, ShardedOptimizer, StepCount
 from ._zero.groups import machine_groups, processes_of_machine, processes_that_divide
+from ._zero.lamb import LambReducer, Update, make_arena, make_state
 from ._zero.parameters import ParameterSync
 from ._zero.state import PARAM, ArenaState
 
@@ -189,9 +188,9 @@ class DistributedFusedLAMB(ShardedOptimizer):
             if order is not None:
                 members.sort(key=lambda member: order[member[1]])
             owners, params = zip(*members, strict=True)
-            arena = shards.make_arena(params, owners, self._groups, self._num_buckets)
+            arena = make_arena(params, owners, self._groups, self._num_buckets)
             self._parameters.add(arena)
-            self._states.append(shards.make_state(arena, self._e5m2_allgather))
+            self._states.append(make_state(arena, self._e5m2_allgather))
             if self._verbose:
                 layout = arena.layout
                 print(
@@ -203,7 +202,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
             self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
         overlap = self._overlap_reductions and self._clip_after_ar
         self._reducer = LambReducer(arenas, self._groups, full=self._full_ar, overlap=overlap)
-        self._update = shards.Update(self._states, self._reducer, self._groups)
+        self._update = Update(self._states, self._reducer, self._groups)
         self._steps = StepCount({}, arenas[0].device, capturable=True)
         self._overflow_buf = self._overflow_buf.to(arenas[0].device)
         return self._reducer
