@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from apex._distributed.collectives import all_gather
-from apex.contrib.optimizers._zero.lamb import LambReducer
 from apex.contrib.optimizers._zero.groups import Groups
+from apex.contrib.optimizers._zero.lamb import LambReducer
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.optimizers import FusedLAMB
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from apex import amp, checkpoint
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel, ReplicaCheck, check_replicas
-from apex.parallel._storage_uses import USES_ARE_KNOWN
+from apex.parallel._buckets import _USES_ARE_KNOWN
 from tests.parallel.processes import Check, assert_same_everywhere
 
 # What happens with periods of 3, 5 and 7 steps, in all combinations.
@@ -210,14 +210,14 @@ def gradients_live_in_buckets(rank: int) -> None:
         model(batch(3, step)).sum().backward()
         addresses.append([param.grad.data_ptr() for param in model.parameters()])
         owners = {param.grad.untyped_storage().data_ptr() for param in model.parameters()}
-        if not USES_ARE_KNOWN:  # PyTorch 2.6 for a CPU cannot tell, and gradients stay where they are
+        if not _USES_ARE_KNOWN:  # PyTorch 2.6 for a CPU cannot tell, and gradients stay where they are
             assert len(owners) == len(addresses[-1])
             continue
         assert len(owners) == model.num_buckets
         assert all(address % 16 == 0 for address in addresses[-1])
         for param in model.parameters():
             assert param.grad.stride() == param.stride()
-    assert not USES_ARE_KNOWN or addresses[1] == addresses[2] == addresses[3]
+    assert not _USES_ARE_KNOWN or addresses[1] == addresses[2] == addresses[3]
 
 
 def what_others_hold_stays(rank: int) -> None:
