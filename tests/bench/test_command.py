@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ ONE_CASE = "layer_norm float32 128x1024 fwd"
 
 
 def bench(**options) -> int:
-    chosen = {"output": None, "quick": True, "device": "cpu", "filter": ONE_CASE, "list_only": False}
+    chosen = {"output": None, "plot": False, "quick": True, "device": "cpu", "filter": ONE_CASE, "list_only": False}
     return run_bench(options.pop("families", []), **{**chosen, **options})
 
 
 def test_quick_run_end_to_end(tmp_path, capsys):
     path = tmp_path / "new" / "result.json"
-    assert bench(families=["norm"], output=path, filter="float32") == 0
+    assert bench(families=["norm"], output=path, plot=True, filter="float32") == 0
     written = json.loads(path.read_text())
     assert written["device"]["type"] == "cpu"
     assert {"apex", "torch", "python"} <= set(written["versions"])
@@ -43,14 +44,15 @@ def test_quick_run_end_to_end(tmp_path, capsys):
         for row in case["implementations"]:
             assert row["status"] == "ok"
             assert min(row["microseconds"], row["gbs"], row["percent_of_copy"]) > 0
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
+    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["result.json", "result.png"]
     assert "ours/best" in capsys.readouterr().out
 
 
 def test_piped_output_is_plain_and_whole(tmp_path):
     code = (
         "from pathlib import Path; from apex._cli.bench.command import run_bench; "
-        f"raise SystemExit(run_bench(['norm'], output=Path('r.json'), quick=True, device='cpu', "
+        f"raise SystemExit(run_bench(['norm'], output=Path('r.json'), plot=False, quick=True, device='cpu', "
         f"filter={ONE_CASE!r}, list_only=False))"
     )
     environment = {**os.environ, "COLUMNS": "40", "PYTHONIOENCODING": "utf-8"}
@@ -100,7 +102,16 @@ def test_bad_requests(options, message, capsys, tmp_path, monkeypatch):
 
 def test_output_must_be_json_or_a_folder(tmp_path):
     with pytest.raises(typer.BadParameter, match=r"must be a folder or a file that ends in \.json"):
-        bench(output=tmp_path / "r.txt")
+        bench(output=tmp_path / "chart.png")
+
+
+def test_a_missing_matplotlib_loses_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert bench(output=tmp_path / "r.json", plot=True) == 0
+    captured = capsys.readouterr()
+    assert "pip install matplotlib" in captured.err
+    assert ONE_CASE in captured.out
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
 def test_a_wrong_result_gives_status_1(tmp_path, monkeypatch, capsys):

@@ -32,7 +32,7 @@ def bench_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list[tuple[Any, ...]]) -> None:
-    arguments = ["bench", "norm", "softmax", "--output", "out.json", "--quick", "--list"]
+    arguments = ["bench", "norm", "softmax", "--output", "out.json", "--no-plot", "--quick", "--list"]
     arguments += ["--device", "cuda:1", "--filter", "layer", "--all-cores"]
     arguments += ["--sweep", "all", "--cases", "7", "--seed", "8"]
     assert CliRunner().invoke(app, arguments).exit_code == 3
@@ -41,6 +41,7 @@ def test_bench_passes_its_options_on_and_exits_with_the_status(bench_calls: list
             ["norm", "softmax"],
             {
                 "output": Path("out.json"),
+                "plot": False,
                 "quick": True,
                 "device": "cuda:1",
                 "filter": "layer",
@@ -58,7 +59,7 @@ def test_bench_defaults(bench_calls: list[tuple[Any, ...]]) -> None:
     CliRunner().invoke(app, ["bench"])
     off = dict.fromkeys(("quick", "list_only", "all_cores"), False)
     none = dict.fromkeys(("output", "device", "filter", "sweep"))
-    assert bench_calls == [([], {"cases": 200, "seed": 0, **none, **off})]
+    assert bench_calls == [([], {"plot": True, "cases": 200, "seed": 0, **none, **off})]
 
 
 def test_version() -> None:

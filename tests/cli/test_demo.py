@@ -1,10 +1,11 @@
-"""`apex demo`: what it prints and what it refuses."""
+"""`apex demo`: what it prints, what it draws and what it refuses."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from apex import amp
 from apex._cli.app import app
 from apex._cli.demo import training
 from apex._cli.demo.data import Language, Pictures
+from apex._cli.demo.plot import draw
 from apex._cli.demo.report import Comparison, ModelFacts, print_comparison, print_json
 from apex._cli.demo.training import LEVELS, Run
 from apex.ops import _library
 
 from .helpers import run_quickly, words
 
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 QUICK = ["demo", "--device", "cpu", "--model", "conv"]
 
 
@@ -29,7 +32,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_table() -> None:
+def test_table_and_plot(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--steps", "1", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     for part in ("final loss", "vs fp32", "time/step", "memory", "skipped", "parameters"):
@@ -37,14 +40,17 @@ def test_table() -> None:
     rows = [tuple(line.split()[:2]) for line in result.stdout.splitlines()]
     expected = list(itertools.product(("gpt", "conv"), LEVELS))
     assert [row for row in rows if row in expected] == expected
+    assert f"plot: {tmp_path / 'apex-demo.png'}" in result.stdout
+    assert (tmp_path / "apex-demo.png").read_bytes().startswith(PNG_SIGNATURE)
 
 
 @pytest.mark.parametrize("model", ["gpt", "conv"])
-def test_the_runs_learn_and_agree(model: str) -> None:
+def test_the_runs_learn_and_agree(model: str, tmp_path: Path) -> None:
     arguments = ["demo", "--model", model, "--levels", "O0,o2", "--steps", "16", "--device", "cpu", "--json"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*arguments, "--plot", "curves.png"])
     assert result.exit_code == 0, result.output
     outcome = json.loads(result.stdout)
+    assert outcome["plot"] == str(tmp_path / "curves.png")
     plain, half = outcome["runs"]
     assert (plain["level"], half["level"]) == ("O0", "O2")
     for run in (plain, half):
@@ -74,6 +80,19 @@ def test_every_level_has_one_thread_on_a_cpu(monkeypatch: pytest.MonkeyPatch) ->
     assert "cpu, one thread" in result.stdout
 
 
+def test_the_picture_shows_how_far_losses_are_from_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    assert draw(make_comparison(O0=[1.0, 0.5], O2=[1.5, 0.25]), tmp_path / "a.png") is None
+    assert draw(make_comparison(O2=[1.5, 0.25]), tmp_path / "b.png") is None
+    panels = [next(axes for axes in figure.axes if axes.get_ylabel() == "loss minus float32") for figure in drawn]
+    distances = [line.get_ydata() for line in panels[0].get_lines() if len(line.get_xdata()) == 2]
+    assert [0.5, -0.25] in [list(values) for values in distances]
+    assert not panels[1].get_lines()
+    assert "no run in float32" in panels[1].texts[0].get_text()
+
+
 def test_no_trace_of_amp_is_left() -> None:
     assert CliRunner().invoke(app, [*QUICK, "--steps", "1", "--levels", "O1"]).exit_code == 0
     assert not torch.is_autocast_enabled("cpu")
@@ -87,6 +106,16 @@ def test_without_float32_there_is_no_distance() -> None:
     assert "quickest" not in result.stdout
 
 
+def test_without_matplotlib_the_table_still_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = CliRunner().invoke(app, [*QUICK, "--steps", "1", "--levels", "O0"])
+    assert result.exit_code == 0, result.output
+    assert "O0 fp32" in result.stdout
+    assert "pip install matplotlib" in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +127,9 @@ def test_without_float32_there_is_no_distance() -> None:
         (["--device", "toaster"], "available here: cpu"),
         (["--device", "cuda:99"], "there is no device 'cuda:99'"),
         (["--device", "meta"], "there is no device 'meta'"),
+        (["--plot", "missing/curves.png"], "does not exist"),
+        (["--plot", "curves.txt"], "does not end in one of"),
+        (["--plot", "."], "does not end in one of"),
     ],
 )
 def test_bad_options(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -128,6 +160,7 @@ def test_pipes_get_plain_text(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
+    assert str(tmp_path / "apex-demo.png") in result.stdout
 
 
 def make_comparison(**losses: list[float]) -> Comparison:

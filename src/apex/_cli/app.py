@@ -76,6 +76,9 @@ def demo(
         str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, ... By default a GPU if there is one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    plot: Annotated[Path, typer.Option(help="The picture of losses and loss scales: .png, .svg or .pdf.")] = Path(
+        "apex-demo.png"
+    ),
 ) -> None:
     """Compare the opt levels of amp on two small models.
 
@@ -84,7 +87,7 @@ def demo(
     """
     from .demo.command import run_demo
 
-    raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json))
+    raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json, plot=plot))
 
 
 @app.command(rich_help_panel="Measure")
@@ -93,6 +96,7 @@ def bench(
         list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write the results, as JSON.")] = None,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the results as well.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
     name_filter: Annotated[
@@ -115,6 +119,7 @@ def bench(
     status = run_bench(
         families or [],
         output=output,
+        plot=plot,
         quick=quick,
         device=device,
         filter=name_filter,

@@ -1,4 +1,4 @@
-"""`apex bench`: choose the cases, run them, write the file, print the table."""
+"""`apex bench`: choose the cases, run them, write the file, print the table, draw the chart."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..._bench.runner import run_case
 from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
 from ..console import make_console
 from ..devices import pick_device
+from .chart import write_chart
 from .table import print_report
 
 RESULTS_DIRECTORY = Path("benchmarks") / "results"
@@ -32,6 +33,7 @@ def run_bench(
     families: list[str],
     *,
     output: Path | None = None,
+    plot: bool = True,
     quick: bool = False,
     device: str | None = None,
     filter: str | None = None,
@@ -43,12 +45,12 @@ def run_bench(
 ) -> int:
     """Runs the benchmark and returns an exit status.
 
-    `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`). `filter`
-    keeps the cases whose name contains all of its words. `list_only` prints names and measures nothing. With
-    `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all of them, of
-    which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of ours was wrong
-    or failed or a file could not be written, 130 when interrupted (what was measured is kept). A request that cannot
-    be met is a `typer.BadParameter`.
+    `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`); the chart
+    goes beside it. `filter` keeps the cases whose name contains all of its words. `list_only` prints names and measures
+    nothing. With `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all
+    of them, of which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of
+    ours was wrong or failed or a file could not be written, 130 when interrupted (what was measured is kept). A request
+    that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
     try:
@@ -95,7 +97,7 @@ def run_bench(
             report.cases.append(run_case(case, family, target, effort, report.copy_bandwidth, known))
     except KeyboardInterrupt:
         report.interrupted = True
-    return _publish(report, path, console, messages)
+    return _publish(report, path, plot, console, messages)
 
 
 def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path:
@@ -118,8 +120,8 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
     return path
 
 
-def _publish(report: Report, path: Path, console: Console, messages: Console) -> int:
-    """The JSON first, then the table, so that a failure loses nothing before it."""
+def _publish(report: Report, path: Path, plot: bool, console: Console, messages: Console) -> int:
+    """The JSON first, then the table, then the chart, so that a failure loses nothing before it."""
     status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
     try:
         write_json(report, path)
@@ -129,6 +131,13 @@ def _publish(report: Report, path: Path, console: Console, messages: Console) ->
     print_report(report, console)
     if path.exists():
         console.print(f"results: {path}", soft_wrap=True)
+    if plot:
+        chart = path.with_suffix(".png")
+        try:
+            write_chart(report, chart)
+            console.print(f"chart: {chart}", soft_wrap=True)
+        except (ImportError, OSError) as error:
+            messages.print(f"no chart was drawn: {error}; `pip install matplotlib` provides what it needs", style="red")
     if report.interrupted:
         messages.print("interrupted: the cases measured so far were kept")
         return INTERRUPTED

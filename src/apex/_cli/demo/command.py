@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 
 import torch
 import typer
@@ -10,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..console import make_console
 from ..devices import pick_device
+from .plot import FORMATS, draw
 from .report import Comparison, ModelFacts, print_comparison, print_json
 from .tasks import MODELS, Task, make_task
 from .training import LEVELS, Run, memory_in_words, scale_window, train
@@ -18,9 +21,13 @@ _STEPS_ON_CPU = 40
 _STEPS_ON_GPU = 200
 
 
-def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, as_json: bool) -> int:
-    """Trains and prints; the exit status is 1 when a loss is not finite at a level that guards against it."""
+def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, as_json: bool, plot: Path) -> int:
+    """Trains, draws and prints.
+
+    The exit status is 1 when a loss is not finite at a level that guards against it, or the plot cannot be written.
+    """
     chosen_levels = _parse_levels(levels)
+    _check_plot_path(plot)
     try:
         chosen = pick_device(device)
     except ValueError as error:
@@ -38,8 +45,15 @@ def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, 
         models={task.name: ModelFacts(task.describe, task.lowest_loss) for task in tasks},
     )
     comparison.runs = _train_all(tasks, chosen_levels)
+    status = 1 if comparison.failed else 0
+    try:
+        comparison.plot_problem = draw(comparison, plot)
+    except OSError as error:
+        comparison.plot_problem = f"the plot could not be written: {error}"
+        status = 1
+    comparison.plot = None if comparison.plot_problem else str(plot.resolve())
     (print_json if as_json else print_comparison)(comparison)
-    return int(bool(comparison.failed))
+    return status
 
 
 def _parse_levels(text: str) -> list[str]:
@@ -50,6 +64,21 @@ def _parse_levels(text: str) -> list[str]:
         what = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"
         raise typer.BadParameter(f"{what}; choose from {','.join(LEVELS)}", param_hint="--levels")
     return list(dict.fromkeys(levels))
+
+
+def _check_plot_path(path: Path) -> None:
+    """Refuses a path that cannot work before the training rather than after it."""
+    problem = None
+    if path.suffix.lower() not in FORMATS:
+        problem = f"{str(path)!r} does not end in one of {', '.join(FORMATS)}"
+    elif path.is_dir():
+        problem = f"{str(path)!r} is a folder"
+    elif not path.resolve().parent.is_dir():
+        problem = f"the folder {str(path.resolve().parent)!r} does not exist"
+    elif not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        problem = f"{str(path)!r} cannot be written"
+    if problem is not None:
+        raise typer.BadParameter(problem, param_hint="--plot")
 
 
 def _implementation(device: torch.device) -> str:

@@ -46,6 +46,8 @@ class Comparison:
     memory_measured: str
     models: dict[str, ModelFacts]
     runs: list[Run] = field(default_factory=list)
+    plot: str | None = None
+    plot_problem: str | None = None
 
     def runs_of(self, model: str) -> list[Run]:
         return [run for run in self.runs if run.model == model]
@@ -75,7 +77,7 @@ class Comparison:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """What the runs have in common, a table with one row per run, and what it means."""
+    """What the runs have in common, a table with one row per run, what it means, and where the plot is."""
     console = make_console()
     summary = make_table(console, None, "what", "value")
     summary.show_header = False
@@ -103,6 +105,10 @@ def print_comparison(comparison: Comparison) -> None:
     print_table(console, table)
     for line in _conclusions(comparison):
         console.print(line)
+    if comparison.plot is not None:
+        console.print(f"plot: {comparison.plot}", soft_wrap=True)
+    else:
+        console.print(Text(f"no plot: {comparison.plot_problem}", style="yellow"))
 
 
 def _conclusions(comparison: Comparison) -> list[Text]:
@@ -134,6 +140,8 @@ def print_json(comparison: Comparison) -> None:
                 for name, facts in comparison.models.items()
             },
             "runs": [_run_document(comparison, run) for run in comparison.runs],
+            "plot": comparison.plot,
+            "plot_problem": comparison.plot_problem,
         }
     )
 
