@@ -27,6 +27,7 @@ def captured(function: Callable[..., Any], **options: Any) -> CapturedStep:
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "FusedAdam": lambda params: FusedAdam(params, lr=0.01, weight_decay=0.01),
+    "FusedAdam, a rate on the host": lambda params: FusedAdam(params, lr=torch.tensor(0.01)),
     "FusedAdam, capturable": lambda params: FusedAdam(params, lr=0.01, capturable=True),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.1),
     "FusedSGD without momentum": lambda params: FusedSGD(params, lr=0.05),

@@ -266,6 +266,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             step = self._next_step(index, group, buckets[0].device, scaling)
             # A graph must not freeze hyperparameters, which schedulers change.
             numbers = group if recording is None else recording.group(self, index)
+            rate = numbers.get("lr")
+            if isinstance(rate, Tensor) and rate.is_cpu:  # computed with in float64, as in a graph
+                numbers = {**numbers, "lr": float(rate)}
             for bucket in buckets:
                 there = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
