@@ -348,6 +348,6 @@ def test_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = ["--ops", "norm,glu", "--budget", "90s", "--output", "t.json", "--record", "train.py"]
     for arguments in ([*ours, "--", "--steps", "3"], []):
         assert CliRunner().invoke(app, ["tune", *arguments]).exit_code == 0
-    nothing = {"ops": "", "shapes": None, "record": None, "arguments": [], "budget": "5m", "output": None}
+    nothing = {"ops": "", "shapes": None, "record": None, "arguments": None, "budget": "5m", "output": None}
     given = {"ops": "norm,glu", "record": Path("train.py"), "budget": "90s", "output": Path("t.json")}
     assert seen == [{**nothing, **given, "arguments": ["--steps", "3"]}, nothing]

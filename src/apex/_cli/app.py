@@ -85,9 +85,10 @@ def demo(
     Final loss and its distance to float32, time per step, peak memory and skipped steps.
     The data is made on the spot. The run takes less than a minute on two slow CPU cores.
     """
+    options = locals()
     from .demo.command import run_demo
 
-    raise typer.Exit(run_demo(model=model.value, levels=levels, steps=steps, device=device, as_json=as_json, plot=plot))
+    raise typer.Exit(run_demo(**{**options, "model": model.value}))
 
 
 @app.command(rich_help_panel="Measure")
@@ -99,9 +100,7 @@ def bench(
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the results as well.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
-    name_filter: Annotated[
-        str | None, typer.Option("--filter", metavar="TEXT", help="Only cases whose name contains this.")
-    ] = None,
+    filter: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List the cases and measure nothing.")] = False,
     all_cores: Annotated[
         bool, typer.Option("--all-cores", help="Do not keep the process on one core while a GPU is timed.")
@@ -114,22 +113,10 @@ def bench(
     seed: Annotated[int, typer.Option(help="What the cases of a sweep are drawn from.")] = 0,
 ) -> None:
     """Measure the ops on this machine, beside PyTorch's own."""
+    options = locals()
     from .bench.command import run_bench
 
-    status = run_bench(
-        families or [],
-        output=output,
-        plot=plot,
-        quick=quick,
-        device=device,
-        filter=name_filter,
-        list_only=list_only,
-        all_cores=all_cores,
-        sweep=sweep,
-        cases=cases,
-        seed=seed,
-    )
-    raise typer.Exit(status)
+    raise typer.Exit(run_bench(**{**options, "families": families or []}))
 
 
 @app.command(rich_help_panel="Prepare")
@@ -140,8 +127,8 @@ def build(
             metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py", help="By default what APEX_BUILD_... variables select."
         ),
     ] = None,
-    gpu: Annotated[
-        list[str] | None, typer.Option(help="sm_80, sm_90, sm_100, gfx90a, gfx942; may be repeated.")
+    gpus: Annotated[
+        list[str] | None, typer.Option("--gpu", help="sm_80, sm_90, sm_100, gfx90a, gfx942; may be repeated.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of ops that do not name their own.")] = "bfloat16",
     cache: Annotated[Path | None, typer.Option(help="The folder to write to; Triton's own cache by default.")] = None,
@@ -156,11 +143,10 @@ def build(
     model, runs a step and computes nothing. Jobs that have TRITON_CACHE_DIR set to the folder, and the same versions of
     Triton and Python, find the kernels.
     """
-    from .build.command import run_build, selected_ops
+    options = locals()
+    from .build.command import run_build
 
-    options = {"gpus": gpu or [], "dtype": dtype, "cache": cache, "installed_at": installed_at, "jobs": jobs}
-    names = ops or selected_ops()
-    raise typer.Exit(run_build(names, **options, as_json=as_json, list_only=list_only))  # type: ignore[arg-type]
+    raise typer.Exit(run_build(**options))
 
 
 @app.command(
@@ -187,11 +173,11 @@ def tune(
     Times configurations near those that the launch rules choose, for the shapes of a script or a file. Keeps one that
     is at least 3% quicker, in every turn, and right. Jobs find them in the user's cache or with APEX_TUNED.
     """
+    options = locals()
     from .tune.command import run_tune
 
-    options = {"ops": ops, "shapes": shapes, "record": record, "arguments": arguments or []}
     try:
-        status = run_tune(**options, budget=budget, output=output)  # type: ignore[arg-type]
+        status = run_tune(**options)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(status)
@@ -217,10 +203,10 @@ def compare(
     apex.dump.HookerAndDumper writes dumps: of O0 and O2, of two versions of PyTorch, of one process and four.
     The exit status is 1 when they differ.
     """
+    options = locals()
     from .compare import run_compare
 
-    options = {"tolerance": tolerance, "show_all": show_all, "as_json": as_json, "plot": plot}
-    raise typer.Exit(run_compare(first, second, **options))  # type: ignore[arg-type]
+    raise typer.Exit(run_compare(**options))
 
 
 @app.command(rich_help_panel="Prepare")
@@ -228,13 +214,16 @@ def memory(
     model: Annotated[
         str, typer.Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
     ],
-    opt_level: Annotated[str | None, typer.Option(help="O0 to O5, with commas; all by default.")] = None,
+    opt_levels: Annotated[
+        str | None, typer.Option("--opt-level", help="O0 to O5, with commas; all by default.")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="Of apex.optimizers, or MODULE:CLASS; with options: FusedSGD,momentum=0.9.")
     ] = "FusedAdam",
     batch: Annotated[int, typer.Option(help="Rows of a batch of one process.", min=1)] = 1,
-    input_shape: Annotated[
-        list[str] | None, typer.Option(help="Of an input, without the batch: 3x224x224, 1024:int64; may be repeated.")
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--input-shape", help="Of an input, without the batch: 3x224x224, 1024:int64; may be repeated."),
     ] = None,
     zero: Annotated[bool, typer.Option("--zero", help="Divide the optimizer's state among processes.")] = False,
     world: Annotated[int, typer.Option(help="Processes that train together.", min=1)] = 1,
@@ -246,7 +235,7 @@ def memory(
     device_limit: Annotated[
         str | None, typer.Option(help="Find the largest batch that fits: 80GiB; this GPU's by default.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
+    measured: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
     """Tell what a training step needs of a GPU's memory.
@@ -254,23 +243,10 @@ def memory(
     Parameters, gradients, masters, optimizer state, activations and the peak, for each opt level.
     Nothing is computed and no GPU is needed.
     """
+    options = locals()
     from .memory import run_memory
 
-    run_memory(
-        model,
-        opt_levels=opt_level,
-        shapes=input_shape or [],
-        device_limit=device_limit,
-        measured=measure,
-        as_json=as_json,
-        optimizer=optimizer,
-        batch=batch,
-        zero=zero,
-        world=world,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        checkpointing=checkpointing,
-    )
+    run_memory(**options)
 
 
 @app.command("jit-module", rich_help_panel="Prepare")
@@ -316,10 +292,11 @@ def migrate(
     Prints a diff. What has no exact counterpart is named with file, line and advice, and left as it is; the exit status
     is then 2.
     """
+    options = locals()
     from .migrate.command import run_migrate
 
     try:
-        status = run_migrate(paths, to=to.value, device=device, write=write, check=check, as_json=as_json)
+        status = run_migrate(**{**options, "to": to.value})
     except OSError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(status)

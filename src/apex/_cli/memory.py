@@ -20,10 +20,10 @@ _ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "f
 
 
 def run_memory(
-    name: str,
+    model: str,
     *,
     opt_levels: str | None,
-    shapes: Sequence[str],
+    shapes: Sequence[str] | None,
     device_limit: str | None,
     measured: bool,
     as_json: bool,
@@ -34,7 +34,7 @@ def run_memory(
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU, and PyTorch finds none here")
-        task = find_task(name, [parse_shape(shape) for shape in shapes])
+        task = find_task(model, [parse_shape(shape) for shape in shapes or ()])
         levels = opt_levels.split(",") if opt_levels else list(OPT_LEVELS)
         rows = []
         for level in levels:
@@ -46,7 +46,7 @@ def run_memory(
     except (ValueError, TypeError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
-        print_json_document({"model": name, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
+        print_json_document({"model": model, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
     else:
         _print(rows, limit)
 

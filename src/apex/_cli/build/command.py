@@ -44,9 +44,9 @@ _tasks: list[tuple[Row, Any, Any]] = []
 
 
 def run_build(
-    names: Sequence[str],
+    ops: Sequence[str] | None,
     *,
-    gpus: Sequence[str] = (),
+    gpus: Sequence[str] | None = None,
     dtype: str = "bfloat16",
     cache: Path | None = None,
     installed_at: Path | None = None,
@@ -54,7 +54,10 @@ def run_build(
     as_json: bool = False,
     list_only: bool = False,
 ) -> int:
-    """Compiles the kernels of `names` (see `parse_call`); an exit status: 0, or 1 where one did not compile."""
+    """Compiles the kernels of `ops` (see `parse_call`), or of those that variables select.
+
+    The exit status is 0, or 1 where one did not compile.
+    """
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
         table = make_table(console, None, "op", "shape", "for example")
@@ -65,11 +68,11 @@ def run_build(
     folder = (cache or _env.triton_cache()).absolute()
     problem = _library.triton_problem() or ("unset TRITON_INTERPRET" if _env.triton_interpreter_requested() else None)
     try:
-        calls = [parse_call(name, dtype) for name in names]
+        calls = [parse_call(name, dtype) for name in ops or selected_ops()]
         if not calls or problem:
             advice = "name what to compile, for example layer_norm:16384x4096; `apex build --list` shows the ops"
             raise ValueError(f"kernels cannot be compiled: {problem}" if calls else advice)
-        rows = _plan(calls, gpus)
+        rows = _plan(calls, gpus or ())
         folder.mkdir(parents=True, exist_ok=True)
         with _env.changed("TRITON_CACHE_DIR", str(folder)):
             failures = _compile(folder, jobs or os.cpu_count() or 1)

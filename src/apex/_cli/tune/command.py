@@ -30,7 +30,7 @@ def run_tune(
     ops: str = "",
     shapes: Path | None = None,
     record: Path | None = None,
-    arguments: Sequence[str] = (),
+    arguments: Sequence[str] | None = None,
     budget: str = "5m",
     output: Path | None = None,
 ) -> int:
@@ -51,7 +51,7 @@ def run_tune(
     if record is not None and shapes is not None:
         raise ValueError("give --shapes or --record, not both")
     if record is not None:
-        questions = record_script(record, arguments)
+        questions = record_script(record, arguments or ())
     else:
         questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
     words = [word for word in ops.split(",") if word]
