@@ -12,7 +12,7 @@ import re
 import pytest
 
 from apex.transformer.pipeline_parallel._schedule import Action, Kind, Placement, Schedule, schedule, with_messages
-from apex.transformer.pipeline_parallel._simulate import Deadlock, finish_times, report, walk
+from apex.transformer.pipeline_parallel._simulate import COSTS, Deadlock, _needs, finish_times, report
 
 MOST_RANKS, MOST_CHUNKS, MOST_MICROBATCHES = 16, 4, 64
 CHUNKS = {"1f1b": (1,), "zb_h1": (1,), "zb_v": (2,), "interleaved": tuple(range(1, MOST_CHUNKS + 1))}
@@ -26,6 +26,46 @@ GRID = [
 ]
 FEW = random.Random(0).sample([case for case in GRID if case[1] * case[2] * case[3] < 300], 80)
 CORNERS = [("interleaved", 2, 2, 2), ("interleaved", 16, 4, 64), ("zb_v", 16, 2, 64), ("1f1b", 16, 1, 64)]
+
+
+def walk(placement: Placement, lists: list[list[Action]]) -> None:
+    """Follows all lists with messages that wait for their receiver, and checks that each pass has what it needs.
+
+    A send and its receive happen together, when both ranks have come to them: the strictest that any backend may be.
+    """
+    place = [0] * len(lists)
+    known: list[set] = [set() for _ in lists]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(lists):
+            while place[rank] < len(actions):
+                action = actions[place[rank]]
+                letter, stage = action.kind.value, placement.stage(rank, action.chunk)
+                if letter in COSTS:
+                    missing = set(_needs(letter, action.microbatch, stage, placement.stages)) - known[rank]
+                    if missing:
+                        raise Deadlock(f"rank {rank} runs {action} without {missing}")
+                    results = "BI" if letter == "B" else letter
+                    known[rank].update((result, action.microbatch, stage) for result in results)
+                elif letter in ("SF", "SB"):
+                    step = 1 if letter == "SF" else -1
+                    other, chunk = placement.holder(stage + step)
+                    there = lists[other][place[other]] if place[other] < len(lists[other]) else None
+                    if there is None or (there.kind.value, *there[1:]) != ("R" + letter[1], action.microbatch, chunk):
+                        break
+                    result = ("F" if letter == "SF" else "I", action.microbatch, stage)
+                    if result not in known[rank]:
+                        raise Deadlock(f"rank {rank} sends at {action} what it does not have")
+                    known[other].add(result)
+                    place[other] += 1
+                else:  # a receive: the sender moves both
+                    break
+                place[rank] += 1
+                moved = True
+    stuck = [f"rank {rank} at {lists[rank][at]}" for rank, at in enumerate(place) if at < len(lists[rank])]
+    if stuck:
+        raise Deadlock(f"ranks wait for each other: {', '.join(stuck)}")
 
 
 def check(name: str, ranks: int, chunks: int, microbatches: int) -> None:

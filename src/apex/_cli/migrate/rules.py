@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import libcst as cst
+import torch
+
+import apex
 
 # Why something is left as it is, and what to do. A rule about amp leaves all of a file's amp code as it is.
 ADVICE = {
@@ -45,7 +50,6 @@ ADVICE = {
 }
 
 
-Names = tuple[str, ...]
 # Arguments that torch has not, by values that mean what it does anyway; None for all values.
 Drops = dict[str, set[str] | None]
 
@@ -55,46 +59,21 @@ class Counterpart:
     """A call of torch's that does what one of apex's does, for calls whose arguments fit."""
 
     name: str
-    parameters: Names  # of apex's, in order
-    positional: int = 1  # how many of them torch has at the same places
     dropped: Drops = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)  # where they are not given: defaults that differ
     bare: bool = False  # whether the name can be exchanged where it is not called
-    own: Names = ()  # attributes that only apex's has
+    own: tuple[str, ...] = ()  # attributes that only apex's has
+
+
+def parameters_of(name: str) -> list[str]:
+    """The parameters of something in apex or torch, in order."""
+    package, _, path = name.partition(".")
+    return list(inspect.signature(attrgetter(path)({"apex": apex, "torch": torch}[package])).parameters)
 
 
 _NO, _YES, _NONE = {"False", "0"}, {"True", "1"}, {"None"}
-_ADAM: Names = (
-    "params",
-    "lr",
-    "bias_correction",
-    "betas",
-    "eps",
-    "adam_w_mode",
-    "weight_decay",
-    "amsgrad",
-    "set_grad_none",
-)
-_ADAM += ("capturable", "master_weights")
 _ADAM_DROPS: Drops = {"bias_correction": _YES, "set_grad_none": _YES, "master_weights": _NO}
-_SGD: Names = ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov", "wd_after_momentum")
-_SGD += ("materialize_master_grads", "set_grad_none")
 _SGD_DROPS: Drops = {"wd_after_momentum": _NO, "materialize_master_grads": None, "set_grad_none": None}
-_ADAGRAD = ("params", "lr", "eps", "weight_decay", "set_grad_none", "adagrad_w_mode")
-_NORM = ("normalized_shape", "eps", "elementwise_affine", "memory_efficient")
-_SYNC = (
-    "num_features",
-    "eps",
-    "momentum",
-    "affine",
-    "track_running_stats",
-    "process_group",
-    "channel_last",
-    "fuse_relu",
-)
-_DDP: Names = ("module", "message_size", "delay_allreduce", "shared_param", "allreduce_trigger_params")
-_DDP += ("retain_allreduce_buffers", "allreduce_always_fp32", "num_allreduce_streams", "allreduce_communicators")
-_DDP += ("gradient_average", "gradient_predivide_factor")
 _TUNING = ("message_size", "allreduce_trigger_params", "allreduce_always_fp32", "num_allreduce_streams")
 _DDP_DROPS: Drops = {"shared_param": _NONE, "retain_allreduce_buffers": _NO, "gradient_average": _YES}
 _DDP_DROPS |= {**dict.fromkeys(_TUNING), "gradient_predivide_factor": {"1.0", "1"}}
@@ -103,35 +82,23 @@ _DDP_NAME, _DDP_OWN = "nn.parallel.DistributedDataParallel", ("enable_allreduce"
 # Calls of apex by what they become: the first that fits.
 COUNTERPARTS = {
     "optimizers.FusedAdam": (
-        Counterpart("optim.AdamW", _ADAM, 2, {**_ADAM_DROPS, "adam_w_mode": _YES}, added={"weight_decay": "0.0"}),
-        Counterpart("optim.Adam", _ADAM, 2, {**_ADAM_DROPS, "adam_w_mode": _NO}),
+        Counterpart("optim.AdamW", {**_ADAM_DROPS, "adam_w_mode": _YES}, added={"weight_decay": "0.0"}),
+        Counterpart("optim.Adam", {**_ADAM_DROPS, "adam_w_mode": _NO}),
     ),
-    "optimizers.FusedSGD": (Counterpart("optim.SGD", _SGD, 6, _SGD_DROPS),),
-    "optimizers.FusedAdagrad": (
-        Counterpart("optim.Adagrad", _ADAGRAD, 2, {"set_grad_none": _YES, "adagrad_w_mode": _NO}),
-    ),
-    "normalization.FusedLayerNorm": (Counterpart("nn.LayerNorm", _NORM, 3, {"memory_efficient": None}, bare=True),),
-    "normalization.FusedRMSNorm": (
-        Counterpart("nn.RMSNorm", _NORM, 3, {"memory_efficient": None}, added={"eps": "1e-05"}),
-    ),
+    "optimizers.FusedSGD": (Counterpart("optim.SGD", _SGD_DROPS),),
+    "optimizers.FusedAdagrad": (Counterpart("optim.Adagrad", {"set_grad_none": _YES, "adagrad_w_mode": _NO}),),
+    "normalization.FusedLayerNorm": (Counterpart("nn.LayerNorm", {"memory_efficient": None}, bare=True),),
+    "normalization.FusedRMSNorm": (Counterpart("nn.RMSNorm", {"memory_efficient": None}, added={"eps": "1e-05"}),),
     "parallel.DistributedDataParallel": (
-        Counterpart(_DDP_NAME, _DDP, 1, {**_DDP_DROPS, "delay_allreduce": _NO}, bare=True, own=_DDP_OWN),
-        Counterpart(
-            _DDP_NAME, _DDP, 1, {**_DDP_DROPS, "delay_allreduce": _YES}, added={"find_unused_parameters": "True"}
-        ),
+        Counterpart(_DDP_NAME, {**_DDP_DROPS, "delay_allreduce": _NO}, bare=True, own=_DDP_OWN),
+        Counterpart(_DDP_NAME, {**_DDP_DROPS, "delay_allreduce": _YES}, added={"find_unused_parameters": "True"}),
     ),
-    "parallel.convert_syncbn_model": (
-        Counterpart("nn.SyncBatchNorm.convert_sync_batchnorm", ("module", *_SYNC[5:7]), 2, {"channel_last": _NO}),
-    ),
-    "parallel.SyncBatchNorm": (
-        Counterpart("nn.SyncBatchNorm", _SYNC, 6, {"channel_last": _NO, "fuse_relu": _NO}, bare=True),
-    ),
+    "parallel.convert_syncbn_model": (Counterpart("nn.SyncBatchNorm.convert_sync_batchnorm", {"channel_last": _NO}),),
+    "parallel.SyncBatchNorm": (Counterpart("nn.SyncBatchNorm", {"channel_last": _NO, "fuse_relu": _NO}, bare=True),),
 }
 
-# Arguments of amp.initialize, in order. What is not in the tables below is refused unless it is None.
-INITIALIZE = ["models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions"]
-INITIALIZE += ["keep_batchnorm_fp32", "master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"]
-SCALE_LOSS = ["loss", "optimizers", "loss_id", "model", "delay_unscale", "delay_overflow_check"]
+# Arguments of amp.initialize that are not in the tables below are refused unless they are None.
+INITIALIZE, SCALE_LOSS = parameters_of("apex.amp.initialize"), parameters_of("apex.amp.scale_loss")
 GRAD_SCALER = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
 AUTOCAST = ["device_type", "dtype", "enabled", "cache_enabled"]
 # Arguments of amp.initialize that say how the loss scale moves, and GradScaler's names of them.
@@ -169,11 +136,11 @@ def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
     return arg.with_changes(keyword=cst.Name(name), equal=equal)
 
 
-def matching(call: cst.Call, choices: tuple[Counterpart, ...]) -> Counterpart | tuple[str, str]:
-    """The counterpart that a call's arguments fit, or the name and value of an argument that fits none."""
+def matching(call: cst.Call, name: str, choices: tuple[Counterpart, ...]) -> Counterpart | tuple[str, str]:
+    """The counterpart that a call of apex's `name` fits, or the name and value of an argument that fits none."""
     misfit = ("*args", "...")
     for choice in choices:
-        given = bound(call, choice.parameters)
+        given = bound(call, parameters_of(f"apex.{name}"))
         if given is None:
             return misfit
         unfit = [name for name in given if not _fits(name, code_of(given[name].value), choice)]
@@ -184,24 +151,28 @@ def matching(call: cst.Call, choices: tuple[Counterpart, ...]) -> Counterpart | 
 
 
 def _fits(name: str, value: str, choice: Counterpart) -> bool:
-    allowed = choice.dropped.get(name)
-    return name in choice.parameters and (allowed is None or value in allowed)
+    """Whether torch has an argument of this name, or does what this value says anyway."""
+    if name in choice.dropped:
+        allowed = choice.dropped[name]
+        return allowed is None or value in allowed
+    return name in parameters_of(f"torch.{choice.name}")
 
 
-def exchanged(call: cst.Call, choice: Counterpart, torch: str) -> cst.Call:
-    """A call whose arguments fit as one of its counterpart."""
-    given = bound(call, choice.parameters)
+def exchanged(call: cst.Call, name: str, choice: Counterpart, torch: str) -> cst.Call:
+    """A call of apex's `name`, whose arguments fit, as one of its counterpart."""
+    ours, theirs = parameters_of(f"apex.{name}"), parameters_of(f"torch.{choice.name}")
+    given = bound(call, ours)
     assert given is not None
     args = []
-    for place, (name, arg) in enumerate(given.items()):
-        if name not in choice.dropped:
-            stays = arg.keyword is not None or place < choice.positional
-            args.append(arg if stays else with_keyword(arg, name))
-    for name, value in choice.added.items():
-        if name not in given:
+    for place, (parameter, arg) in enumerate(given.items()):
+        if parameter not in choice.dropped:
+            stays = arg.keyword is not None or ours[: place + 1] == theirs[: place + 1]
+            args.append(arg if stays else with_keyword(arg, parameter))
+    for parameter, value in choice.added.items():
+        if parameter not in given:
             if args:
                 args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            args.append(with_keyword(cst.Arg(cst.parse_expression(value)), name))
+            args.append(with_keyword(cst.Arg(cst.parse_expression(value)), parameter))
     if args and len(args) < len(call.args):
         args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
     return call.with_changes(func=cst.parse_expression(f"{torch}.{choice.name}"), args=args)

@@ -43,8 +43,9 @@ def convert(code: Code, device: str) -> Edits:
 
 def _exchange(code: Code, edits: Edits, use: Use, torch: str) -> None:
     """A constructor or a function of apex by torch's."""
-    choices = COUNTERPARTS.get(f"{use.name.split('.')[1]}.{use.last}", ())
-    choice = matching(use.call, choices) if use.call is not None and choices else None
+    name = f"{use.name.split('.')[1]}.{use.last}"
+    choices = COUNTERPARTS.get(name, ())
+    choice = matching(use.call, name, choices) if use.call is not None and choices else None
     if not choices or (use.call is None and not choices[0].bare) or any(map(code.is_taken, choices[0].own)):
         code.refuse(use.node, "no-equivalent", name=code.text(use.node))
     elif code.has_fallback(use):
@@ -54,7 +55,7 @@ def _exchange(code: Code, edits: Edits, use: Use, torch: str) -> None:
     elif choice is None:
         edits.expressions[use.node] = f"{torch}.{choices[0].name}"
     else:
-        edits.expressions[use.call] = lambda call: exchanged(call, choice, torch)
+        edits.expressions[use.call] = lambda call: exchanged(call, name, choice, torch)
 
 
 class AmpToTorch:

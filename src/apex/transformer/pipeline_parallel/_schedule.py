@@ -4,7 +4,7 @@ A model is a sequence of stages; a rank holds one of them, or several as chunks.
 rank runs the forward and backward passes of its chunks. Messages are added to these orders by one rule for all of
 them: passes are put in the order of their ends on a clock, and a result that another rank needs is sent as soon as it
 is there. Since every message then has the same place among all messages at both of its ends, ranks that only follow
-their lists never wait for each other in a circle, whether messages are buffered or not; `_simulate.walk` tries it.
+their lists never wait for each other in a circle, whether messages are buffered or not.
 
 m: microbatch, c: chunk of a rank, s: stage. A microbatch passes the stages 0, 1, 2, ... forward.
 """
