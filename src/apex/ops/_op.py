@@ -282,8 +282,6 @@ class Op:
 
     def _in_order(self, gradients: Sequence[Tensor | None], padding: tuple[None, ...]) -> tuple[Tensor | None, ...]:
         """One gradient for each tensor of the schema, None where it has none, and `padding` behind them."""
-        if len(gradients) == self.tensors:
-            return (*gradients, *padding)
         found: list[Tensor | None] = [None] * self.tensors
         for place, gradient in zip(self._gradient_places, gradients, strict=True):
             found[place] = gradient
@@ -433,10 +431,11 @@ class Op:
 
 def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
     """The node of eager autograd, whose arguments are an op's tensors and one tuple of its settings."""
+    padding = (None,) * (op.tensors - len(op.gradients) + 1)
 
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
         found = op.backward_from_saved(ctx, dy)
-        return (*found, None) if len(found) == op.tensors else op._in_order(found, (None,))
+        return (*found, *padding) if op._gradients_lead else op._in_order(found, (None,))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

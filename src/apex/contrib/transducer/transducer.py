@@ -137,9 +137,10 @@ class TransducerJointFunc(torch.autograd.Function):
         offset, rows = batch_offset if pack_output else None, integer("packed_batch", packed_batch)
         probability = float(dropout_prob) if dropout else 0.0
         arguments = ops.joint_arguments(f, g, f_len, g_len, offset, bool(relu), probability, rows, wants_mask)
+        if not wants_mask:
+            return ops.JOINT.forward_and_save(ctx, *arguments)
         results = ops.JOINT.run_or_trace(*arguments)
-        if wants_mask:
-            mask_probe.append(results[1])
+        mask_probe.append(results[1])
         return ops.JOINT.save(ctx, arguments, results)
 
     @staticmethod

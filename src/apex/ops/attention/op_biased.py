@@ -124,8 +124,8 @@ Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _form(tensor: Tensor | None) -> Form | None:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+def _forms(*tensors: Tensor | None) -> tuple[Any, ...]:
+    return tuple([None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
 
 
 class ForwardLaunch(NamedTuple):
@@ -150,8 +150,7 @@ def launch_forward(
 ) -> tuple[Tensor | None, ...]:
     """Output, laid out like the query, and statistics if it `saves` them."""
     device = query.device
-    forms = (_form(query), _form(key), _form(value), _form(mask), _form(bias))
-    launch = _forward_launch(forms, saves, device)
+    launch = _forward_launch(_forms(query, key, value, mask, bias), saves, device)
     if launch is None:
         if not _takes(query, key):
             return ATTENTION.run_reference(query, key, value, mask, bias, inf)
@@ -230,8 +229,7 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
     """As `launch_backward`, that of the bias in `dtype` unless it is None; None where kernels take no such tensors."""
     query, key, value, mask, bias, output, statistics, inf, dtype = given
     device, of_query = query.device, query.dtype
-    forms = (_form(query), _form(key), _form(value), _form(mask), _form(bias))
-    launches = _backward_launches(forms, _form(output), _form(dout), dtype, device)
+    launches = _backward_launches(_forms(query, key, value, mask, bias, output, dout), dtype, device)
     if launches is None:
         return None
     empty, floats = empty_on(device), (launches.scale, inf, 1.0)
@@ -256,10 +254,10 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
 
 @launch_rule
 def _backward_launches(
-    forms: tuple[Any, ...], output: Form, dout: Form, dtype: torch.dtype | None, device: torch.device
+    forms: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device
 ) -> BackwardLaunches | None:
-    """None where kernels do not take the tensors as they are."""
-    found, o, g = _problem(forms, device), _strides(*output), _strides(*dout)
+    """None where kernels do not take the tensors as they are, of which the last are the output and its gradient."""
+    found, o, g = _problem(forms[:5], device), _strides(*forms[5]), _strides(*forms[6])
     if found is None or o is None or g is None:
         return None
     problem, strides = found

@@ -43,7 +43,8 @@ def masked_softmax(
     check_arguments(input, mask, spec)
     if mask is None and not causal and not dropout and _is_native(input, scale):
         return torch.softmax(input if scale == 1.0 else input * scale, -1)
-    return SOFTMAX(input, _narrowed(mask, input), draw_noise(input, spec), *spec)
+    noise = draw_noise(input, spec) if dropout else None
+    return SOFTMAX(input, None if mask is None else _narrowed(mask, input), noise, *spec)
 
 
 def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:
@@ -68,7 +69,8 @@ def _is_native(input: Tensor, scale: float) -> bool:
 
 def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> None:
     """Refuses what does not fit, in clear words, before anything is touched."""
-    check_tensors(input=input)
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     if input.dtype not in _SUPPORTED or input.dim() == 0:
         raise TypeError(
             f"softmax needs an input of float16, bfloat16, float32 or float64 with at least one dimension, got "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors, values_at_hand
-from .._device import DeviceFacts, facts, launch_rule, next_power_of_2
+from .._device import empty_on, facts, launch_rule, next_power_of_2
 from .._op import Op
 from . import config, reference
 
@@ -175,17 +175,18 @@ def launch_forward(
 def launch_backward(
     dh: Tensor, kept: Tensor | None, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    given = reference.JointOptions(*options[:-1])  # without `wanted`
-    frames, tokens = given.frames, given.tokens
-    batches, features, dtype, device = len(f_len), dh.shape[-1], dh.dtype, dh.device
-    df, dg = [torch.empty(batches, n, features, dtype=dtype, device=device) for n in (frames, tokens)]
-    if not (df.numel() and dg.numel()):
+    _, _, scale, frames, tokens, *_ = options
+    batches, features, dtype, device = f_len.shape[0], dh.shape[-1], dh.dtype, dh.device
+    empty, strides = empty_on(device), (features, 1)
+    df = empty((batches, frames, features), (frames * features, *strides), dtype)
+    dg = empty((batches, tokens, features), (tokens * features, *strides), dtype)
+    if not (batches and frames and tokens and features):
         return df.zero_(), dg.zero_()
     sizes = (batches, frames, tokens, features)
-    launch, blocks, chunks = _backward_launch(*sizes, dtype.itemsize, kept is not None, facts(device))
+    launch, blocks, chunks = _backward_launch(*sizes, dtype.itemsize, kept is not None, device)
     df_sums = df if blocks == 1 else df.new_empty(blocks, *df.shape, dtype=torch.float32)
     dg_sums = dg if chunks == 1 else dg.new_empty(chunks, *dg.shape, dtype=torch.float32)
-    launch((dh, kept, f_len, g_len, within_rows(batch_offset, len(dh)), df_sums, dg_sums), (given.scale,))
+    launch((dh, kept, f_len, g_len, within_rows(batch_offset, dh.shape[0]), df_sums, dg_sums), (scale,))
     for sums, result in (df_sums, df), (dg_sums, dg):
         if sums is not result:
             kernels.transducer_joint_sum(
@@ -201,13 +202,14 @@ def launch_backward(
 
 @launch_rule
 def _backward_launch(
-    batches: int, frames: int, tokens: int, features: int, itemsize: int, masked: bool, device: DeviceFacts
+    batches: int, frames: int, tokens: int, features: int, itemsize: int, masked: bool, device: torch.device
 ) -> tuple[Any, int, int]:
     """The kernel of a backward pass, and how many sums there are for each gradient of f and of g."""
-    tile = config.joint_backward_tile(tokens, features, itemsize, device)
+    here = facts(device)
+    tile = config.joint_backward_tile(tokens, features, itemsize, here)
     blocks = -(-tokens // tile.tokens)
     programs = batches * blocks * -(-features // tile.features)
-    chunk = -(-frames // config.frame_chunks(frames, programs, masked, device))
+    chunk = -(-frames // config.frame_chunks(frames, programs, masked, here))
     chunks = -(-frames // chunk)
     launch = kernels.transducer_joint_backward.prepare(
         (programs * chunks,),
