@@ -84,12 +84,7 @@ def multi_tensor_l2norm(
     return _norm(noop_flag, tensor_lists, per_tensor_python)
 
 
-def multi_tensor_l2norm_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
-) -> tuple[Tensor, Tensor]:
-    """As `multi_tensor_l2norm`, which takes mixed dtypes too."""
-    expect(tensor_lists, 1)
-    return _norm(noop_flag, tensor_lists, per_tensor_python)
+multi_tensor_l2norm_mp = multi_tensor_l2norm  # which takes mixed dtypes too
 
 
 def multi_tensor_l2norm_scale(

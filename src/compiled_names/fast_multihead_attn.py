@@ -62,25 +62,27 @@ def mask_softmax_dropout_backward(
     return _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob)
 
 
-def _self_forward(
-    inputs, input_weights, output_weights, input_biases, output_biases, heads, mask, is_training, dropout_prob
-):
+def _forward(
+    use_mask, use_time_mask, is_training, heads, inputs, weights, biases, pad_mask, dropout_prob, additive=False
+) -> list[Tensor]:
+    """[packed projections, softmax_results (logits if `additive`), dropout_results, dropout_mask, matmul2_results,
+    outputs]"""
+    mask = _mask(use_mask, use_time_mask, pad_mask, additive)
     dropout = float(dropout_prob) if is_training else 0.0
-    parameters = (inputs,), (input_weights, output_weights), (input_biases, output_biases)
-    outputs, (packed,), core = explicit.forward(
-        *parameters, mask=mask, heads=int(heads), scale=_scale(inputs, heads), dropout=dropout
-    )
-    return outputs, packed, core, core.kept(dropout)
+    settings = {"heads": int(heads), "scale": _scale(inputs[0], heads), "dropout": dropout}
+    outputs, packed, core = explicit.forward(inputs, weights, biases, mask=mask, **settings)
+    scores = core.logits if additive else core.probabilities
+    return [*packed, scores, core.dropped, core.kept(dropout), core.context, outputs]
 
 
-def _self_backward(
-    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
-    output_weights, dropout_mask, dropout_prob, biases: bool,
+def _backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, packed, inputs, weights, dropout_mask,
+    dropout_prob, biases: bool = False,
 ) -> list[Tensor]:  # fmt: skip
+    """Gradients of inputs and weights, and with `biases` of these."""
     core = matmul2_results, softmax_results, dropout_results, dropout_mask
-    settings = int(heads), _scale(inputs, heads), float(dropout_prob), biases
-    saved = (inputs,), (input_weights, output_weights), (input_lin_results,), core
-    gradients = explicit.backward(output_grads, *saved, settings)
+    settings = int(heads), _scale(inputs[0], heads), float(dropout_prob), biases
+    gradients = explicit.backward(output_grads, inputs, weights, packed, core, settings)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -88,45 +90,37 @@ def self_attn_forward(
     use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, pad_mask, dropout_prob
 ):
     """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
-    mask = _mask(use_mask, use_time_mask, pad_mask)
-    arguments = inputs, input_weights, output_weights, None, None, heads, mask, is_training, dropout_prob
-    outputs, packed, core, kept = _self_forward(*arguments)
-    return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
+    options, weights = (use_mask, use_time_mask, is_training, heads), (input_weights, output_weights)
+    return _forward(*options, (inputs,), weights, (None, None), pad_mask, dropout_prob)
 
 
-def self_attn_backward(*arguments):
-    """[input_grads, input_weight_grads, output_weight_grads]; arguments are those of `_self_backward` but the last."""
-    return _self_backward(*arguments, biases=False)
+def self_attn_backward(
+    heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
+    output_weights, dropout_mask, dropout_prob, *, biases=False,
+):  # fmt: skip
+    """[input_grads, input_weight_grads, output_weight_grads]"""
+    core, weights = (matmul2_results, dropout_results, softmax_results), (input_weights, output_weights)
+    saved = (input_lin_results,), (inputs,), weights, dropout_mask, dropout_prob
+    return _backward(heads, output_grads, *core, *saved, biases)
 
 
 def self_attn_bias_forward(
     use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
-    pad_mask, dropout_prob,
+    pad_mask, dropout_prob, *, additive=False,
 ):  # fmt: skip
     """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
-    mask = _mask(use_mask, use_time_mask, pad_mask)
-    parameters = input_weights, output_weights, input_biases, output_biases
-    outputs, packed, core, kept = _self_forward(inputs, *parameters, heads, mask, is_training, dropout_prob)
-    return [packed, core.probabilities, core.dropped, kept, core.context, outputs]
+    options, weights = (use_mask, use_time_mask, is_training, heads), (input_weights, output_weights)
+    return _forward(*options, (inputs,), weights, (input_biases, output_biases), pad_mask, dropout_prob, additive)
 
 
 def self_attn_bias_backward(*arguments):
     """As `self_attn_backward`, and [input_bias_grads, output_bias_grads] behind."""
-    return _self_backward(*arguments, biases=True)
+    return self_attn_backward(*arguments, biases=True)
 
 
-def self_attn_bias_additive_mask_forward(
-    use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
-    pad_mask, dropout_prob,
-):  # fmt: skip
-    """[input_lin_results, bmm1_results, dropout_results, dropout_mask, matmul2_results, outputs]
-
-    `bmm1_results` are the logits before the mask.
-    """
-    mask = _mask(use_mask, use_time_mask, pad_mask, additive=True)
-    parameters = input_weights, output_weights, input_biases, output_biases
-    outputs, packed, core, kept = _self_forward(inputs, *parameters, heads, mask, is_training, dropout_prob)
-    return [packed, core.logits, core.dropped, kept, core.context, outputs]
+def self_attn_bias_additive_mask_forward(*arguments):
+    """As `self_attn_bias_forward`, with bmm1_results, the logits before the mask, in place of softmax_results."""
+    return self_attn_bias_forward(*arguments, additive=True)
 
 
 def self_attn_bias_additive_mask_backward(
@@ -139,7 +133,7 @@ def self_attn_bias_additive_mask_backward(
     cover = multihead.broadcastable(mask, *bmm1_results.shape[1:], inputs.device)
     softmax_results = softmax.softmax_forward(logits, cover, softmax.SoftmaxSpec())[1].view(bmm1_results.shape)
     saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
-    return _self_backward(heads, output_grads, *saved, dropout_mask, dropout_prob, biases=True)
+    return self_attn_bias_backward(heads, output_grads, *saved, dropout_mask, dropout_prob)
 
 
 def _norm_settings(inputs: Tensor) -> tuple:
@@ -207,12 +201,11 @@ def encdec_multihead_attn_forward(
 ):  # fmt: skip
     """[input_lin_q_results, input_lin_kv_results, softmax_results, dropout_results, dropout_mask, matmul2_results,
     outputs]"""
-    mask = _mask(use_mask, use_time_mask, pad_mask)
-    dropout = float(dropout_prob) if is_training else 0.0
-    weights = input_weights_q, input_weights_kv, output_weights
-    settings = {"heads": int(heads), "scale": _scale(inputs_q, heads), "dropout": dropout}
-    outputs, packed, core = explicit.forward((inputs_q, inputs_kv), weights, (None,) * 3, mask=mask, **settings)
-    return [*packed, core.probabilities, core.dropped, core.kept(dropout), core.context, outputs]
+    options, weights = (
+        (use_mask, use_time_mask, is_training, heads),
+        (input_weights_q, input_weights_kv, output_weights),
+    )
+    return _forward(*options, (inputs_q, inputs_kv), weights, (None,) * 3, pad_mask, dropout_prob)
 
 
 def encdec_multihead_attn_backward(
@@ -220,12 +213,12 @@ def encdec_multihead_attn_backward(
     inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_prob,
 ):  # fmt: skip
     """[input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]"""
-    weights = input_weights_q, input_weights_kv, output_weights
-    core = matmul2_results, softmax_results, dropout_results, dropout_mask
-    settings = int(heads), _scale(inputs_q, heads), float(dropout_prob), False
-    saved = (inputs_q, inputs_kv), weights, (input_lin_q_results, input_lin_kv_results), core
-    gradients = explicit.backward(output_grads, *saved, settings)
-    return [gradient for gradient in gradients if gradient is not None]
+    core, weights = (
+        (matmul2_results, dropout_results, softmax_results),
+        (input_weights_q, input_weights_kv, output_weights),
+    )
+    saved = (input_lin_q_results, input_lin_kv_results), (inputs_q, inputs_kv), weights, dropout_mask, dropout_prob
+    return _backward(heads, output_grads, *core, *saved)
 
 
 def encdec_multihead_attn_norm_add_forward(
