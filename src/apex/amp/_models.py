@@ -122,9 +122,6 @@ def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
             tensor.grad = gradient.to(dtype)
 
 
-# The forward pass ----------------------------------------------------------------------------------------------------
-
-
 class CastForward:
     """The forward pass of a model under amp, kept among the model's own attributes: its class stays what it is.
 

@@ -39,9 +39,6 @@ def _safetensors() -> Any:
     return safetensors.torch
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
 def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
     """One file, of safetensors or of `torch.save`."""
     make_folder(path.parent)
@@ -170,9 +167,6 @@ def _link(source: Any, target: Any) -> Any:
     except OSError:
         shutil.copy2(source, target)
     return target
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_model(path: Path, one_by_one: bool, threads: int) -> Iterator[dict[str, Tensor]]:

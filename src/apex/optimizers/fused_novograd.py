@@ -79,8 +79,6 @@ class FusedNovoGrad(FusedOptimizer):
         hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]), inside=inside)
         bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 
-    # The average of each parameter's norm -----------------------------------------------------------------------------
-
     def _averages(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
         """The averages of a bucket, float32 [tensors, 2], in the first column; every state has its own as a view."""
         averages = bucket.kept.get("averages")
@@ -102,8 +100,6 @@ class FusedNovoGrad(FusedOptimizer):
         for state, average in zip(bucket.states, column.unbind(), strict=True):
             state[NORM] = average
         return averages
-
-    # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state; each group has the norms of its parameters as the original keeps them, too."""

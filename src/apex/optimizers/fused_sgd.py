@@ -60,8 +60,6 @@ class MomentumOptimizer(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return (BUFFER,) if group["momentum"] else ()
 
-    # The first step of a buffer ---------------------------------------------------------------------------------------
-
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """With dampening, parameters whose momentum buffer may not have seen a step yet form buckets of their own."""
         fresh = BUFFER not in self.state[param]
@@ -90,8 +88,6 @@ class MomentumOptimizer(FusedOptimizer):
         """Called after the step: the next one is the first no more, unless this one was skipped."""
         if isinstance(first, Tensor):
             first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
-
-    # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state, in the format of `torch.optim.SGD`, which loads it too; master weights included."""

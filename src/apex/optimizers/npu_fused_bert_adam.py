@@ -21,7 +21,6 @@ from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
 from ._parameter_steps import ParameterSteps
 
-# Schedules ------------------------------------------------------------------------------------------------------------
 # x is the share of the training that is done, a number or a tensor; a negative warmup means none.
 
 

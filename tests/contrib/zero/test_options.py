@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import nn
 
 import apex
 from apex.contrib.optimizers import DistributedFusedAdam
+from apex.contrib.optimizers._zero.gradients import GradientSync
+from apex.ops import implementation
+from apex.ops.multi_tensor.triton_lists import TritonLists
 from apex.optimizers import FusedAdam
 
 
@@ -68,6 +72,32 @@ def test_bad_calls() -> None:
     net.weight.grad = torch.eye(2).to_sparse()
     with pytest.raises(RuntimeError, match=r"shape \(2, 2\) is sparse"):
         optimizer.step()
+
+
+def test_gradients_live_until_the_update_has_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are given addresses: copies of gradients, made where these have several dtypes, must not be freed."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = DistributedFusedAdam([{"params": [param]} for param in params])
+    copies: list[weakref.ref[torch.Tensor]] = []
+    of_units, apply = GradientSync.of_units, TritonLists.apply
+
+    def copied(*args: Any) -> list[torch.Tensor]:
+        found = [gradient.clone() for gradient in of_units(*args)]
+        copies.extend(map(weakref.ref, found))
+        return found
+
+    def checked(*args: Any, **options: Any) -> Any:
+        assert len(copies) == 2
+        assert all(copy() is not None for copy in copies)
+        return apply(*args, **options)
+
+    monkeypatch.setattr(GradientSync, "of_units", copied)
+    monkeypatch.setattr(TritonLists, "apply", checked)
+    for param in params:
+        param.grad = torch.ones(4)
+    with implementation("triton"):
+        optimizer.step()
+    assert all(copy() is None for copy in copies)
 
 
 def test_unscaling_by_hand() -> None:

@@ -143,8 +143,6 @@ class DistributedFusedAdam(ZeroOptimizer):
         )
         self.state["buckets"] = []
 
-    # What clients look at ---------------------------------------------------------------------------------------------
-
     def parameter(self, *args: Any) -> Any:
         """A parameter: of a fragment, or of a parameter group's number and its own in it."""
         if len(args) == 1 and isinstance(args[0], DistributedFusedAdam.ParameterFragment):
@@ -185,8 +183,6 @@ class DistributedFusedAdam(ZeroOptimizer):
                 fragment.bucket_id = first + number
                 fragments.append(fragment)
             yield self.StateBucket(arena, number, fragments, shards)
-
-    # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(  # type: ignore[override]
         self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None

@@ -148,8 +148,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
         checkpoints.load_sharded(self, state_dict)
 
-    # For `apex.transformer.checkpoint`, where a parameter may be a part of one itself --------------------------------
-
     def _own_state(self) -> tuple[list[Stretch], int]:
         """This process's part of the state, as stretches of parameters' memory, and the count of steps."""
         self._settle()

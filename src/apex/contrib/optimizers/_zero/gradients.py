@@ -113,7 +113,6 @@ class GradientSync(ShardReducer):
         # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
         self._filled: set[int] = set()
         self._own: set[tuple[int, int]] = set()
-        self._zeros: Tensor | None = None
 
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
@@ -353,17 +352,12 @@ class GradientSync(ShardReducer):
         if len(present) == len(given) and len(dtypes) == 1:
             return present
         dtype = dtypes.pop() if len(dtypes) == 1 else arena.dtypes.gradients
+        missing = [unit.size for unit, gradient in zip(units, given, strict=True) if gradient is None]
+        zeros = torch.zeros(max(missing, default=0), dtype=dtype, device=arena.device)  # for all of them: only read
         return [
-            self._missing_gradient(unit.size, dtype, arena.device) if gradient is None else gradient.to(dtype)
+            zeros[: unit.size] if gradient is None else gradient.to(dtype)
             for unit, gradient in zip(units, given, strict=True)
         ]
-
-    def _missing_gradient(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros in the place of a gradient that there is not; only ever read."""
-        zeros = self._zeros
-        if zeros is None or len(zeros) < size or zeros.dtype != dtype or zeros.device != device:
-            zeros = self._zeros = torch.zeros(size, dtype=dtype, device=device)
-        return zeros[:size]
 
 
 def _multiplied(gradient: Tensor, factor: Tensor, drop: Tensor | None) -> Tensor:

@@ -124,9 +124,6 @@ class Groups:
         return self.size == 1
 
 
-# Of DistributedFusedLAMB: processes of one machine shard the state, machines repeat it --------------------------------
-
-
 def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
     """How many processes divide the state; 0 asks for those of a machine, or all where that does not come out even."""
     if asked > 0:

@@ -109,8 +109,6 @@ class Norms:
         self.overflowed = flag
         return flag
 
-    # torch.amp.GradScaler ---------------------------------------------------------------------------------------------
-
     def unscale(self, optimizer: Any, inverse: Tensor | None, grad_scaler: Any) -> dict[torch.device, Tensor]:
         """See `ZeroOptimizer.unscale_grads`."""
         enabled = grad_scaler is not None and grad_scaler.is_enabled()

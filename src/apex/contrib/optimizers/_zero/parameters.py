@@ -63,8 +63,6 @@ class ParameterSync:
         arena.parameter_buffer = arena.new_buffer(arena.dtypes.parameters)
         arena.parameter_buffer.adopt(arena.params)
 
-    # Which buckets ----------------------------------------------------------------------------------------------------
-
     def updated(self) -> None:
         """Says that the outgoing shards of all buckets are new.
 
@@ -102,8 +100,6 @@ class ParameterSync:
         while not self.is_complete:
             self.start()
             self._finish_first()
-
-    # How --------------------------------------------------------------------------------------------------------------
 
     def _send(self, key: _Key) -> None:
         place, number = key

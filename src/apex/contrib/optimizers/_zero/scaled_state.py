@@ -138,8 +138,6 @@ class ScaledState:
             for column in range(len(self._flats)):
                 bucket.store(column, self.scales, self._limit, noop)
 
-    # For checkpoints --------------------------------------------------------------------------------------------------
-
     def read(self, name: str) -> Tensor:
         """A flat shard in float32: of `PARAM` or of one of `names`."""
         column = list(self._flats).index(name)

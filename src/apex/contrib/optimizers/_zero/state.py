@@ -70,6 +70,8 @@ class ArenaState:
         for unit in units_of(arena) if units is None else units:
             self.units.setdefault(arena.owners[unit.param], []).append(unit)
         self._lists: dict[int, _CachedLists] = {}
+        # Gradients of the step under way: kernels are given addresses, which keep nothing alive.
+        self._held: list[list[Tensor]] = []
 
     def connect(self) -> None:
         """Called when parameters have become views of a buffer."""
@@ -83,7 +85,8 @@ class ArenaState:
         for owner, lists in self.lists(gradients).items():
             function(owner, lists)
             if isinstance(lists, TorchLists) and not keeps:
-                lists.slots = ()  # lets go of the tensors
+                lists.slots = ()
+        self._held.clear()
         self.weights.end()
 
     def lists(self, gradients: Gradients) -> dict[int, Lists]:
@@ -99,6 +102,7 @@ class ArenaState:
         if known is not None and gradients.has_fixed(self.arena) and known.has_tensors:
             return known.lists
         given = gradients.of_units(self.arena, units)
+        self._held.append(given)
         if known is None or known.dtype != given[0].dtype:
             lists = make_lists(*self._slots(units, given))
             self._lists[owner] = _CachedLists(lists, where, given[0].dtype)
@@ -112,8 +116,6 @@ class ArenaState:
     def _slots(self, units: list[Piece], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
         state = [pick(moment, units) for moment in self.moments.values()]
         return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
-
-    # For checkpoints --------------------------------------------------------------------------------------------------
 
     def read(self, name: str) -> Tensor:
         """A flat shard, not to be changed: of `PARAM` or of one of `names`."""
