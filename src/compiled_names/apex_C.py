@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: tensors strung together into one, and back."""
+"""Upstream's compiled module of this name: tensors flattened into one, and back."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -28,22 +29,32 @@ def check_same_everywhere(
     `options` are compared too; `what` is what errors say differs.
     """
     described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
-    elements = sum(param.numel() for _, param in named_params)
-    facts = [len(described), elements, zlib.crc32(repr((described, options)).encode())]
-    device = common_device([param for _, param in named_params], group)
-    found = gathered(torch.tensor(facts, dtype=torch.int64, device=device), what, group)
-    other = next((index for index, each in enumerate(found) if each != found[0]), None)
-    if other is None:
+    everything = differing((described, options), [param for _, param in named_params], what, group)
+    if not everything:
         return
-    everything: list[Any] = [None] * len(found)
-    with explained(f"comparing the {what} of all ranks"):
-        dist.all_gather_object(everything, (described, options), group=group)
-    ranks = ranks_of(group)
+    other = next(index for index, each in enumerate(everything) if each != everything[0])
+    ranks, sizes = ranks_of(group), [sum(math.prod(shape) for _, shape, *_ in params) for params, _ in everything]
     raise RuntimeError(
-        f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {found[0][0]} parameters with {found[0][1]} "
-        f"elements, and {found[other][0]} with {found[other][1]}. "
+        f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {len(everything[0][0])} parameters with "
+        f"{sizes[0]} elements, and {len(everything[other][0])} with {sizes[other]}. "
         f"{_difference(ranks[0], everything[0], ranks[other], everything[other])}"
     )
+
+
+def differing(described: Any, tensors: Sequence[Tensor], what: str, group: Any) -> list[Any]:
+    """What the processes of a group describe, by rank in it, if they do not all describe the same; else nothing.
+
+    Numbers of 8 bytes are compared, on the device of `tensors` if the group can.
+    """
+    checksums = [zlib.crc32(repr(described).encode())]
+    device = common_device(tensors, group)
+    found = gathered(torch.tensor(checksums, dtype=torch.int64, device=device), what, group)
+    if found.count(found[0]) == len(found):
+        return []
+    everything: list[Any] = [None] * len(found)
+    with explained(f"comparing the {what} of all ranks"):
+        dist.all_gather_object(everything, described, group=group)
+    return everything
 
 
 def _difference(rank: int, mine: Any, other_rank: int, others: Any) -> str:

@@ -8,7 +8,6 @@ over all processes before they are unscaled.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._distributed.collectives import start
-from .._distributed.comparison import common_device, gathered
+from .._distributed.comparison import differing
 from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
@@ -208,14 +207,12 @@ class _Reduction:
         layout = [(str(buffer.dtype), buffer.numel(), len(each)) for buffer, each in zip(buffers, present, strict=True)]
         if layout == self._checked:
             return
-        facts = [zlib.crc32(repr(layout).encode())]
-        mine = torch.tensor(facts, dtype=torch.int64, device=common_device(buffers, None))
-        everywhere = gathered(mine, "parameters", None)
-        different = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
-        if different:
+        everywhere = differing(layout, buffers, "parameters", None)
+        if everywhere:
+            other = next(rank for rank, each in enumerate(everywhere) if each != everywhere[0])
             raise RuntimeError(
                 f"combine_ddp=True needs the same parameters in all processes, but those of rank 0 and rank "
-                f"{different[0]} differ; rank {dist.get_rank()} has {layout} (dtype, elements, parameters). For an "
+                f"{other} differ; rank {dist.get_rank()} has {layout} (dtype, elements, parameters). For an "
                 "optimizer whose parameters are not shared set optimizer.combine_ddp = False"
             )
         self._checked = list(layout)

@@ -12,7 +12,7 @@ from typing import Any
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import is_first, raise_everywhere
-from ..checkpoint._sharded import standing
+from ..checkpoint._sharded import path_or_backup
 from ._whole import chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper
 
@@ -70,7 +70,7 @@ class CheckpointIO:
         Files of a folder are read one after the other, or all at once with `low_cpu_mem_mode=False`, by `num_threads`.
         """
         self.wait_for_saves()
-        path = standing(Path(checkpoint))
+        path = path_or_backup(Path(checkpoint))
         load_tensors(model, _huggingface.read_model(path, low_cpu_mem_mode, num_threads), strict)
 
     def save_optimizer(
@@ -102,7 +102,7 @@ class CheckpointIO:
         """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
         self.wait_for_saves()
-        path = standing(Path(checkpoint))
+        path = path_or_backup(Path(checkpoint))
         load_optimizer_state(optimizer, _huggingface.read_optimizer(path, num_threads))
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:

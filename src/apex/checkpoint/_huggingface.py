@@ -23,7 +23,7 @@ from torch import Tensor
 from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
 from ..ops._host import HOST
 from ._files import load
-from ._sharded import _publish, facts_of, put_back
+from ._sharded import _publish, facts_of, restore_backup
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
@@ -144,7 +144,7 @@ def _replace(path: Path, fill: Callable[[Path], None], ours: Callable[[str], boo
 
     What that had besides files that are `ours` (an optimizer beside a model, a tokenizer) is in the new one too.
     """
-    put_back(path)
+    restore_backup(path)
     make_folder(path.parent)
     with unfinished_folder(path) as temporary:
         for each in path.iterdir() if path.is_dir() else ():

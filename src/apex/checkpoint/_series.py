@@ -13,7 +13,7 @@ from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ..ops._checks import integer
 from ._files import DamagedCheckpoint, load, save, verify
 from ._ranks import from_first, is_first
-from ._sharded import put_back, replaced_by, save_sharded, standing
+from ._sharded import backup_of, path_or_backup, restore_backup, save_sharded
 
 # What `Series.path_of` gives: anything else in the folder is somebody else's.
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
@@ -41,14 +41,14 @@ def _steps(folder: Path, sharded: bool | None) -> list[tuple[int, Path]]:
     """Steps and their checkpoints: files, or with `sharded` folders; both if that is None."""
     if not folder.is_dir():
         return []
-    paths = {path: path for path in folder.iterdir()} | {path: standing(path) for path in _replaced(folder)}
+    paths = {path: path for path in folder.iterdir()} | {path: path_or_backup(path) for path in _replaced(folder)}
     found = [(match, path) for name, path in paths.items() if (match := _NAME.fullmatch(name.name))]
     return sorted((int(match[1]), path) for match, path in found if sharded in (None, match[2] is None))
 
 
 def _replaced(folder: Path) -> list[Path]:
     """Names of checkpoints that were moved away for new ones of the same step."""
-    ending = replaced_by(folder / "step-").name.removeprefix(".step-")
+    ending = backup_of(folder / "step-").name.removeprefix(".step-")
     return [path.with_name(path.name[1:].removesuffix(ending)) for path in folder.glob(f".step-*{ending}")]
 
 
@@ -112,7 +112,7 @@ class Series:
     def _tidy(self, step: int) -> None:
         """Removes checkpoints that are too old; newer ones than `step`, and those being written, stay."""
         for path in _replaced(self.folder):
-            put_back(path)
+            restore_backup(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):
             remove_if_left_behind(path)
         if self.keep is not None:

@@ -43,7 +43,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         temporary: Path | None = None
         with raising_everywhere(failed):
             if is_first():
-                put_back(path)
+                restore_backup(path)
                 make_folder(path.parent)
                 temporary = held.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
@@ -80,7 +80,7 @@ def checked(path: str | os.PathLike[str]) -> Reader:
     path = Path(path)
     if is_first():
         try:
-            path = standing(path)
+            path = path_or_backup(path)
             verify(path)
             check_metadata(path)
         except FileNotFoundError as error:
@@ -146,20 +146,20 @@ def _writer_of(name: str) -> int:
     return int(parts[2]) if name.startswith("__") and parts[2].isdigit() else 0
 
 
-def replaced_by(path: Path) -> Path:
-    """Where the folder that was `path` waits for the one that takes its place."""
+def backup_of(path: Path) -> Path:
+    """Where the folder at `path` is moved while a new one takes its place."""
     return path.with_name(f".{path.name}.replaced")
 
 
-def standing(path: Path) -> Path:
-    """The folder, or the one before it where a process was killed when it had moved that away for the new one."""
-    before = replaced_by(path)
+def path_or_backup(path: Path) -> Path:
+    """The folder, or its backup where a process was killed before the new folder was in place."""
+    before = backup_of(path)
     return before if not path.exists() and before.exists() else path
 
 
-def put_back(path: Path) -> None:
-    """Undoes what a process that was killed had begun: the folder before is `path` again, or goes if there is one."""
-    before = replaced_by(path)
+def restore_backup(path: Path) -> None:
+    """Cleans up after a process that was killed: its backup becomes `path`, or is removed if there is a `path`."""
+    before = backup_of(path)
     if path.exists():
         shutil.rmtree(before, ignore_errors=True)
     elif before.exists():
@@ -171,13 +171,13 @@ def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) 
     with atomic_file(temporary / MANIFEST, "w") as file:
         json.dump(manifest, file)
     sync_folder(temporary)
-    replaced = replaced_by(path)
+    replaced = backup_of(path)
     for _ in range(_TRIES):
         try:
             os.rename(temporary, path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                put_back(path)
+                restore_backup(path)
                 raise
         else:
             break

@@ -1,4 +1,4 @@
-"""Tensors strung together for one collective call, and back."""
+"""Tensors flattened into one for a collective call, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-parallel training: `DistributedDataParallel`, `Reducer`, and the calls over strung-together tensors."""
+"""Data-parallel training: `DistributedDataParallel`, `Reducer`, and the calls over tensors flattened into one."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def allreduce_bucket(self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
-        """Reduces some gradients of one type now; returns the strung-together result."""
+        """Reduces some gradients of one type now; returns the result, flattened."""
         groups = self._groups or (None,)
         flat = flatten([gradient.detach() for gradient in bucket])
         before, after = self._arithmetic.factors(int(self.world_size), flat.dtype)

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._distributed.comparison import checksum, gathered, ranks_of
-from .._failures import explained
+from .._distributed.comparison import checksum, differing, gathered, ranks_of
 from ..ops._host import HOST
 from .distributed import DistributedDataParallel
 
@@ -38,7 +37,7 @@ def check_replicas(
     names = [name for name, _ in named]
     _check_names(named, group)
     problems = [
-        f"{name} ({_odd_ones(different)})"
+        f"{name} ({_ranks_in_words(different)})"
         for name, values in zip(names, zip(*gathered(_checksums(named), "replicas", group), strict=True), strict=True)
         if (different := _different(list(values), group))
     ]
@@ -122,30 +121,21 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     described = [
         f"{name} {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else name for name, value in named
     ]
-    numbers = [len(named), zlib.crc32(repr(described).encode())]
-    facts = torch.tensor(numbers, dtype=torch.int64, device=_device_of(named))
-    different = _different(gathered(facts, "replicas", group), group)
-    if not different:
+    everywhere = differing(described, [value for _, value in named if isinstance(value, Tensor)], "replicas", group)
+    if not everywhere:
         return
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    with explained("comparing the replicas of all ranks"):
-        dist.all_gather_object(everywhere, described, group=group)
     common = set.intersection(*map(set, everywhere))
     rest = list(dict.fromkeys(name for each in everywhere for name in each if name not in common))
     raise RuntimeError(
-        f"processes do not have the same things to compare ({_odd_ones(different)}); not all have "
-        f"{'; '.join(rest[:5]) or 'them in the same order'}"
+        f"processes do not have the same things to compare ({_ranks_in_words(_different(everywhere, group))}); not all "
+        f"have {'; '.join(rest[:5]) or 'them in the same order'}"
     )
-
-
-def _device_of(named: list[tuple[str, Any]]) -> torch.device:
-    return next((value.device for _, value in named if isinstance(value, Tensor)), HOST)
 
 
 @torch.no_grad()
 def _checksums(named: list[tuple[str, Any]]) -> Tensor:
     """A number for each value, on the device of the first tensor; it waits for nothing."""
-    device = _device_of(named)
+    device = next((value.device for _, value in named if isinstance(value, Tensor)), HOST)
     found = torch.tensor(
         [0 if isinstance(value, Tensor) else zlib.crc32(repr(value).encode()) for _, value in named],
         dtype=torch.int64,
@@ -165,6 +155,6 @@ def _different(values: list[Any], group: dist.ProcessGroup | None) -> list[int]:
     return [rank for rank, value in zip(ranks_of(group), values, strict=True) if value != usual]
 
 
-def _odd_ones(ranks: list[int]) -> str:
+def _ranks_in_words(ranks: list[int]) -> str:
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed} differ{'s' if len(ranks) == 1 else ''} from the others"

@@ -187,8 +187,8 @@ class DistributedFusedLAMB(ShardedOptimizer):
         for members in kinds.values():
             if order is not None:
                 members.sort(key=lambda member: order[member[1]])
-            owners, params = zip(*members, strict=True)
-            arena = make_arena(params, owners, self._groups, self._num_buckets)
+            group_of, params = zip(*members, strict=True)
+            arena = make_arena(params, group_of, self._groups, self._num_buckets)
             self._parameters.add(arena)
             self._states.append(make_state(arena, self._e5m2_allgather))
             if self._verbose:

@@ -54,14 +54,14 @@ class Arena:
     says which elements of which parameters lie where in a flat shard, bucket by bucket; `parts` says the same with
     neighbours merged.
 
-    `owners` has the number of each parameter's parameter group. `outgoing` has, for each bucket, the shard of updated
+    `group_of` has the index of each parameter's parameter group. `outgoing` has, for each bucket, the shard of updated
     parameters that `ParameterSync` sends; an optimizer sets it.
     """
 
     def __init__(
         self,
         params: Sequence[Tensor],
-        owners: Sequence[int],
+        group_of: Sequence[int],
         dtypes: Dtypes,
         groups: Groups,
         bucket_bytes: float | None,
@@ -69,7 +69,7 @@ class Arena:
     ) -> None:
         """A bucket of gradients has at most `bucket_bytes`; `allocate` makes buffers that are sent."""
         self.params = list(params)
-        self.owners = list(owners)
+        self.group_of = list(group_of)
         self.dtypes = dtypes
         # What was asked for; and how many of the upper bytes of parameters travel, where not all do.
         self.param_sync_dtype = dtypes.parameters

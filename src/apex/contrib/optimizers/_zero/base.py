@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
 from . import checkpoints
-from .checkpoints import Stretch
+from .checkpoints import StateSlice
 from .groups import Groups, broadcast_params
 
 # The hook of each parameter that has one.
@@ -148,11 +148,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
         checkpoints.load_sharded(self, state_dict)
 
-    def _own_state(self) -> tuple[list[Stretch], int]:
-        """This process's part of the state, as stretches of parameters' memory, and the count of steps."""
+    def _own_state(self) -> tuple[list[StateSlice], int]:
+        """This process's part of the state, as slices of parameters' memory, and the count of steps."""
         self._settle()
-        return checkpoints.own_stretches(self._states), int(self._steps.settle())
+        return checkpoints.own_slices(self._states), int(self._steps.settle())
 
-    def _load_own_state(self, stretches: Sequence[Stretch], groups: Sequence[dict[str, Any]], step: int) -> None:
+    def _load_own_state(self, slices: Sequence[StateSlice], groups: Sequence[dict[str, Any]], step: int) -> None:
         """Takes values for what `_own_state` lists, options of the parameter groups, and the count of steps."""
-        checkpoints.load_stretches(self, stretches, groups, step)
+        checkpoints.load_slices(self, slices, groups, step)

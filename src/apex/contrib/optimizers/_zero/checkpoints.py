@@ -1,7 +1,7 @@
 """State dicts of sharded optimizers: whole tensors (format 2), shards of ranks (format 1), sharded tensors.
 
 Ranks may own other parts of a parameter when a state dict is loaded than when it was saved. So all formats are loaded
-as stretches of parameters, of which each rank takes what it owns now.
+as slices of parameters, of which each rank takes what it owns now.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .state import PARAM, ArenaState
 
 State = ArenaState | ScaledState
 
-# (parameter, name, first element, elements): a stretch of a parameter's state in the order of its memory.
-Stretch = tuple[Tensor, str, int, Tensor]
+# (parameter, name, first element, elements): a slice of a parameter's state in the order of its memory.
+StateSlice = tuple[Tensor, str, int, Tensor]
 
 _GATHERING = "gathering the state of an optimizer"
 
@@ -77,7 +77,7 @@ def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor
     return found
 
 
-def own_stretches(states: Sequence[State]) -> list[Stretch]:
+def own_slices(states: Sequence[State]) -> list[StateSlice]:
     """What this rank owns of every parameter's state; what can be is a view of the state itself."""
     return [
         (state.arena.params[part.param], name, part.start, values)
@@ -88,8 +88,8 @@ def own_stretches(states: Sequence[State]) -> list[Stretch]:
 
 
 @torch.no_grad()
-def write_stretches(states: Sequence[State], stretches: Iterable[Stretch], optional: Sequence[str] = ()) -> None:
-    """Gives states what this rank owns of the stretches; raises, before anything changes, where elements are missing.
+def write_slices(states: Sequence[State], slices: Iterable[StateSlice], optional: Sequence[str] = ()) -> None:
+    """Gives states what this rank owns of the slices; raises, before anything changes, where elements are missing.
 
     State whose name is `optional` may be missing as a whole.
     """
@@ -99,7 +99,7 @@ def write_stretches(states: Sequence[State], stretches: Iterable[Stretch], optio
     parts = [_by_param(state.arena.parts) for state in states]
     found: dict[tuple[int, str], Tensor] = {}
     sizes: Counter[tuple[int, str]] = Counter()
-    for param, name, start, saved in stretches:
+    for param, name, start, saved in slices:
         number, index = places[param]
         key = number, name
         if key not in found:
@@ -132,19 +132,19 @@ def edited(states: Sequence[State]) -> Iterator[dict[Tensor, dict[str, Tensor]]]
     """
     found = gather(states, keep=True)
     yield found
-    stretches = ((param, name, 0, flat(value)) for param, named in found.items() for name, value in named.items())
-    write_stretches(states, stretches)
+    slices = ((param, name, 0, flat(value)) for param, named in found.items() for name, value in named.items())
+    write_slices(states, slices)
 
 
-def load_stretches(
+def load_slices(
     optimizer: Any,
-    stretches: Iterable[Stretch],
+    slices: Iterable[StateSlice],
     groups: Sequence[dict[str, Any]],
     step: int,
     optional: Sequence[str] = (),
 ) -> None:
     """Loads state, options of the parameter groups and the count of steps; parameters get their loaded values."""
-    write_stretches(optimizer._states, stretches, optional)
+    write_slices(optimizer._states, slices, optional)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         for name, value in options.items():
             if name in ("params", "step"):
@@ -262,13 +262,13 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
         ranks = [_unpacked(optimizer, each) for each in state_dict["gathered_states"]]
     for each in ranks:
         _check_groups(optimizer, each["param_groups"])
-    stretches = chain.from_iterable(
-        (_bucket_stretches if "buckets" in each["state"] else _whole_stretches)(optimizer, each) for each in ranks
+    slices = chain.from_iterable(
+        (_bucket_slices if "buckets" in each["state"] else _whole_slices)(optimizer, each) for each in ranks
     )
-    load_stretches(optimizer, stretches, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM,))
+    load_slices(optimizer, slices, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM,))
 
 
-def _whole_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
     indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for param, index in zip(optimizer.parameters(), indices, strict=True):
         for name, value in saved["state"].get(index, {}).items() if param in optimizer._places else ():
@@ -281,7 +281,7 @@ def _whole_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]
             yield param, name, 0, flat(laid_out_like(value, param))
 
 
-def _bucket_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+def _bucket_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
     names = dict.fromkeys(chain.from_iterable(map(_names, optimizer._states)))
     for bucket in saved["state"]["buckets"]:
         for fragment in bucket.fragments:
@@ -313,7 +313,7 @@ def _steps_of(state_dict: dict[str, Any]) -> int:
 
 
 def sharded_tensors(optimizer: Any) -> dict[str, Any]:
-    """Of every parameter, by its number, state as vectors of which each rank has the stretches that it owns.
+    """Of every parameter, by its number, state as vectors of which each rank has the slices that it owns.
 
     Elements are in the order of the parameter's memory; what can be is a view of the state itself.
     """
@@ -368,10 +368,10 @@ def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
                 f"parameter {index} has strides {param.stride()}, its state was saved with {tuple(strides)}; give it "
                 "the memory format that it had"
             )
-    load_stretches(optimizer, _loaded_stretches(optimizer, saved), saved["param_groups"], int(saved["step"]))
+    load_slices(optimizer, _loaded_slices(optimizer, saved), saved["param_groups"], int(saved["step"]))
 
 
-def _loaded_stretches(optimizer: Any, saved: dict[str, Any]) -> Iterator[Stretch]:
+def _loaded_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
     keys = _keys(optimizer)
     for state in optimizer._states:
         for param in state.arena.params:

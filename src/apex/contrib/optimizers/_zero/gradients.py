@@ -234,7 +234,7 @@ class GradientSync(ShardReducer):
             while any(sent.bucket == bucket for sent in self._under_way):
                 self._finish_first()
         values = self._filled_bucket(arena, number)
-        self._let_go(place, number)
+        self._forget_gradients(place, number)
         shard = arena.shard(self.shards(arena), number)
         # Sums of further rounds are added to those that are there.
         result = torch.empty_like(shard) if bucket in self._filled else shard
@@ -255,7 +255,7 @@ class GradientSync(ShardReducer):
                 arena.params[piece.param].grad = None
         return arena.bucket(arena.gradient_buffer.values, number)
 
-    def _let_go(self, place: int, number: int) -> None:
+    def _forget_gradients(self, place: int, number: int) -> None:
         """Forgets gradients of a bucket of which no part is left to be sent."""
         arena = self.arenas[place]
         for piece in arena.layout.pieces[number]:
@@ -292,7 +292,7 @@ class GradientSync(ShardReducer):
             if self._filled:
                 self.shards(arena).copy_(_multiplied(self.shards(arena), factor, drop))
             if arena.gradient_buffer is not None:
-                self._take_strays(place, arena.gradient_buffer.views)
+                self._take_outside(place, arena.gradient_buffer.views)
                 values = arena.gradient_buffer.values
                 values.copy_(_multiplied(values, factor, drop))
                 continue
@@ -304,7 +304,7 @@ class GradientSync(ShardReducer):
                     arena.gradients[index] = _multiplied(gradient.to(arena.dtypes.gradients), factor, drop)
                     self._own.add((place, index))
 
-    def _take_strays(self, place: int, views: Sequence[Tensor]) -> None:
+    def _take_outside(self, place: int, views: Sequence[Tensor]) -> None:
         """Takes gradients that lie outside the buffer; views of the buffer stay, since backward passes add to them."""
         arena = self.arenas[place]
         for index, view in enumerate(views):
@@ -333,7 +333,7 @@ class GradientSync(ShardReducer):
         """The gradients of `arena.parts` as vectors, after `synchronize`."""
         return list(map(flat, self.of_units(arena, arena.parts)))
 
-    def has_fixed(self, arena: Arena) -> bool:
+    def stay_in_place(self, arena: Arena) -> bool:
         """Whether `of_units` gives the same tensors every time."""
         return not self.groups.is_one or arena.gradient_buffer is not None
 

@@ -69,7 +69,7 @@ class LambReducer(ShardReducer):
     def _start_round(self) -> None:
         super()._start_round()
         # Whether gradients have been cleared, so that the next ones belong to another round.
-        self._sealed = False
+        self._cleared = False
         # How often gradients have been added to.
         self._arrivals: Counter[tuple[int, int]] = Counter()
         self._is_filled = False
@@ -84,7 +84,7 @@ class LambReducer(ShardReducer):
         place = self._places.get(id(param))
         if place is None:
             return
-        if self._sealed:
+        if self._cleared:
             self.finish()
             self._start_round()
         arena, buckets = self.arenas[place[0]], self._buckets_of(*place)
@@ -115,7 +115,7 @@ class LambReducer(ShardReducer):
         elif keep_tensors:
             for arena in self.arenas:
                 arena.gradients = [None if g is None else g.clone() for g in arena.gradients]
-        self._sealed = True
+        self._cleared = True
 
     # The end of a round -----------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LambReducer(ShardReducer):
 
     def _take_the_rest(self) -> None:
         """Takes gradients that no backward pass of this round has added to, unless they are of another round."""
-        for arena in self.arenas if not self._sealed else ():
+        for arena in self.arenas if not self._cleared else ():
             for index, param in enumerate(arena.params):
                 if arena.gradients[index] is None and param.grad is not None:
                     arena.gradients[index] = laid_out_like(param.grad, param)
@@ -198,7 +198,7 @@ class LambReducer(ShardReducer):
 
     # What the optimizer reads -----------------------------------------------------------------------------------------
 
-    def has_fixed(self, arena: Arena) -> bool:
+    def stay_in_place(self, arena: Arena) -> bool:
         """Whether `of_units` gives the same tensors every time: it does."""
         return True
 
@@ -215,13 +215,13 @@ class LambReducer(ShardReducer):
         return arena.gradient_buffer
 
 
-def make_arena(params: Sequence[Tensor], owners: Sequence[int], groups: Groups, buckets: int) -> Arena:
+def make_arena(params: Sequence[Tensor], group_of: Sequence[int], groups: Groups, buckets: int) -> Arena:
     """An arena of parameters of one dtype and device, in about `buckets` buckets."""
     dtype = params[0].dtype
     alignment = max(1, ALIGNMENT // dtype.itemsize)
     elements = sum(round_up(param.numel(), alignment) for param in params)
     size = round_up(-(-elements // buckets), groups.ranks * alignment)
-    return Arena(params, owners, Dtypes(state_dtype(params[0]), dtype, dtype), groups, size * dtype.itemsize)
+    return Arena(params, group_of, Dtypes(state_dtype(params[0]), dtype, dtype), groups, size * dtype.itemsize)
 
 
 class Masters(Stored):

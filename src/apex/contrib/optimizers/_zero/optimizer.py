@@ -154,13 +154,13 @@ class ZeroOptimizer(ShardedOptimizer):
         if params is None and len(self._places) == self._count:
             return
         dtypes.check()
-        owners = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
         if params is None:
-            params = [param for param in reversed(list(owners)) if param.requires_grad]
+            params = [param for param in reversed(list(group_of)) if param.requires_grad]
         chosen = [param for param in ([params] if isinstance(params, Tensor) else params) if param not in self._places]
         kinds: dict[Any, list[Tensor]] = {}
         for param in dict.fromkeys(chosen):
-            if param not in owners:
+            if param not in group_of:
                 raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
             if param.device != self.device:
                 raise ValueError(
@@ -170,7 +170,7 @@ class ZeroOptimizer(ShardedOptimizer):
             kinds.setdefault(param.dtype, []).append(param)
         size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
         for members in kinds.values():
-            groups = [owners[param] for param in members]
+            groups = [group_of[param] for param in members]
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
             arena = Arena(members, groups, dtypes, self._groups, size, allocate)
             self._parameters.add(arena)
@@ -183,7 +183,7 @@ class ZeroOptimizer(ShardedOptimizer):
                 if self.store_params:
                     start_from(self._states[-1], exact)
         self._gradient_hooks.register(chosen)
-        if all(param in self._places for param in owners if param.requires_grad):
+        if all(param in self._places for param in group_of if param.requires_grad):
             check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:

@@ -36,7 +36,7 @@ class _Bucket:
         # By owner: which pieces are its own; the lists of them, and the dtype of gradients that they are for.
         self.members: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
-            self.members.setdefault(arena.owners[piece.param], []).append(number)
+            self.members.setdefault(arena.group_of[piece.param], []).append(number)
         self._updates: dict[int, tuple[torch.dtype, Lists]] = {}
 
     def cut(self, values: Tensor) -> list[Tensor]:

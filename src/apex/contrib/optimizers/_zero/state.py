@@ -35,7 +35,7 @@ def in_slots(
 class Gradients(Protocol):
     """`GradientSync`, or the reducer of LAMB."""
 
-    def has_fixed(self, arena: Arena) -> bool: ...
+    def stay_in_place(self, arena: Arena) -> bool: ...
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]: ...
 
 
@@ -68,7 +68,7 @@ class ArenaState:
         # What rules walk over, by parameter group.
         self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
-            self.units.setdefault(arena.owners[unit.param], []).append(unit)
+            self.units.setdefault(arena.group_of[unit.param], []).append(unit)
         self._lists: dict[int, _CachedLists] = {}
         # Gradients of the step under way: kernels are given addresses, which keep nothing alive.
         self._held: list[list[Tensor]] = []
@@ -81,7 +81,7 @@ class ArenaState:
     def apply(self, gradients: Gradients, function: Apply, noop: Tensor | None = None) -> None:
         """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
         self.weights.begin(skips=noop is not None)
-        keeps = gradients.has_fixed(self.arena) and self.weights.are_fixed
+        keeps = gradients.stay_in_place(self.arena) and self.weights.are_fixed
         for owner, lists in self.lists(gradients).items():
             function(owner, lists)
             if isinstance(lists, TorchLists) and not keeps:
@@ -99,7 +99,7 @@ class ArenaState:
         known = self._lists.get(owner)
         if known is not None and known.where != where:
             known = None
-        if known is not None and gradients.has_fixed(self.arena) and known.has_tensors:
+        if known is not None and gradients.stay_in_place(self.arena) and known.has_tensors:
             return known.lists
         given = gradients.of_units(self.arena, units)
         self._held.append(given)

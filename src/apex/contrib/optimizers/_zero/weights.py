@@ -32,7 +32,10 @@ def units_of(arena: Arena) -> list[Piece]:
     found: list[Piece] = []
     for piece in arena.owned:
         first = found[-1] if found else None
-        if first and (arena.owners[first.param], first.bucket) == (arena.owners[piece.param], piece.bucket):
+        if first and (arena.group_of[first.param], first.bucket) == (
+            arena.group_of[piece.param],
+            piece.bucket,
+        ):
             found[-1] = replace(first, stop=first.start + piece.offset + piece.size - first.offset)
         else:
             found.append(piece)
