@@ -13,7 +13,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,19 +32,21 @@ from .sweep_cases import FAMILIES, Draw, Passes
 # Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
 SLOW_CALL = 2e3  # microseconds of the host above which a round has fewer: an optimizer of many tensors, one by one
+MOST_HOST = 10_000  # microseconds that a GPU may wait for the host
 # A pass that is slower on the GPU is measured again: one in a hundred is so by chance, where a kernel takes 10 us.
 ROUNDS_WHERE_SLOWER = 12
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
 BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5)
 WORST = 12  # cases that are printed
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # the most that a case may have
+TIMES = {"gpu": "on the GPU", "events": "between events"}
 
 
 @dataclass
 class Pass:
     """One direction of one case: microseconds by implementation, and what was wrong with ours, if anything."""
 
-    name: str
+    case: str
     family: str
     gpu: dict[str, float] = field(default_factory=dict)
     events: dict[str, float] = field(default_factory=dict)
@@ -56,13 +58,9 @@ class Pass:
         peers = [value for name, value in times.items() if name != OURS]
         return times[OURS] / min(peers) if OURS in times and peers else None
 
-    def as_json(self) -> dict[str, Any]:
-        times = {kind: {name: round(value, 2) for name, value in getattr(self, kind).items()} for kind in TIMES}
+    def as_json(self) -> str:
         ratios = {f"{kind}_ratio": ratio and round(ratio, 3) for kind in TIMES for ratio in [self.ratio(kind)]}
-        return {"case": self.name, "family": self.family, **times, **ratios, "error": self.error}
-
-
-TIMES = {"gpu": "on the GPU", "events": "between events"}
+        return json.dumps({**asdict(self), **ratios})
 
 
 def sweep_families(names: str) -> list[str]:
@@ -114,7 +112,7 @@ def run_sweep(
             with cores.one_core() if on_one_core else contextlib.nullcontext():
                 found = _measure(name, family, make, device)
             passes += found
-            lines += [json.dumps(each.as_json()) for each in found]
+            lines += [each.as_json() for each in found]
             with atomic_file(path, "w") as file:
                 file.write(head + ',\n"passes": [' + ",\n".join(lines) + "]}\n")
         print_summary(family, passes[first:], time.perf_counter() - begin, console)
@@ -131,19 +129,19 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
     found = []
     for direction, each in prepared.items():
         result = Pass(f"{name} {direction}".strip(), family)
+        found.append(result)
         try:
             excess = worst_excess(each.implementations[OURS]()(), each.expected)
             if not excess <= 1:
                 result.error = f"error is {excess:.3g} times the tolerance"
-            else:
-                calls = {peer: make() for peer, make in (each.timed or each.implementations).items()}
-                for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
-                    result.gpu, result.events = compare(calls, device, rounds)
-                    if (result.ratio("gpu") or 0.0) <= LIMIT:
-                        break
+                continue
+            calls = {peer: make() for peer, make in (each.timed or each.implementations).items()}
+            for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
+                result.gpu, result.events = compare(calls, device, rounds)
+                if (result.ratio("gpu") or 0.0) <= LIMIT:
+                    break
         except Exception as error:
             result.error = _describe(error)
-        found.append(result)
     return found
 
 
@@ -151,49 +149,45 @@ def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tup
     """Medians in microseconds of each call on the GPU alone (nothing on a CPU) and between events, taken in turns."""
     alone: dict[str, list[float]] = {name: [] for name in calls}
     whole: dict[str, list[float]] = {name: [] for name in calls}
-    host = {name: _warm_up(call, device) for name, call in calls.items()}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            if device.type == "cuda":
-                fewer = 1 + int(host[name] / SLOW_CALL)
-                alone[name] += timing.event_samples(call, -(-GPU_CALLS // fewer), timing.delay_cycles(host[name]))
-                whole[name] += timing.event_samples(call, -(-EVENT_CALLS // fewer))
-            else:
-                whole[name].append(_seconds(call) * 1e6)
-    gpu, events = ({name: median(each) for name, each in samples.items() if each} for samples in (alone, whole))
+    # The third call finds kernels compiled and launches kept.
+    host = {name: min([_host(call, device) for _ in range(3)][-1], MOST_HOST) for name, call in calls.items()}
+    for _, (name, call) in itertools.product(range(rounds), calls.items()):
+        if device.type == "cuda":
+            fewer = 1 + int(host[name] / SLOW_CALL)
+            alone[name] += timing.event_samples(call, -(-GPU_CALLS // fewer), timing.delay_cycles(host[name]))
+            whole[name] += timing.event_samples(call, -(-EVENT_CALLS // fewer))
+        else:
+            whole[name].append(_host(call, device))
+    gpu, events = ({name: round(median(each), 2) for name, each in kind.items() if each} for kind in (alone, whole))
     return gpu, events
 
 
-def _warm_up(call: Call, device: torch.device) -> float:
-    """Calls until kernels are compiled and launches are kept; microseconds of the host, no more than a GPU may wait."""
-    for _ in range(3):
-        timing.synchronize(device)
-        seconds = _seconds(call)
-    return min(1e6 * seconds, 10_000)
-
-
-def _seconds(call: Call) -> float:
+def _host(call: Call, device: torch.device) -> float:
+    """Microseconds that a call keeps the host busy."""
+    timing.synchronize(device)
     begin = time.perf_counter()
     call()
-    return time.perf_counter() - begin
+    return 1e6 * (time.perf_counter() - begin)
 
 
 def print_summary(family: str, passes: Sequence[Pass], seconds: float, console: Console) -> None:
     """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong."""
     console.print(f"\n{family}: {len(passes)} passes in {seconds:.0f} s", style="bold", markup=False)
     for kind, words in TIMES.items():
-        rated = [(ratio, each) for each in passes if (ratio := each.ratio(kind)) is not None]
+        rated = sorted(
+            ((ratio, each) for each in passes if (ratio := each.ratio(kind)) is not None), key=lambda r: -r[0]
+        )
         if not rated:
             continue
         counts = Counter(bisect.bisect_left(BINS, ratio) for ratio, _ in rated)
         bounds = [*(f"to {bound:g}" for bound in BINS), "more"]
         histogram = "  ".join(f"{bound}: {counts[index]}" for index, bound in enumerate(bounds))
-        slower = [item for item in rated if item[0] > LIMIT]
+        slower = sum(ratio > LIMIT for ratio, _ in rated)
         console.print(f"ours / torch {words}: {histogram}", markup=False)
-        console.print(f"  over {LIMIT}: {len(slower)} of {len(rated)} ({100 * len(slower) / len(rated):.1f}%)")
-        for ratio, each in sorted(rated, key=lambda item: -item[0])[:WORST]:
+        console.print(f"  over {LIMIT}: {slower} of {len(rated)} ({100 * slower / len(rated):.1f}%)")
+        for ratio, each in rated[:WORST]:
             times = "  ".join(f"{name} {value:.0f}" for name, value in getattr(each, kind).items())
-            console.print(f"  {ratio:5.2f}  {each.name}  us: {times}", markup=False)
+            console.print(f"  {ratio:5.2f}  {each.case}  us: {times}", markup=False)
     for each in passes:
         if each.error is not None:
-            console.print(f"  wrong: {each.name}: {each.error}", style="red", markup=False)
+            console.print(f"  wrong: {each.case}: {each.error}", style="red", markup=False)

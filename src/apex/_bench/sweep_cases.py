@@ -23,10 +23,10 @@ from ..ops.group_norm import group_norm
 from ..ops.norm import layer_norm, rms_norm
 from ..ops.softmax import masked_softmax
 from .cases import attention, dense, focal_loss, glu, optimizers, rope
-from .directions import exact, long_name, prepare, with_peers
+from .directions import compared, long_name, times, without_kink
 from .list_passes import PASSES, prepare_pass
 from .problems import make_parameters, prepared_steps
-from .registry import Expected, Prepared
+from .registry import Prepared
 
 KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # of rows at which something was slow once, or which many have
 
@@ -84,33 +84,33 @@ class Draw(random.Random):
 
 def _name(dtype: torch.dtype, shape: Sequence[int], *words: object) -> str:
     described = [str(word).removeprefix("torch.") for word in words if word]
-    return " ".join([long_name(dtype), "x".join(map(str, shape)), *described])
+    return " ".join([long_name(dtype), times(shape), *described])
 
 
-def _tolerant(expected: Sequence[Expected]) -> list[Expected]:
+def _tolerant(passes: Passes) -> Passes:
     """Errors are also measured by the usual size of the values, whose rounding single elements inherit."""
-    usual = [float(each.value.square().mean().sqrt()) for each in expected]
-    return [
-        replace(each, slack=each.slack + 4 * _tolerance.tolerance(each.dtype)[0] * size)
-        for each, size in zip(expected, usual, strict=True)
-    ]
+    for each in passes.values():
+        usual = [float(right.value.square().mean().sqrt()) for right in each.expected]
+        each.expected = [
+            replace(right, slack=right.slack + 4 * _tolerance.tolerance(right.dtype)[0] * size)
+            for right, size in zip(each.expected, usual, strict=True)
+        ]
+    return passes
 
 
 def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summed: int = 1) -> Passes:
     """Forward and backward of a function of `leaves`; `eager` in float64 is right. `summed` rounded values are added.
 
-    Elements for which `kink` is nearly zero get no gradient: on which side they lie depends on rounding.
+    Elements for which `kink` is nearly zero get no gradient.
     """
     leaves = [leaf.requires_grad_() for leaf in leaves]
     gradient = torch.randn_like(ours(*leaves))
     if kink is not None:
-        near = 1e-3 if leaves[0].dtype == torch.float32 else 0.05
-        gradient.masked_fill_(kink(*(leaf.detach().double() for leaf in leaves)).abs() < near, 0)
+        without_kink(gradient, kink(*(leaf.detach().double() for leaf in leaves)))
     largest = max(leaf.numel() for leaf in leaves)
     terms = [1, *(summed * largest // leaf.numel() for leaf in leaves)]
-    makers = with_peers(ours, eager, gradient.device, compile=False)
-    right = {way: exact(eager, leaves, gradient, way, gradient.dtype, terms) for way in ("fwd", "bwd")}
-    return {way: prepare(makers, leaves, gradient, way, _tolerant(right[way])) for way in right}
+    prepare = functools.partial(compared, ours, eager, leaves, gradient, terms=terms, compile=False)
+    return _tolerant({way: prepare(direction=way) for way in ("fwd", "bwd")})
 
 
 def _benchmarked(prepare: Callable[..., Prepared], *arguments: Any) -> Callable[[], Passes]:
@@ -121,8 +121,7 @@ def _benchmarked(prepare: Callable[..., Prepared], *arguments: Any) -> Callable[
         for each in found.values():
             timed = each.timed or each.implementations
             each.timed = {name: maker for name, maker in timed.items() if name not in ("compile", "liger")}
-            each.expected = _tolerant(each.expected)
-        return found
+        return _tolerant(found)
 
     return make
 
