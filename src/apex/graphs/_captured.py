@@ -14,10 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 from ..ops import _recording
-from ..ops._recording import Guard, Recording, is_number
-from ._places import hyperparameters
+from ..ops._recording import Recording, is_number
 from ._references import References
-from ._state import Snapshot, State, version_of
+from ._state import Snapshot, State, parameters, version_of
 
 # What objects may have beside tensors to be taken for batches, which are copied with other tensors.
 _PLAIN = bool | int | float | str | None | torch.dtype | torch.device
@@ -97,7 +96,6 @@ class Graph:
     ) -> None:
         self._recording = recording = Recording(True, device)
         references, known = References(function, _pytree.tree_leaves(arguments)), list(optimizers.values())
-        guards = references.guards()
         # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
         self._inputs = [_static(tensor, device) for tensor in tensors_of(arguments)]
         static = iter(self._inputs)
@@ -109,30 +107,21 @@ class Graph:
             with watched(optimizers), _recording.active(recording):
                 return function(*args, **kwargs)
 
-        before = Snapshot(known, references)
+        before = Snapshot(known, references.places(), references.scalers)
         torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
         try:
             self._replay, outputs = backend.capture(run, device)
-            self.state = State(before, recording)
-            for guard in guards:
-                if not guard.holds():
-                    raise NotImplementedError(f"every call changes {guard.name}, which a graph cannot do")
+            self.state = State(before, (*parameters(known), *references.parameters()), recording)
         finally:
             before.restore()
             torch.clear_autocast_cache()
-        trained = lambda: [  # noqa: E731
-            [param.requires_grad for param in self.state.params],
-            [len(group["params"]) for optimizer in known for group in optimizer.param_groups],
-        ]
-        self._guards = guards + recording.guards + hyperparameters(known, recording.followed)
-        self._guards.append(Guard("which parameters are trained", trained, trained()))
         # Indices of inputs that the function writes to.
         self._written = [index for index, each in enumerate(self._inputs) if version_of(each) != versions[index]]
         self._outputs = detached(outputs)
 
     def prepare(self) -> str | None:
         """Makes ready for a replay; or returns what keeps it from being replayed now."""
-        for guard in self._guards:
+        for guard in self._recording.guards:
             if not guard.holds():
                 return f"{guard.name} (was {reprlib.repr(guard.expected)})"
         return self.state.bring()

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops._recording import Guard
-from ._places import Place, holds_tensors
+from ._state import Place, tensors_in
 
 _NUMBERS = (bool, int, float, complex, str, type(None))
 
@@ -29,7 +28,8 @@ class References:
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
-        self._readers: list[tuple[str, Callable[[], Any]]] = []
+        # Numbers, flags and strings, modules and optimizers, lengths of lists.
+        self.plain: list[Place] = []
         self._tensors: list[Place] = []
         self._modules: dict[int, nn.Module] = {}
         self._seen: set[tuple[int, int]] = set()
@@ -37,17 +37,13 @@ class References:
         for argument in arguments:
             self._note(argument)
 
-    def guards(self) -> list[Guard]:
-        """Numbers, which objects there are and how long lists are, as it is now."""
-        return [Guard(name, read, read()) for name, read in self._readers]
-
     def places(self) -> list[Place]:
-        """Where it finds tensors, or may put others; and modes of modules."""
-        found = list(self._tensors)
+        """Where all of this is, and modes of modules."""
+        found = [*self.plain, *self._tensors, *(Place.of(param, "requires_grad") for param in self.parameters())]
         for module in self._modules.values():
             found.append(Place.of(module, "training"))
             entries = {**vars(module), **module._buffers}
-            found += [Place.of(module, key, optional=True) for key, value in entries.items() if holds_tensors(value)]
+            found += [Place.of(module, key, optional=True) for key, value in entries.items() if _holds_tensors(value)]
         return found
 
     def parameters(self) -> list[torch.Tensor]:
@@ -88,16 +84,14 @@ class References:
 
     def _add(self, place: Place, file: str) -> None:
         value = place.read()
-        if isinstance(value, _NUMBERS):
-            self._readers.append((place.name, place.read))
+        if isinstance(value, _NUMBERS) or self._note(value):
+            self.plain.append(place)
         elif isinstance(value, FunctionType | MethodType | functools.partial):
             self._look(value, file)
-        elif holds_tensors(value):
+        elif _holds_tensors(value):
             self._tensors.append(place)
-        elif self._note(value):
-            self._readers.append((f"which object {place.name} is", lambda: id(place.read())))
         elif isinstance(value, list | set):
-            self._readers.append((f"the length of {place.name}", lambda: len(place.read())))
+            self.plain.append(Place(f"the length of {place.name}", place.root, (*place.path, len)))
 
 
 def _parts(place: Place, names: _Names) -> Iterator[Place]:
@@ -105,12 +99,17 @@ def _parts(place: Place, names: _Names) -> Iterator[Place]:
     value = place.read()
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in names.strings or holds_tensors(item):
+            if key in names.strings or _holds_tensors(item):
                 yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key))
     elif not isinstance(value, ModuleType | type | nn.Module | torch.Tensor | torch.optim.Optimizer):
         for variable, attribute in sorted(names.attributes):
             if variable == place.name and attribute in getattr(value, "__dict__", ()):
                 yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute))
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether something is a tensor that is no parameter, or a tuple of such."""
+    return bool(tensors_in(value)) and not getattr(value, "requires_grad", False)
 
 
 def _unwrapped(function: Any) -> Any:

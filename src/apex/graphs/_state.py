@@ -1,4 +1,4 @@
-"""What a graph needs from Python before a replay, and what it leaves there.
+"""What a training step finds and leaves in Python: gradients, optimizer state, loss scales, tensors in its variables.
 
 A graph computes with the tensors that were there when it was captured. Before a replay, what is in their places now is
 copied into them; after it the graph's results are put there, as the function itself would have done.
@@ -6,19 +6,129 @@ copied into them; after it the graph's results are put there, as the function it
 
 from __future__ import annotations
 
+import functools
+import gc
+import operator
 import random
+import reprlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..amp._amp_state import _amp_state
-from ..ops._recording import Recording, is_number
+from ..ops._recording import Guard, Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-from ._places import MISSING, Place, holds_tensors, parameters, training_places
-from ._references import References
+
+MISSING = object()
+
+
+class Place(NamedTuple):
+    """Somewhere in Python: the attributes and keys that lead from `root` to what is there; `len` for how many."""
+
+    name: str
+    root: Any
+    path: tuple[Any, ...]
+    # Most steps replace what is there without reading it, as they do with gradients: see `Recording.reads`.
+    temporary: bool = False
+    # It matters only where the step changes it.
+    optional: bool = False
+    # A variable of the function, an attribute of one, an item: a tensor that is only read stays there.
+    variable: bool = False
+
+    @staticmethod
+    def of(root: Any, *path: Any, **flags: bool) -> Place:
+        """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
+        keys = "".join(f"[{key!r}]" for key in path[1:] if not isinstance(key, Tensor))
+        return Place(f"{type(root).__name__}.{path[0]}{keys}", root, path, **flags)
+
+    def read(self) -> Any:
+        """What is there, `MISSING` if nothing is."""
+        return functools.reduce(_get, self.path, self.root)
+
+    def put(self, value: Any) -> None:
+        """Changes it."""
+        owner = functools.reduce(_get, self.path[:-1], self.root)
+        (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, self.path[-1], value)
+
+    def has(self, value: Any) -> bool:
+        """Whether something equal to `value` is there."""
+        return Guard(self.name, self.read, value).holds()
+
+
+def _get(owner: Any, key: Any) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(key, MISSING)
+    try:
+        return len(owner) if key is len else owner[key] if isinstance(owner, list) else getattr(owner, key)
+    except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
+        return MISSING
+
+
+def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Parameters that a step may change, and the half-precision ones that amp writes from them."""
+    found = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    found += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
+    return list({id(param): param for param in found}.values())
+
+
+def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
+    """Every number, flag and tensor in the parameter groups and defaults of optimizers, but for counts on the host."""
+    found = [Place.of(optimizer, "defaults", name) for optimizer in optimizers for name in optimizer.defaults]
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            names = [name for name in group if name != "params" and (name != "step" or isinstance(group[name], Tensor))]
+            found += [Place.of(optimizer, "param_groups", index, name) for name in names]
+    return found
+
+
+def _training_places(optimizers: Sequence[Any]) -> list[Place]:
+    """Every place of these optimizers and of amp, and the gradients of all tensors of the process."""
+    stepped = {id(param): param for param in parameters(optimizers)}
+    found = hyperparameters(optimizers)
+    found += [Place.of(param, "requires_grad") for param in stepped.values()]
+    found += [Place.of(param, "grad", temporary=True) for param in stepped.values()]
+    # An optimizer may step outside of the function, and a backward pass may come through another's parameters.
+    leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
+    found += [Place.of(leaf, "grad", temporary=True, optional=True) for leaf in leaves if id(leaf) not in stepped]
+    for optimizer in optimizers:
+        found += [
+            Place.of(optimizer, "state", param, name) for param in optimizer.state for name in optimizer.state[param]
+        ]
+        found += [Place.of(optimizer, name) for name in ("most_recent_scale", "scale_set_by_backward")]
+        found.append(Place.of(optimizer, "param_groups", len))
+        for index in range(len(optimizer.param_groups)):
+            found += [Place.of(optimizer, "_skipped", index), Place.of(optimizer, "param_groups", index, "params", len)]
+    for optimizer in _amp_state.optimizers:
+        found += [
+            Place.of(optimizer._amp_stash, name)
+            for name in ("found_inf", "already_patched", "params_have_scaled_gradients")
+        ]
+    for scaler in _amp_state.loss_scalers:
+        found += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
+    return found
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor gets gradients."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view whose base was written to since, a tensor of torch.func that is out of use
+        return False
+
+
+def tensors_in(value: Any) -> Sequence[Tensor]:
+    """A tensor, or the tensors of a tuple of nothing else; empty for everything else."""
+    if isinstance(value, Tensor):
+        return (value,)
+    return value if isinstance(value, tuple) and all(isinstance(each, Tensor) for each in value) else ()
+
+
+def version_of(value: Any) -> int | None:
+    """How often a tensor was written to."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
@@ -46,11 +156,10 @@ def _listed(state: Any) -> Any:
 class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
-    def __init__(self, optimizers: Sequence[Any], references: References) -> None:
-        self.params = [*parameters(optimizers), *references.parameters()]
-        self.found = [(place, place.read()) for place in (*training_places(optimizers), *references.places())]
+    def __init__(self, optimizers: Sequence[Any], others: Sequence[Place], scalers: Sequence[Any]) -> None:
+        self.found = [(place, place.read()) for place in (*_training_places(optimizers), *others)]
         self.versions = [version_of(value) for _, value in self.found]
-        owners = (*optimizers, *(optimizer._amp_stash for optimizer in _amp_state.optimizers), *references.scalers)
+        owners = (*optimizers, *(optimizer._amp_stash for optimizer in _amp_state.optimizers), *scalers)
         self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
         self._sizes = [(each, len(each)) for optimizer in optimizers for each in _dicts(optimizer.state)]
         self._random = [(get, put, get()) for get, put in _host_generators()]
@@ -72,29 +181,32 @@ class Snapshot:
             entries.clear()
             entries.update(before)
         for place, value in self.found:
-            if value is not MISSING and place.read() is not value:
+            if value is not MISSING and place.path[-1] is not len and place.read() is not value:
                 place.put(value)
 
 
 class State:
     """What one graph needs in the places, and what it leaves there."""
 
-    def __init__(self, before: Snapshot, recording: Recording) -> None:
+    def __init__(self, before: Snapshot, params: Iterable[Tensor], recording: Recording) -> None:
         before.check()
-        self.params = list(before.params)
+        self.params = list(params)
         # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
         # these, so that they must be in the place, too.
         self._needs: list[tuple[Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
         for (place, value), version in zip(before.found, before.versions, strict=True):
+            if (id(place.root), *place.path[1:]) in recording.followed:
+                continue
             after = place.read()
             is_written, is_replaced = version_of(after) != version, after is not value
             if place.optional and not is_replaced and not (place.temporary and is_written):
                 continue
             if is_number(value) and is_number(after) and value != after:
-                raise NotImplementedError(f"{place.name} is a Python number that every step changes, from {value}")
+                raise NotImplementedError(f"every call changes {place.name}, which no graph can")
             if place.optional and place.temporary:
                 self.params.append(place.root)
+                self._needs.append((Place.of(place.root, "requires_grad"), True, True))
             if is_replaced and after is not MISSING:
                 self._results.append((place, after))
                 if place.temporary and isinstance(value, Tensor) and id(value) not in recording.reads:
@@ -115,14 +227,14 @@ class State:
             found = place.read()
             if found is need:
                 continue
-            if _kinds(need) and _kinds(found) == _kinds(need):
-                moved.append((place, need, found, is_changed))
-            elif _tensors(need) or _tensors(found) or found != need:
-                return place.name
-        # Two may have changed places: all are read before one is written to.
-        sources = [[tensor.clone() for tensor in _tensors(found)] for _, _, found, _ in moved]
-        for (place, need, _, is_changed), values in zip(moved, sources, strict=True):
-            for own, value in zip(_tensors(need), values, strict=True):
+            kinds, others = ([(t.shape, t.dtype, t.device) for t in tensors_in(each)] for each in (need, found))
+            if kinds and kinds == others:
+                # A copy: two may have changed places, and all are read before one is written to.
+                moved.append((place, need, [tensor.clone() for tensor in tensors_in(found)], is_changed))
+            elif kinds or others or not place.has(need):
+                return f"{place.name} (was {reprlib.repr(need)})"
+        for place, need, values, is_changed in moved:
+            for own, value in zip(tensors_in(need), values, strict=True):
                 own.detach().copy_(value)
             if is_changed:
                 place.put(need)
@@ -133,19 +245,3 @@ class State:
         for place, after in self._results:
             if place.read() is not after:
                 place.put(after)
-
-
-def _tensors(value: Any) -> Sequence[Tensor]:
-    """A tensor, or the tensors of a tuple of nothing else; empty for everything else."""
-    if isinstance(value, Tensor):
-        return (value,)
-    return value if holds_tensors(value) else ()
-
-
-def _kinds(value: Any) -> list[Any]:
-    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in _tensors(value)]
-
-
-def version_of(value: Any) -> int | None:
-    """How often a tensor was written to."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None

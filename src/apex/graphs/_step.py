@@ -18,8 +18,8 @@ from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
 from ._captured import Graph, detached, kind_of, tensors_of, watched
-from ._places import hyperparameters, parameters
 from ._references import References, line_of
+from ._state import hyperparameters, parameters
 
 
 class CapturedStep:
@@ -120,16 +120,18 @@ class CapturedStep:
 
     def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
         """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
-        references = References(self._function, tree_leaves(arguments)).guards()
-        numbers = hyperparameters(list(self._optimizers.values()))
+        references = References(self._function, tree_leaves(arguments))
+        places = (*references.plain, *hyperparameters(list(self._optimizers.values())))
+        before = [place.read() for place in places]
         outputs = self._eagerly(arguments, device)
         if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
             self._calls = {known: count for known, count in self._calls.items() if known in self._graphs}
             self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
         self._calls[kind] = self._calls.get(kind, 0) + 1
-        changed = [guard for guard in (*references, *numbers) if not guard.holds()]
+        changed = [place for place, value in zip(places, before, strict=True) if not place.has(value)]
         if changed and self._calls[kind] == self._warmup:
-            cure = "call the scheduler" if changed[0] in numbers else "make it a tensor, or do this"
+            is_rate = isinstance(changed[0].root, torch.optim.Optimizer)
+            cure = "call the scheduler" if is_rate else "make it a tensor, or do this"
             self._give_up(f"every call changes {changed[0].name}, which no graph can; {cure} outside of the function")
         return outputs
 

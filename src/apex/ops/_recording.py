@@ -31,7 +31,7 @@ class Guard(NamedTuple):
         try:
             found = self.read()
             return found is self.expected or bool(found == self.expected)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
 
 
