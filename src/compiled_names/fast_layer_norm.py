@@ -32,6 +32,4 @@ def ln_bwd(dz, x_or_z, mu_, rsigma, gamma, beta_=None, memory_efficient=False) -
     settings = (row_length, 0.0, True, memory_efficient, dz.dtype, x_or_z.dtype)
     saved = (x_or_z, gamma, beta, statistics)
     dx, dgamma, dbeta = NORM.run_backward((dz,), saved, settings, (True, True, True))
-    assert dgamma is not None
-    assert dbeta is not None
     return [dx, dgamma, dbeta, dgamma.float()[None], dbeta.float()[None]]

@@ -15,7 +15,7 @@ def forward(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor]:
     return [conv_bias_relu(x, weight, bias, ConvSpec(padding, stride))]
 
 
-def backward(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor]:
+def backward(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor | None]:
     """[x, weight, output, gradient] to the gradients of [x, weight, bias]; for `forward` and `forward_mask`."""
     x, weight, output, dy = inputs
     gradients = conv_bias_relu_gradients(dy, output, x, weight, ConvSpec(padding, stride), True, _BOTH)
@@ -28,7 +28,7 @@ def forward_no_relu(inputs: list[Tensor], padding: int, stride: int) -> list[Ten
     return [conv_bias(x, weight, bias, ConvSpec(padding, stride))]
 
 
-def backward_no_relu(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor]:
+def backward_no_relu(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor | None]:
     """[x, weight, gradient] to the gradients of [x, weight, bias]."""
     x, weight, dy = inputs
     return _shaped(conv_bias_gradients(dy, x, weight, ConvSpec(padding, stride), True, _BOTH))
@@ -46,19 +46,13 @@ def forward_cscale_cbias_relu(inputs: list[Tensor], padding: int, stride: int) -
     return [conv_bias_relu(x, weight, bias, ConvSpec(padding, stride), scale=scale)]
 
 
-def backward_cscale_cbias_relu(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor]:
+def backward_cscale_cbias_relu(inputs: list[Tensor], padding: int, stride: int) -> list[Tensor | None]:
     """[x, weight, scale, output, gradient] to the gradients of [x, weight]."""
     x, weight, scale, output, dy = inputs
     spec = ConvSpec(padding, stride)
-    dx, dweight, _ = conv_bias_relu_gradients(dy, output, x, weight, spec, False, _BOTH, scale)
-    assert dx is not None
-    assert dweight is not None
-    return [dx, dweight]
+    return list(conv_bias_relu_gradients(dy, output, x, weight, spec, False, _BOTH, scale)[:2])
 
 
-def _shaped(gradients: tuple[Tensor | None, Tensor | None, Tensor | None]) -> list[Tensor]:
+def _shaped(gradients: tuple[Tensor | None, Tensor | None, Tensor | None]) -> list[Tensor | None]:
     dx, dweight, dbias = gradients
-    assert dx is not None
-    assert dweight is not None
-    assert dbias is not None
     return [dx, dweight, dbias.view(1, -1, 1, 1)]

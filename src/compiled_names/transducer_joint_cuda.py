@@ -20,12 +20,9 @@ def forward(
 
 
 # `in` is a word of Python: upstream's name of the first argument cannot be written here.
-def backward(input, fLen, gLen, batchOffset, maxFLen, maxGLen, packOutput, scale) -> list[Tensor]:
+def backward(input, fLen, gLen, batchOffset, maxFLen, maxGLen, packOutput, scale) -> list[Tensor | None]:
     """Gradients of f and g from [the gradient of h] or [the gradient of h, the mask], in its dtype."""
     dh, mask = input[0], input[1] if len(input) > 1 else None
     offset = batchOffset if packOutput else None
     settings = (False, 0.0, float(scale), maxFLen, maxGLen, len(dh), False)
-    df, dg = ops.JOINT.run_backward((dh,), (mask, fLen, gLen, offset), settings, (True, True))
-    assert df is not None
-    assert dg is not None
-    return [df, dg]
+    return list(ops.JOINT.run_backward((dh,), (mask, fLen, gLen, offset), settings, (True, True)))

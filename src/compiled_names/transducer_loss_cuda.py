@@ -7,21 +7,19 @@ from torch import Tensor
 from apex.ops import transducer as ops
 
 
-def forward(x, label, fLen, yLen, batchOffset, maxFLen, blankIdx, opt, packedInput) -> list[Tensor]:
+def forward(x, label, fLen, yLen, batchOffset, maxFLen, blankIdx, opt, packedInput) -> list[Tensor | None]:
     """alpha, beta (float32, or float64 for float64) and the losses."""
     if opt not in (-1, 0, 1):
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
     losses, _, _, scores = ops.LOSS.run(x, label, fLen, yLen, offset, maxFLen, blankIdx, False, False, True)
-    assert losses is not None
-    assert scores is not None
-    return [scores[0], scores[1], losses]
+    return [*scores, losses]  # type: ignore[misc]
 
 
 def backward(
     x, lossGrad, alpha, beta, fLen, yLen, label, batchOffset, maxFLen, blankIdx, opt, fuseSoftmaxBackward, packedInput
-) -> Tensor:
+) -> Tensor | None:
     """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
@@ -29,5 +27,4 @@ def backward(
     shares = ops.shares_of_scores(alpha, beta, *given, blankIdx)
     settings = (maxFLen, blankIdx, fuseSoftmaxBackward, True, False)
     (dx,) = ops.LOSS.run_backward((lossGrad,), (*given, None, shares), settings, (True,))
-    assert dx is not None
     return dx

@@ -1,4 +1,8 @@
-"""DistributedFusedAdam but for its arguments, its state dicts, and what it shows of its buckets."""
+"""DistributedFusedAdam but for its arguments, its state dicts, and what it shows of its buckets.
+
+A subclass for another algorithm says which state a parameter has (`_state_names`) and how lists of tensors are updated
+(`_update`).
+"""
 
 from __future__ import annotations
 
@@ -187,7 +191,7 @@ class ZeroOptimizer(ShardedOptimizer):
             check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+        names = self._state_names()
         if self.with_scaled_states:
             return ScaledState(arena, names)
         stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
@@ -393,12 +397,8 @@ class ZeroOptimizer(ShardedOptimizer):
             scale = self._norms.grad_scale
             count = self._steps.next(noop)
 
-            rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
-            decoupled = bool(self.adam_w_mode)
-
             def update(number: int, lists: Lists) -> None:
-                hyper = adam_hyperparameters(self.param_groups[number], count, decoupled=decoupled)
-                lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
+                self._update(self.param_groups[number], lists, count, noop, scale)
 
             for state in self._states:
                 state.apply(self._gradients, update, noop)
@@ -408,6 +408,19 @@ class ZeroOptimizer(ShardedOptimizer):
                 self._parameters.start()
             else:
                 self._parameters.synchronize()
+
+    def _state_names(self) -> tuple[str, ...]:
+        """The names of a parameter's state, in the order of the rule's slots."""
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+
+    def _update(
+        self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
+    ) -> None:
+        """One step of some tensors; `step` counts from 1, and is a float64 tensor where it lives on the device."""
+        decoupled = bool(self.adam_w_mode)
+        hyper = adam_hyperparameters(group, step, decoupled=decoupled)
+        rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
+        lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
 
     def _check_capture(self) -> None:
         """Refuses to record into a CUDA graph what a replay would get wrong."""
