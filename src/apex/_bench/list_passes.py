@@ -104,26 +104,18 @@ def _torch_clip(params: list[nn.Parameter]) -> Pass:
     return _clipping(functools.partial(nn.utils.clip_grad_norm_, foreach=True), params)
 
 
-def _exact_norm(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    return grads, flat(grads).norm()
-
-
-def _exact_scale(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    return [grad * FACTOR for grad in grads], grads[0].new_zeros(1)
-
-
 def _exact_clip(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     norm = flat(grads).norm()
     return [grad * (FACTOR * norm / (norm + 1e-6)) for grad in grads], norm
 
 
 PASSES = (
-    ListPass("l2norm", 4, {OURS: _l2norm, "torch_foreach": _torch_l2norm}, _exact_norm),
+    ListPass("l2norm", 4, {OURS: _l2norm, "torch_foreach": _torch_l2norm}, lambda grads: (grads, flat(grads).norm())),
     ListPass(
         "scale+overflow",
         8,
         {OURS: _scale, "torch": _torch_scale, "torch_foreach": _foreach_scale},
-        _exact_scale,
+        lambda grads: ([grad * FACTOR for grad in grads], grads[0].new_zeros(1)),
         plants_overflow=True,
     ),
     ListPass("clip_grad_norm", 12, {OURS: _clip, "torch": _torch_clip}, _exact_clip),

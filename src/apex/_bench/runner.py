@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,7 +60,8 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
             measurements[name] = Measurement(name, "failed", error=_describe(error))
         else:
             if measurements[name].status == "ok":
-                makers[name] = prepared.timed[name] if prepared.timed is not None else functools.partial(_same, call)
+                again: Callable[[], Call] = lambda call=call: call  # type: ignore[misc]  # noqa: E731
+                makers[name] = prepared.timed[name] if prepared.timed is not None else again
             del call
     prepared.expected, prepared.expected_of = (), {}
     _release(device)
@@ -76,10 +77,6 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
                 measurements[name], microseconds=microseconds, host_microseconds=host, gpu_microseconds=gpu
             )
     return measurements
-
-
-def _same(call: Call) -> Call:
-    return call
 
 
 def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
@@ -125,16 +122,12 @@ def _time(
                 errors[name] = error.with_traceback(None)  # whose frames would keep tensors alive
             call = None  # type: ignore[assignment]
             _release(device)
-    summary = _median_of_all if wall else _smallest_median
-    return {name: errors.get(name) or (summary(samples[name]), host[name], gpu[name]) for name in makers}
-
-
-def _median_of_all(turns: Sequence[Sequence[float]]) -> float:
-    return median(sample for turn in turns for sample in turn)
-
-
-def _smallest_median(turns: Sequence[Sequence[float]]) -> float:
-    return min(map(median, turns))
+    times = {
+        name: median(itertools.chain(*turns)) if wall else min(map(median, turns))
+        for name, turns in samples.items()
+        if name not in errors
+    }
+    return {name: errors.get(name) or (times[name], host[name], gpu[name]) for name in makers}
 
 
 def _release(device: torch.device) -> None:

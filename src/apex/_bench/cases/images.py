@@ -89,20 +89,13 @@ def batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
 # Group norm with SiLU ------------------------------------------------------------------------------------------------
 
 
-def _group_norm_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.silu(functional.group_norm(x, GROUPS, weight, bias, EPS))
-
-
-def _group_norm_ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return group_norm(x, GROUPS, weight, bias, EPS, "silu")
-
-
 def _group_norm(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
     random = Random(device)
     x, gradient = _tensors(dtype, shape, torch.channels_last, random, 2)
     leaves = [each.requires_grad_() for each in (x, random.weight(shape[1], dtype), random.weight(shape[1], dtype))]
-    terms = (1, 1, _pixels(shape), _pixels(shape))
-    return compared(_group_norm_ours, _group_norm_torch, leaves, gradient, direction, terms)
+    ours = lambda x, weight, bias: group_norm(x, GROUPS, weight, bias, EPS, "silu")  # noqa: E731
+    eager = lambda x, weight, bias: functional.silu(functional.group_norm(x, GROUPS, weight, bias, EPS))  # noqa: E731
+    return compared(ours, eager, leaves, gradient, direction, (1, 1, _pixels(shape), _pixels(shape)))
 
 
 def group_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -176,14 +169,6 @@ def sync_batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
 # Convolution with bias and ReLU --------------------------------------------------------------------------------------
 
 
-def _conv_torch(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
-    return functional.relu(functional.conv2d(x, weight, bias, 1, padding))
-
-
-def _conv_ours(x: Tensor, weight: Tensor, bias: Tensor, padding: int) -> Tensor:
-    return ConvBiasReLU(x, weight, bias, padding, 1)
-
-
 def _conv(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
     images, channels, outputs, side, kernel = shape
     padding, summands, pixels = kernel // 2, channels * kernel * kernel, images * side * side
@@ -195,7 +180,9 @@ def _conv(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device
     x, weight, bias = (each.detach().double() for each in leaves)
     without_kink(gradient, functional.conv2d(x, weight, bias, 1, padding))
     terms = (summands, outputs * kernel * kernel, pixels, pixels)
-    return compared(_conv_ours, _conv_torch, (*leaves, padding), gradient, direction, terms)
+    ours = lambda x, weight, bias: ConvBiasReLU(x, weight, bias, padding, 1)  # noqa: E731
+    eager = lambda x, weight, bias: functional.relu(functional.conv2d(x, weight, bias, 1, padding))  # noqa: E731
+    return compared(ours, eager, leaves, gradient, direction, terms)
 
 
 def conv_cases(device: torch.device, quick: bool) -> Sequence[Case]:
