@@ -182,14 +182,6 @@ def test_long_sequences_keep_the_digits_of_float32(route: Route) -> None:
 
 @pytest.mark.parametrize("route", routes())
 def test_more_tokens_than_frames(route: Route) -> None:
-    """Lattices lie between the kernels by the shorter side."""
-    assert config.skew(300, 60) == (359 * 60, 60, 1)
-    for frames, tokens in ((3, 7), (7, 3), (4, 4), (1, 5)):
-        skew = config.skew(frames, tokens)
-        places = {(t + u) * skew.step + skew.sign * u for t in range(frames) for u in range(tokens)}
-        assert len(places) == frames * tokens
-        assert min(places) == 0
-        assert max(places) < skew.places <= 2 * frames * tokens
     given = *tensors((2, 6, 4, [2, 1], [6, 4], 1, _F32), route.device), 2, 1
     with _library.implementation(route.implementation):
         found = run(*given)

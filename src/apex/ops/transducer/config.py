@@ -105,22 +105,6 @@ def _word_tile(
     return WordTile(groups, min(_power(tokens), max(1, elements // (groups * lanes))), lanes)
 
 
-class Skew(NamedTuple):
-    """How the nodes of a lattice lie between the kernels: (t, u) at (t + u) * step + sign * u, of `places` places."""
-
-    places: int
-    step: int
-    sign: int
-
-
-def skew(frames: int, tokens: int) -> Skew:
-    """A diagonal after the other, each as long as the shorter side: its nodes by token, or by frame."""
-    diagonals = frames + tokens - 1
-    if tokens <= frames:
-        return Skew(diagonals * tokens, tokens, 1)
-    return Skew(diagonals * frames, frames + 1, -1)
-
-
 def walk_tile(tokens: int, device: _device.DeviceFacts) -> tuple[int, int]:
     """The tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
 
@@ -130,7 +114,7 @@ def walk_tile(tokens: int, device: _device.DeviceFacts) -> tuple[int, int]:
     return block, max(1, block // device.warp_size)
 
 
-def shares_tile(frames: int, tokens: int) -> tuple[int, int]:
+def shares_tile(tokens: int) -> tuple[int, int]:
     """Neighbouring diagonals, and nodes of each: 512 nodes, of whole diagonals where those are shorter."""
-    columns = min(512, _power(min(frames, tokens)))
+    columns = min(512, _power(tokens))
     return 512 // columns, columns

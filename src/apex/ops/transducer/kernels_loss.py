@@ -10,7 +10,7 @@ flight together. The ROWS are neighbouring tokens of one frame.
 Between the kernels a probability is an int64: its exponent of two above 32 bits of a float32 mantissa from 1 to 2, or 0
 with an exponent below all others. Nothing underflows, and a product of hundreds of words keeps seven digits, where a
 float32 logarithm of the order of a thousand has four behind the point. The nodes of a lattice lie diagonal after
-diagonal, node (t, u) at (t + u) * step + sign * u, which `config.skew` chooses so that a diagonal is one stretch.
+diagonal, node (t, u) at (t + u) * U + u of `_places`, so that a diagonal is one stretch.
 """
 
 import triton
@@ -95,6 +95,12 @@ def _node(program, T, U, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _places(batch, T, U):
+    """How many places the nodes of a lattice have between the kernels, as int64 like `batch`."""
+    return (batch * 0 + T + U - 1) * U
+
+
+@triton.jit
 def _next_labels(label, batch, u, tokens, U, V):
     """The labels of tokens that have one, which tokens those are, and which labels are words."""
     has_label = u < tokens - 1
@@ -106,7 +112,7 @@ def _next_labels(label, batch, u, tokens, U, V):
 @kernel
 @triton.jit
 def transducer_loss_words(
-    x, label, f_len, y_len, batch_offset, sums, words, B, T, U, V, blank, places, step, sign,
+    x, label, f_len, y_len, batch_offset, sums, words, B, T, U, V, blank,
     WHOLE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Per node: the logarithm of the sum of exponentials, and the probabilities of blank and of the next label.
@@ -153,9 +159,10 @@ def transducer_loss_words(
             tl.store(sums + node, tl.where(exists, log_sum, 0.0), mask=u < U)
             blank_score -= log_sum
             label_score -= log_sum
-        place = words + batch * places + (t + u).to(tl.int64) * step + sign * u
+        places = _places(batch, T, U)
+        place = words + batch * places + (t + u).to(tl.int64) * U + u
         tl.store(place, _packed_power(blank_score), mask=exists)
-        tl.store(place + (batch * 0 + B) * places, _packed_power(label_score), mask=exists)
+        tl.store(place + B * places, _packed_power(label_score), mask=exists)
     elif sums is not None:
         tl.store(sums + node, tl.zeros([ROWS], tl.float32), mask=u < U)
 
@@ -199,7 +206,7 @@ def _next_diagonal(reached, blank, label, out, entry, s, limit, label_limit, MAN
 @kernel
 @triton.jit
 def transducer_loss_walk(
-    words, f_len, y_len, states, losses, B, T, U, places, step, sign,
+    words, f_len, y_len, states, losses, B, T, U,
     ALPHA: tl.constexpr, MANY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """alpha and beta (2 x B x places, packed) or beta alone, and the losses.
@@ -212,16 +219,18 @@ def transducer_loss_walk(
     program = tl.program_id(0)
     if ALPHA:
         batch, back = (program // 2).to(tl.int64), program % 2
+        places = _places(batch, T, U)
         states += (back * B + batch) * places
     else:
         batch, back = program.to(tl.int64), program * 0 + 1
+        places = _places(batch, T, U)
         states += batch * places
     words += batch * places
     frames = tl.maximum(tl.minimum(tl.load(f_len + batch).to(tl.int32), T), 0)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
     last = frames + tokens - 2
-    hop = tl.where(back == 1, -step, step).to(tl.int64)
-    before = tl.where(back == 1, sign, -sign)
+    hop = tl.where(back == 1, -U, U).to(tl.int64)
+    before = tl.where(back == 1, 1, -1)
     for begin in tl.range(0, U, TOKENS):
         i = begin + tl.arange(0, TOKENS)
         u = tl.where(back == 1, tokens - 1 - i, i)
@@ -230,7 +239,7 @@ def transducer_loss_walk(
         label_limit = tl.where(i > 0, limit, 0)
         # The first node: nothing behind it, or the last blank.
         start = (i == 0) & (limit > 0)
-        corner = sign * u + tl.where(back == 1, last, 0).to(tl.int64) * step
+        corner = u + tl.where(back == 1, last, 0).to(tl.int64) * U
         end = tl.load(words + corner, mask=start & (back == 1), other=ONE)
         reached = tl.where(start, end, ZERO)
         tl.store(states + corner, reached, mask=start)
@@ -239,7 +248,7 @@ def transducer_loss_walk(
         out = states + corner + first * hop
         # Walking on, words lead from the nodes of the diagonal before; walking back, from the nodes themselves.
         blank_at = words + corner + (first - 1 + back) * hop
-        label_at = blank_at + (batch * 0 + B) * places + tl.where(back == 1, 0, before)
+        label_at = blank_at + B * places + tl.where(back == 1, 0, before)
         blank_a, label_a, blank_b, label_b, blank_c, label_c, blank_d, label_d = _words_of_four(
             blank_at, label_at, hop, s, blank_limit, label_limit
         )
@@ -278,7 +287,7 @@ def _share(alpha, word, beta, total):
 @kernel
 @triton.jit
 def transducer_loss_shares(
-    words, states, f_len, y_len, shares, scores, B, T, U, places, step, sign,
+    words, states, f_len, y_len, shares, scores, B, T, U,
     DIAGONALS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Per node: the share of all right ways that goes on from there by blank, and by label (2 x B x T x U).
@@ -286,29 +295,28 @@ def transducer_loss_shares(
     `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node. Diagonal by
     diagonal, so that what is read lies side by side.
     """
-    width = tl.minimum(T, U)
-    blocks, rows = tl.cdiv(width, COLUMNS), tl.cdiv(T + U - 1, DIAGONALS)
+    blocks, rows = tl.cdiv(U, COLUMNS), tl.cdiv(T + U - 1, DIAGONALS)
     program = tl.program_id(0)
-    column = (program % blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    u = (program % blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     program = program // blocks
     diagonal = (program % rows) * DIAGONALS + tl.arange(0, DIAGONALS)[:, None]
     batch = (program // rows).to(tl.int64)
-    u = tl.where(sign > 0, column, diagonal - column)
     t = diagonal - u
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(y_len + batch).to(tl.int32) + 1, U)
-    inside = (column < width) & (t >= 0) & (t < T) & (u >= 0) & (u < U)
+    inside = (t >= 0) & (t < T) & (u < U)
     exists = inside & (t < frames) & (u < tokens)
-    place = batch * places + diagonal.to(tl.int64) * width + column
-    second = (batch * 0 + B) * places
+    places = _places(batch, T, U)
+    place = batch * places + diagonal.to(tl.int64) * U + u
+    second = B * places
     beta = states + second
     total = tl.load(beta + batch * places)
     here = tl.load(states + place, mask=exists, other=ZERO)
     blank = tl.load(words + place, mask=exists, other=ZERO)
     label = tl.load(words + second + place, mask=exists & (u < tokens - 1), other=ZERO)
-    below = tl.load(beta + place + step, mask=exists & (t < frames - 1), other=ZERO)
+    below = tl.load(beta + place + U, mask=exists & (t < frames - 1), other=ZERO)
     below = tl.where((t == frames - 1) & (u == tokens - 1), ONE, below)
-    beside = tl.load(beta + place + step + sign, mask=exists & (u < tokens - 1), other=ZERO)
+    beside = tl.load(beta + place + U + 1, mask=exists & (u < tokens - 1), other=ZERO)
     node = (batch * T + t) * U + u
     nodes = (batch * 0 + B) * T * U
     tl.store(shares + node, tl.where(exists, _share(here, blank, below, total), 0.0), mask=inside)

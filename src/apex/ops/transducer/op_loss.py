@@ -103,25 +103,26 @@ def launch_forward(
     batches, tokens, words = len(f_len), label.shape[1] + 1, x.shape[-1]
     if not batches or not _can_walk():
         return LOSS.run_reference(x, label, f_len, y_len, batch_offset, *options)
-    device, both, skew = facts(x.device), want_nodes or want_scores, config.skew(frames, tokens)
+    device, both = facts(x.device), want_nodes or want_scores
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     sums = empty(batches, frames, tokens) if softmax else None
-    probabilities = empty(2, batches, skew.places, dtype=torch.int64)
+    # Of each node's blank and label, diagonal after diagonal: see the kernels.
+    probabilities = empty(2, batches, (frames + tokens - 1) * tokens, dtype=torch.int64)
     reading = config.reading_tile(tokens, words, x.dtype.itemsize, device)
     kernels.transducer_loss_words(
         (batches * frames * -(-tokens // reading.rows),),
         (x, label, f_len, y_len, within_rows(batch_offset, len(x)), sums, probabilities),
-        (batches, frames, tokens, words, blank_idx, *skew),
+        (batches, frames, tokens, words, blank_idx),
         WHOLE=words <= reading.groups * reading.lanes,
         GROUPS=reading.groups,
         ROWS=reading.rows,
         LANES=reading.lanes,
         num_warps=1,
     )
-    sizes = (batches, frames, tokens, *skew)
+    sizes = (batches, frames, tokens)
     states = torch.empty_like(probabilities if both else probabilities[0])
     losses = empty(batches, dtype=x.dtype)
     tokens_at_once, num_warps = config.walk_tile(tokens, device)
@@ -138,9 +139,9 @@ def launch_forward(
         return losses, sums, None, None
     shares = empty(2, batches, frames, tokens)
     scores = torch.empty_like(shares) if want_scores else None
-    diagonals, columns = config.shares_tile(frames, tokens)
+    diagonals, columns = config.shares_tile(tokens)
     kernels.transducer_loss_shares(
-        (batches * -(-(frames + tokens - 1) // diagonals) * -(-min(frames, tokens) // columns),),
+        (batches * -(-(frames + tokens - 1) // diagonals) * -(-tokens // columns),),
         (probabilities, states, f_len, y_len, shares, scores),
         sizes,
         DIAGONALS=diagonals,
