@@ -70,22 +70,12 @@ CASES = [
     GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, way="cut"),
     GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, channels_last=False, way="cut"),
     GroupNormCase((2, 24, 7, 9), 2, BF16, F32, channels_last=False, offset=30.0, way="cut"),
-    GroupNormCase((2, 24, 9, 8), 2, F32, silu=True, way="walk"),
-    GroupNormCase((2, 21, 7, 9), 3, BF16, F32, way="walk"),
-    GroupNormCase((1, 70, 5, 9), 2, F32, None, way="walk"),
-    GroupNormCase((2, 24, 9, 8), 2, F32, offset=300.0, way="walk"),
-    GroupNormCase((2, 24, 9, 8), 2, F16, F16, silu=True, channels_last=False, way="walk"),
-    GroupNormCase((3, 20, 4, 4), 4, BF16, BF16, silu=True, way="apart"),
-    GroupNormCase((2, 12, 3, 5), 4, has_bias=False, way="apart"),
 ]
 
-# What makes groups of any size run as only those of larger images do: cut into tiles, walked through by one program,
-# and with the images apart in the backward pass.
+# What makes groups of any size run as only those of larger images do: cut into tiles.
 NONE = {"forward": 0, "backward": 0}
 WAYS = {
-    "cut": {"SMALL_GROUP": NONE, "WALKED_GROUP": 0, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
-    "walk": {"SMALL_GROUP": NONE, "WALKING": 0, "WALK": {"forward": (256, 4, 2), "backward": (256, 4, 1)}},
-    "apart": {"WHOLE_GROUP": 0},
+    "cut": {"SMALL_GROUP": NONE, "FORWARD_TILE": {True: 512, False: 256}, "BACKWARD_TILE": 256},
 }
 
 
@@ -144,11 +134,10 @@ def test_matches_float64(case: GroupNormCase, route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("way", ["", "walk", "apart"])
-def test_more_groups_than_tickets(way: str, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs then leave the gradients of parameters to another launch, unless each takes a group of all images."""
+def test_more_groups_than_tickets(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs then leave the gradients of parameters to another launch."""
     monkeypatch.setattr(op, "TICKETS", 3)
-    check(GroupNormCase((2, 12, 3, 5), 4, way=way), route)
+    check(GroupNormCase((2, 12, 3, 5), 4), route)
 
 
 @pytest.mark.gpu
@@ -354,10 +343,6 @@ def test_large_groups_are_cut_up() -> None:
     for direction in ("forward", "backward"):
         assert config.small_config(64, 80, direction, 2, INTERPRETER) is not None
         assert config.small_config(4096, 10, direction, 2, INTERPRETER) is None
-        assert config.walk_config(2, 4096, 320, 10, direction, 2, INTERPRETER) is not None
-        assert config.walk_config(8, 4096, 320, 10, direction, 2, INTERPRETER) is None
-        # 16 programs for 102400 elements each
-        assert config.walk_config(2, 1600, 336, 42, direction, 2, INTERPRETER) is None
     for last in (True, False):
         tile = config.tile_config(4097, 320, 8192, last)
         assert tile.rows * tile.chunks >= 4097
@@ -381,29 +366,16 @@ def test_no_program_loads_many_values_one_by_one() -> None:
         assert config.held_forward(positions, channels + 1, last=True)
 
 
-def test_one_program_takes_few_images() -> None:
-    small = config.small_config(16, 9, "backward", 2, INTERPRETER)
-    assert small is not None
-    assert config.whole_groups(8, small)
-    assert not config.whole_groups(25, small)
-
-
 def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
-    """A program takes a tile, or a group of few elements, or one of a moderate size beside many others."""
-    for images, groups, channels_of_group, positions in itertools.product(
-        (1, 2, 3, 8, 64), (1, 8, 16, 32), (1, 4, 10, 21, 42, 80), (49, 64, 196, 1024, 1600, 4096, 16384)
+    """A program takes a tile, or a group of few elements."""
+    for groups, channels_of_group, positions in itertools.product(
+        (1, 8, 16, 32), (1, 4, 10, 21, 42, 80), (49, 64, 196, 1024, 1600, 4096, 16384)
     ):
         channels = groups * channels_of_group
         for direction in ("forward", "backward"):
             padded = next_power_of_2(channels_of_group) * positions
             if config.small_config(positions, channels_of_group, direction, 2, INTERPRETER) is not None:
                 assert padded <= 32768
-            elif (
-                config.walk_config(images, positions, channels, channels_of_group, direction, 2, INTERPRETER)
-                is not None
-            ):
-                assert padded <= 65536
-                assert images * groups >= 64
             for last in (True, False):
                 elements = config.FORWARD_TILE[last] if direction == "forward" else config.BACKWARD_TILE
                 tile = config.tile_config(positions, channels, elements, last)

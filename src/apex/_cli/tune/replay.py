@@ -61,7 +61,6 @@ CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
     "glu.forward_tile": _glu,
     "glu.backward_tile": _glu,
     "group_norm.small_config": _groups,
-    "group_norm.walk_config": _groups,
     "group_norm.cut_config": lambda **sizes: ("group_norm", _images(**sizes)),
     "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
     "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),

@@ -7,14 +7,10 @@ from typing import NamedTuple
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Elements of a group, its channels rounded up to a power of two, up to which one program holds all of it. Times in
+# Elements of a group, its sizes rounded up to powers of two, up to which one program holds all of it. Times in
 # microseconds are those of an H200, in bfloat16, channels last: the gradients of 8x960x32x32, 32768 elements a group,
 # took 143 held at once and 55 in tiles.
 SMALL_GROUP = {"forward": 32768, "backward": 16384}
-# Elements of a group in all images up to which one program takes them all in the backward pass, which leaves no sums
-# to be added; for host-bound sizes, where a launch less counts for more than the time of the GPU. Each image takes 1.
-# With 32768 elements float16 2x392x16x16 took 30, PyTorch's operators 26.
-WHOLE_GROUP, WHOLE_IMAGES = 16384, 8
 # Bytes of a group side by side, where channels are last, from which on a program may read that group alone, and the
 # elements of a tensor up to which it may in any case: groups of one channel of 47x32x96x96 took 179 forward, cut up
 # they take as long as groups of many.
@@ -24,13 +20,6 @@ GROUP_BYTES, SCATTERED = 16, 1 << 22
 # elements a group of 7 channels, took 264; 48x48x56x56, of 6, takes 52, 4x416x28x28, 16384 elements of 13, 11. Cut up,
 # bfloat16 2x808x48x48, of 101 channels, takes 24.
 ODD_GROUP = 16384
-# Elements of a group, its channels rounded up, up to which one program walks through all of it in tiles, and the fewest
-# such programs: a walk takes 0.6 ns per element however many there are, while cutting up 1 to 3 million elements takes
-# 17 forward and 23 backward, with two launches more. 2x320x64x64, 65536 elements in 64 programs, where the host is the
-# limit: 39 forward and 146 backward, cut up 77 and 203. 8x320x64x64: 55 and 149 against 35 and 127. In a later run
-# 2x320x64x64 took 27 forward and with gradients 198, cut up 60 and 268; in captured graphs 26 and 60, and 12 and 28.
-WALKED_GROUP, WALKED, WALKING = 1 << 16, 1 << 23, 64
-WALK = {"forward": (4096, 8, 2), "backward": (8192, 16, 1)}  # elements of a tile, warps, tiles on their way
 # Elements that one program holds of each tensor where groups are cut up, and its warps. 8x2560x64x64: forward 211
 # against 240 to 310 for other sizes where channels are last, 139 against 165 where they are not; backward 351 against
 # 385 to 607, and 236 against 252.
@@ -56,25 +45,11 @@ def held_forward(positions: int, group_channels: int, last: bool) -> bool:
 
 
 class GroupConfig(NamedTuple):
-    """One program per group of an image, which it holds at once or walks through in tiles of `position_block`."""
+    """One program per group of an image, which it holds at once."""
 
     position_block: int
     channel_block: int
     num_warps: int
-    stages: int = 1
-
-
-def whole_groups(images: int, small: GroupConfig) -> bool:
-    """Whether one program takes a group of all images in the backward pass."""
-    return images <= WHOLE_IMAGES and images * small.position_block * small.channel_block <= WHOLE_GROUP
-
-
-def whole_warps(small: GroupConfig) -> int:
-    """More of them: so few programs, which take one image after the other, leave the GPU idle.
-
-    With one warp bfloat16 3x96x16x16 took 40, PyTorch's operators 29.
-    """
-    return min(16, 4 * small.num_warps)
 
 
 @tunable(lambda config: ("num_warps",))
@@ -87,27 +62,6 @@ def small_config(
     if elements > SMALL_GROUP[direction]:
         return None
     return GroupConfig(position_block, channel_block, min(16, max(1, elements // 1024)))
-
-
-@tunable(lambda config: ("position_block", "num_warps", "stages"))
-def walk_config(
-    images: int,
-    positions: int,
-    channels: int,
-    group_channels: int,
-    direction: str,
-    element_size: int,
-    device: DeviceFacts,
-) -> GroupConfig | None:
-    """None where groups are cut up."""
-    channel_block = next_power_of_2(group_channels)
-    if positions * channel_block > WALKED_GROUP or images * positions * channels > WALKED:
-        return None
-    if images * (channels // group_channels) < WALKING:
-        return None
-    elements, num_warps, stages = WALK[direction]
-    position_block = min(next_power_of_2(positions), max(1, elements // channel_block))
-    return GroupConfig(position_block, channel_block, num_warps, stages)
 
 
 class CutConfig(NamedTuple):

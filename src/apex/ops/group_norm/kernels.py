@@ -21,13 +21,6 @@ from .._launch import kernel
 
 
 @triton.jit
-def _silu_gradient(dy, z):
-    """The gradient at z, given the gradient at silu(z)."""
-    sigmoid = 1.0 / (1.0 + tl.exp(-z))
-    return dy * sigmoid * (1.0 + z * (1.0 - sigmoid))
-
-
-@triton.jit
 def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
     """The same numbers, one of them known to be a multiple of ALIGN."""
     if LAST:
@@ -88,7 +81,9 @@ def _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     xhat = (values - mean) * factor
     if SILU:
-        gradient = _silu_gradient(gradient, xhat * scale + shift)
+        z = xhat * scale + shift
+        sigmoid = 1.0 / (1.0 + tl.exp(-z))
+        gradient = gradient * sigmoid * (1.0 + z * (1.0 - sigmoid))
     return gradient, xhat
 
 
@@ -135,7 +130,7 @@ def _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D: tl.co
 @triton.jit
 def group_norm_forward_small(
     x, weight, bias, y, statistics,
-    positions, channels, groups, eps,
+    images, positions, channels, groups, eps,
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -236,159 +231,35 @@ def group_norm_backward_small(
     x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
     images, positions, channels, groups, eps,
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr, WHOLE: tl.constexpr, ADD_UP: tl.constexpr,
+    D_BLOCK: tl.constexpr, ADD_UP: tl.constexpr,
 ):  # fmt: skip
-    """One program per group of an image, or with WHOLE one per group of all images.
+    """One program per group of an image, which fills its place in the first part of `scratch`.
 
-    With WHOLE or ADD_UP the gradients of weight and bias are written, otherwise the first part of `scratch`.
+    With ADD_UP the gradients of weight and bias are written, too.
     """
     positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
+    image = (program // groups).to(tl.int64)
     group = program % groups
     row = tl.arange(0, S_BLOCK)[:, None]
     within = tl.arange(0, D_BLOCK)
     column = within[None, :]
     mask = (row < positions) & (column < D)
-    channel = group * D + column
-    scale, shift = _parameters(weight, bias, channel, column < D)
-    count = positions * D
-    first = 0 if WHOLE else program // groups
-    last = images if WHOLE else program // groups + 1
-    sum_dy = tl.zeros((D_BLOCK,), tl.float32)
-    sum_dy_xhat = tl.zeros((D_BLOCK,), tl.float32)
-    for image in range(first, last):
-        start = tl.cast(image, tl.int64) * positions * channels
-        offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
-        found = statistics + (image * groups + group) * 2
-        mean = tl.load(found)
-        factor = tl.rsqrt(tl.load(found + 1) + eps)
-        # Outside the group the gradient is 0, and so is every term.
-        gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
-        sum_dy += tl.sum(gradient, 0)
-        sum_dy_xhat += tl.sum(gradient * xhat, 0)
-        scaled = gradient * scale
-        mean_dy_xhat = tl.sum(scaled * xhat) / count
-        result = factor * (scaled - tl.sum(scaled) / count - xhat * mean_dy_xhat)
-        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
-    if WHOLE:
-        channel = group * D + within
-        _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, within < D)
-    else:
-        sums = scratch + (program // groups).to(tl.int64) * 2 * channels + group * D + within
-        tl.store(sums, sum_dy, within < D)
-        tl.store(sums + channels, sum_dy_xhat, within < D)
-        if ADD_UP:
-            _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, D_BLOCK)
-
-
-@triton.jit
-def _group(
-    positions, channels, groups, D: tl.constexpr, LAST: tl.constexpr, S_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr
-):
-    """Of this program's group: where it begins, and for the elements of its first tile [S_BLOCK, D_BLOCK] their
-    positions and where they lie from there; then the distance between two positions."""
-    program = tl.program_id(0)
-    row = tl.arange(0, S_BLOCK)[:, None]
-    column = tl.arange(0, D_BLOCK)[None, :]
-    image = (program // groups).to(tl.int64) * positions * channels
-    first_channel = (program % groups) * D
-    if LAST:
-        begin = image + first_channel
-        offset = row * channels + column
-        step = channels
-    else:
-        begin = image + first_channel.to(tl.int64) * positions
-        offset = column * positions + row
-        step = 1
-    return begin, row, column, offset, step
-
-
-@kernel
-@triton.jit
-def group_norm_forward_walk(
-    x, weight, bias, y, statistics,
-    positions, channels, groups, eps,
-    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program per group of an image.
-
-    Each place of a tile keeps mean and squared deviations of what it has seen (Welford's way); they are joined at the
-    end, around the mean of all: as exact as reading the input once more.
-    """
-    positions, channels = _aligned(positions, channels, LAST, ALIGN)
-    begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
-    means = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
-    squares = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
-    tiles = tl.cdiv(positions, S_BLOCK)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        mask = (tile * S_BLOCK + row < positions) & (column < D)
-        values = tl.load(x + begin + (offset + tile * S_BLOCK * step), mask, other=0.0).to(tl.float32)
-        away = tl.where(mask, values - means, 0.0)
-        means += away * (1.0 / (tile + 1))
-        squares += away * (values - means)
-    seen = tl.where((row < positions) & (column < D), (positions - row + S_BLOCK - 1) // S_BLOCK, 0).to(tl.float32)
-    count = 1.0 * positions * D
-    mean = tl.sum(seen * means) / count
-    variance = tl.sum(squares + seen * (means - mean) * (means - mean)) / count
-    tl.store(statistics + tl.program_id(0) * 2, mean)
-    tl.store(statistics + tl.program_id(0) * 2 + 1, variance)
-    channel = (tl.program_id(0) % groups) * D + column
-    factor = tl.rsqrt(variance + eps)
-    scale, shift = _parameters(weight, bias, channel, column < D)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        mask = (tile * S_BLOCK + row < positions) & (column < D)
-        place = begin + (offset + tile * S_BLOCK * step)
-        values = tl.load(x + place, mask, other=0.0).to(tl.float32)
-        result = _finish((values - mean) * factor, scale, shift, SILU)
-        tl.store(y + place, result.to(y.dtype.element_ty), mask)
-
-
-@kernel
-@triton.jit
-def group_norm_backward_walk(
-    x, dy, weight, bias, statistics, dx, scratch, tickets, dweight, dbias,
-    images, positions, channels, groups, eps,
-    D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
-    D_BLOCK: tl.constexpr, STAGES: tl.constexpr, ADD_UP: tl.constexpr,
-):  # fmt: skip
-    """One program per group of an image, which it walks through in tiles of S_BLOCK positions, reading it twice.
-
-    Fills the first part of `scratch`, and with ADD_UP writes the gradients of weight and bias.
-    """
-    positions, channels = _aligned(positions, channels, LAST, ALIGN)
-    program = tl.program_id(0)
-    first_channel = (program % groups) * D
-    begin, row, column, offset, step = _group(positions, channels, groups, D, LAST, S_BLOCK, D_BLOCK)
+    scale, shift = _parameters(weight, bias, group * D + column, column < D)
+    start = image * positions * channels
+    offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
     mean = tl.load(statistics + program * 2)
     factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
-    scale, shift = _parameters(weight, bias, first_channel + column, column < D)
-    sum_dy = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
-    sum_dy_xhat = tl.zeros((S_BLOCK, D_BLOCK), tl.float32)
-    tiles = tl.cdiv(positions, S_BLOCK)
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        mask = (tile * S_BLOCK + row < positions) & (column < D)
-        place = begin + (offset + tile * S_BLOCK * step)
-        gradient, xhat = _gradient_and_xhat(x, dy, place, mask, mean, factor, scale, shift, SILU)
-        # Outside the group the gradient is 0, and so is every term.
-        sum_dy += gradient
-        sum_dy_xhat += gradient * xhat
-    within = tl.arange(0, D_BLOCK)
-    channel_dy = tl.sum(sum_dy, 0)
-    channel_dy_xhat = tl.sum(sum_dy_xhat, 0)
-    found = scratch + (program // groups).to(tl.int64) * 2 * channels + first_channel + within
-    tl.store(found, channel_dy, within < D)
-    tl.store(found + channels, channel_dy_xhat, within < D)
-    weights, _ = _parameters(weight, bias, first_channel + within, within < D)
-    count = 1.0 * positions * D
-    mean_dy = tl.sum(channel_dy * weights) / count
-    mean_dy_xhat = tl.sum(channel_dy_xhat * weights) / count
-    for tile in tl.range(0, tiles, num_stages=STAGES):
-        mask = (tile * S_BLOCK + row < positions) & (column < D)
-        place = begin + (offset + tile * S_BLOCK * step)
-        gradient, xhat = _gradient_and_xhat(x, dy, place, mask, mean, factor, scale, shift, SILU)
-        result = factor * (gradient * scale - mean_dy - xhat * mean_dy_xhat)
-        tl.store(dx + place, result.to(dx.dtype.element_ty), mask)
+    # Outside the group the gradient is 0, and so is every term.
+    gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
+    scaled = gradient * scale
+    count = positions * D
+    mean_dy_xhat = tl.sum(scaled * xhat) / count
+    result = factor * (scaled - tl.sum(scaled) / count - xhat * mean_dy_xhat)
+    tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
+    sums = scratch + image * 2 * channels + group * D + within
+    tl.store(sums, tl.sum(gradient, 0), within < D)
+    tl.store(sums + channels, tl.sum(gradient * xhat, 0), within < D)
     if ADD_UP:
         _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, D_BLOCK)
 
@@ -407,13 +278,10 @@ def group_norm_backward_tile(
     channel of a tile, in part 3 of `scratch`.
     """
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
-    values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
     scale, shift = _parameters(weight, bias, channel, inside)
-    xhat = (values - mean[None, :]) * factor[None, :]
-    if SILU:
-        gradient = _silu_gradient(gradient, xhat * scale[None, :] + shift[None, :])
+    mean, factor, scale, shift = mean[None, :], factor[None, :], scale[None, :], shift[None, :]
+    gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
     means = scratch + tl.cast(images, tl.int64) * 2 * channels
     if dx is None:
         # Outside the input the gradient is 0, and so is every term.
@@ -424,7 +292,7 @@ def group_norm_backward_tile(
         means += (image * groups + channel // D) * 2
         mean_dy = tl.load(means, inside, other=0.0)[None, :]
         mean_dy_xhat = tl.load(means + 1, inside, other=0.0)[None, :]
-        result = factor[None, :] * (gradient * scale[None, :] - mean_dy - xhat * mean_dy_xhat)
+        result = factor * (gradient * scale - mean_dy - xhat * mean_dy_xhat)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
 
 

@@ -122,29 +122,20 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """One launch where a program takes a whole group, three where groups are cut up."""
     x, last = _dense(input)
-    device, dtype = x.device, x.dtype
-    shapes, launches = _forward_launches(x.shape, groups, dtype, last, silu, device)
+    device, dtype, shape = x.device, x.dtype, tuple(x.shape)
+    launches, elements = _forward_launches(shape, groups, dtype, last, silu, device)
     empty = empty_on(device)
-    y = empty(shapes.input, x.stride(), dtype)
-    statistics = empty(shapes.statistics, shapes.statistics_strides, torch.float32)
-    if shapes.partials is None:
+    y = empty(shape, x.stride(), dtype)
+    statistics = empty((shape[0], groups, 2), (2 * groups, 2, 1), torch.float32)
+    if not elements:
         launches[0]((x, weight, bias, y, statistics), (eps,))
         return y, statistics
     measure, add_up, apply = launches
-    partials = torch.empty(shapes.partials, dtype=torch.float32, device=device)
+    partials = torch.empty(elements, dtype=torch.float32, device=device)
     measure((x, partials))
     add_up((partials, statistics))
     apply((x, weight, bias, statistics, y), (eps,))
     return y, statistics
-
-
-class _Shapes(NamedTuple):
-    """What a forward pass makes; `partials` where groups are cut up."""
-
-    input: tuple[int, ...]
-    statistics: tuple[int, ...]
-    statistics_strides: tuple[int, ...]
-    partials: tuple[int, ...] | None = None
 
 
 def _constants(group_channels: int, last: bool, silu: bool, contiguous: int) -> dict[str, Any]:
@@ -152,33 +143,46 @@ def _constants(group_channels: int, last: bool, silu: bool, contiguous: int) -> 
     return {"D": group_channels, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
 
 
-def _prepare_whole(
-    kernel: Any, programs: int, sizes: tuple[int, ...], chosen: config.GroupConfig, **constants: Any
+def _prepare_held(
+    kernel: Any, sizes: tuple[int, ...], chosen: config.GroupConfig, last: bool, silu: bool, **constants: Any
 ) -> Any:
-    blocks = {"S_BLOCK": chosen.position_block, "D_BLOCK": chosen.channel_block}
-    return kernel.prepare((programs,), sizes, **constants, **blocks, num_warps=chosen.num_warps)
+    """The launch of a kernel with a program for each group of an image."""
+    images, positions, channels, groups = sizes
+    group_channels = channels // groups
+    return kernel.prepare(
+        (images * groups,),
+        sizes,
+        **_constants(group_channels, last, silu, group_channels if last else positions),
+        **constants,
+        S_BLOCK=chosen.position_block,
+        D_BLOCK=chosen.channel_block,
+        num_warps=chosen.num_warps,
+    )
+
+
+def _held_config(
+    sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
+) -> config.GroupConfig | None:
+    """How one program takes a whole group; None where groups are cut up."""
+    images, positions, channels, groups = sizes
+    group_channels = channels // groups
+    if not config.groups_apart(images * positions * channels, group_channels * itemsize, last):
+        return None
+    if direction == "forward" and not config.held_forward(positions, group_channels, last):
+        return None
+    return config.small_config(positions, group_channels, direction, itemsize, device)
 
 
 @launch_rule
 def _forward_launches(
     shape: tuple[int, ...], groups: int, dtype: torch.dtype, last: bool, silu: bool, on: torch.device
-) -> tuple[_Shapes, tuple[Any, ...]]:
-    """What is made, and the kernels, which lack their tensors."""
+) -> tuple[tuple[Any, ...], int]:
+    """The kernels, which lack their tensors: one, or three and the elements of memory for what the first finds."""
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    itemsize, device = dtype.itemsize, facts(on)
-    shapes = _Shapes(tuple(shape), (images, groups, 2), (2 * groups, 2, 1))
-    group_channels = channels // groups
-    apart = config.groups_apart(images * positions * channels, group_channels * itemsize, last)
-    if apart and config.held_forward(positions, group_channels, last):
-        constants = _constants(group_channels, last, silu, group_channels if last else positions)
-        kernel = kernels.group_norm_forward_small
-        chosen = config.small_config(positions, group_channels, "forward", itemsize, device)
-        if chosen is None:
-            kernel = kernels.group_norm_forward_walk
-            chosen = config.walk_config(images, positions, channels, group_channels, "forward", itemsize, device)
-            constants["STAGES"] = 1 if chosen is None else chosen.stages
-        if chosen is not None:
-            return shapes, (_prepare_whole(kernel, images * groups, sizes[1:], chosen, **constants),)
+    itemsize, device, group_channels = dtype.itemsize, facts(on), channels // groups
+    chosen = _held_config(sizes, itemsize, last, "forward", device)
+    if chosen is not None:
+        return (_prepare_held(kernels.group_norm_forward_small, sizes, chosen, last, silu),), 0
     tile, shared = _tiles(sizes, itemsize, last, "forward", device)
     constants = _constants(group_channels, last, silu, channels if last else positions)
     layout = {"LAST": last, "ALIGN": constants["ALIGN"]}
@@ -186,7 +190,7 @@ def _forward_launches(
     measure = kernels.group_norm_measure.prepare(grid, (positions, channels, tile.chunks), **layout, **shared)
     add_up = kernels.group_norm_statistics.prepare((images * groups,), others, R=tile.rows, **_adding(group_channels))
     apply = kernels.group_norm_apply.prepare(grid, others, **constants, **shared)
-    return shapes._replace(partials=(images, tile.chunks, 2, channels)), (measure, add_up, apply)
+    return (measure, add_up, apply), images * tile.chunks * 2 * channels
 
 
 def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
@@ -219,18 +223,17 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     x, last = _dense(input)
     if dy.stride() != x.stride():
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    device, dtype = x.device, x.dtype
+    device, dtype, shape = x.device, x.dtype, tuple(x.shape)
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
-    launches = _backward_launches(x.shape, groups, dtype, last, silu, param_grads, device)
-    empty = empty_on(device)
-    dx = empty(launches.input, x.stride(), dtype)
-    dweight = empty(launches.channels, (1,), weight.dtype) if param_grads and weight is not None else None
-    dbias = empty(launches.channels, (1,), bias.dtype) if param_grads and bias is not None else None
-    given, scratch, tickets = (x, dy, weight, bias, statistics), None, None
-    if launches.whole is not None:
-        if launches.scratch:
-            scratch, tickets = partial_sums(launches.scratch, device)
-        launches.whole((*given, dx, scratch, tickets, dweight, dbias), (eps,))
+    launches = _backward_launches(shape, groups, dtype, last, silu, param_grads, device)
+    empty, channels = empty_on(device), shape[1:2]
+    dx = empty(shape, x.stride(), dtype)
+    dweight = empty(channels, (1,), weight.dtype) if param_grads and weight is not None else None
+    dbias = empty(channels, (1,), bias.dtype) if param_grads and bias is not None else None
+    given = (x, dy, weight, bias, statistics)
+    if launches.held is not None:
+        scratch, tickets = partial_sums(launches.scratch, device)
+        launches.held((*given, dx, scratch, tickets, dweight, dbias), (eps,))
     else:
         scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too much of it to be kept
         of_tile, add_up = launches.cut
@@ -245,10 +248,8 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
 class BackwardLaunches(NamedTuple):
     """The kernels of a backward pass: one for whole groups or three for groups that are cut up, which lack tensors."""
 
-    input: tuple[int, ...]
-    channels: tuple[int]
     scratch: int  # elements of memory for sums
-    whole: Any = None
+    held: Any = None
     cut: tuple[Any, ...] = ()
     parameters: Any = None  # last, for the gradients of weight and bias
 
@@ -258,16 +259,7 @@ def _backward_launches(
     shape: tuple[int, ...], groups: int, dtype: Any, last: bool, silu: bool, param_grads: bool, on: torch.device
 ) -> BackwardLaunches:
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    itemsize, device, results = dtype.itemsize, facts(on), (tuple(shape), (channels,))
-    group_channels = channels // groups
-    small = walk = None
-    if config.groups_apart(images * positions * channels, group_channels * itemsize, last):
-        small = config.small_config(positions, group_channels, "backward", itemsize, device)
-        if small is None:
-            walk = config.walk_config(images, positions, channels, group_channels, "backward", itemsize, device)
-    # Programs of different images add up what they found, if there is a ticket for every group.
-    add_up = param_grads and groups <= TICKETS and device.publishes_for_all
-    constants = _constants(group_channels, last, silu, group_channels if last else positions)
+    itemsize, device, group_channels = dtype.itemsize, facts(on), channels // groups
     image_block, channel_block = config.PARAMETER_BLOCK
     parameters = kernels.group_norm_parameter_gradients.prepare(
         (-(-channels // channel_block),),
@@ -277,28 +269,19 @@ def _backward_launches(
         num_warps=config.SUM_WARPS,
     )
     elements = images * 2 * channels
-    if small is not None:
-        whole = param_grads and config.whole_groups(images, small)
-        constants |= {"WHOLE": whole, "ADD_UP": add_up and not whole}
-        if whole:
-            small = small._replace(num_warps=config.whole_warps(small))
-        programs = groups if whole else images * groups
-        launch = _prepare_whole(kernels.group_norm_backward_small, programs, sizes, small, **constants)
-        separate = param_grads and not add_up and not whole
-        return BackwardLaunches(*results, 0 if whole else elements, launch, parameters=parameters if separate else None)
-    if walk is not None:
-        constants |= {"STAGES": walk.stages, "ADD_UP": add_up}
-        launch = _prepare_whole(kernels.group_norm_backward_walk, images * groups, sizes, walk, **constants)
-        return BackwardLaunches(
-            *results, elements, launch, parameters=parameters if param_grads and not add_up else None
-        )
+    chosen = _held_config(sizes, itemsize, last, "backward", device)
+    if chosen is not None:
+        # Programs of different images add up what they found, if there is a ticket for every group.
+        add_up = param_grads and groups <= TICKETS and device.publishes_for_all
+        held = _prepare_held(kernels.group_norm_backward_small, sizes, chosen, last, silu, ADD_UP=add_up)
+        return BackwardLaunches(elements, held, parameters=parameters if param_grads and not add_up else None)
     tile, shared = _tiles(sizes, itemsize, last, "backward", device)
     constants = {**_constants(group_channels, last, silu, channels if last else positions), **shared}
     grid, sizes = (images * tile.chunks, tile.channel_blocks), (*sizes, tile.chunks)
     of_tile = kernels.group_norm_backward_tile.prepare(grid, sizes, **constants)
     sums = kernels.group_norm_sums.prepare((images * groups,), sizes, **_adding(group_channels))
     elements += images * 2 * (groups + tile.chunks * channels)
-    return BackwardLaunches(*results, elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
+    return BackwardLaunches(elements, cut=(of_tile, sums), parameters=parameters if param_grads else None)
 
 
 def _fake(input, weight, bias, groups, eps, silu):  # type: ignore[no-untyped-def]
