@@ -15,7 +15,23 @@ tickets     int32 [tensors] or [1]           0; they count the programs that hav
 out         float32 [tensors, COLUMNS]       what was measured, added up
 factor      float32 [1]                      see `reduce_partials`, as limit, margin and share
 
-`kernels_blocks.py` says what TYPES and CONSTANTS are; `kernels_reductions.py` adds up what was measured.
+CONSTANTS, what a launch is compiled for besides its rule, is a tuple of
+
+    FLAGS       FLAG_COUNT bools  the rule's own
+    ON_DEVICE   SCALARS ints      where in `scalars` a number of the rule is; negative where the kernel gets it itself
+    READS       SLOTS bools       whose values the rule looks at
+    WRITES      SLOTS bools       whose values it changes
+    CHECKS      SLOTS bools       whose numbers are looked at for infinities and NaN; slot 0 stands for what is measured
+                                  first or, where nothing is, for numbers that are written to it and are not finite
+                                  although those of slots 1 and 2 are
+    QUANTITIES  int               how many quantities the rule measures
+    MAXIMUM     bool              they are maximised, not summed
+    ROWS        int               numbers in a row of `table`
+    ALIGNED     bool              every tensor starts at a multiple of 16 bytes
+    STOCHASTIC  bool              slot 0 is rounded stochastically
+
+and TYPES has the types of the lists, None without one; last, of the list that gets a copy of slot 0.
+`kernels_reductions.py` adds up what was measured.
 """
 
 from __future__ import annotations
@@ -29,7 +45,6 @@ import triton.language as tl
 
 from .._kernel_functions import is_last_block
 from .._launch import kernel
-from .kernels_blocks import walk
 from .kernels_reductions import reduce_rows
 from .rule import Rule
 
@@ -47,6 +62,205 @@ def _jit(function: Any, namespace: dict[str, Any]) -> Any:
     copy = types.FunctionType(function.__code__, namespace, function.__name__)
     copy.__module__ = function.__module__
     return triton.jit(copy)
+
+
+@triton.jit
+def _pointer(at, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(at).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    if MASKED:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK), mask=mask, other=0.0)
+    else:
+        x = tl.load(pointer + offset + tl.arange(0, BLOCK))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _slot(
+    table, place, offset, mask,
+    TYPE: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A slot's pointer and values, and the place of the next slot's address in the table.
+
+    Values that are not read, or of a slot without a list, are 0, which no rule looks at.
+    """
+    pointer = place
+    x = 0.0
+    if TYPE is not None:
+        pointer = _pointer(table + place, TYPE, ALIGNED)
+        place += 1
+        if READS:
+            x = _load(pointer, offset, mask, MASKED, BLOCK)
+    return pointer, x, place
+
+
+@triton.jit
+def _store(
+    pointer, offset, x, mask, TYPE: tl.constexpr, WRITES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    if WRITES:
+        if MASKED:
+            tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE), mask=mask)
+        else:
+            tl.store(pointer + offset + tl.arange(0, BLOCK), x.to(TYPE))
+
+
+@triton.jit
+def _number(value, scalars, POSITION: tl.constexpr):
+    """A number of the rule: an argument of the kernel, or on the device."""
+    if POSITION >= 0:
+        value = tl.load(scalars + POSITION)
+    return value
+
+
+@triton.jit
+def _round_stochastically(x, seed, tensor, index):
+    """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
+
+    16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same.
+    """
+    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # a whole number below 2**24, which float32 holds exactly
+    noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
+    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
+    noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
+    noise = (noise ^ (noise >> 16)) & 0xFFFF
+    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+
+
+@triton.jit
+def _not_finite(x):
+    return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
+
+
+@triton.jit
+def _note(x, overflow, nonfinite_counts, tensor):
+    """Raises the flag, and counts, where a number is not finite."""
+    if _not_finite(x) != 0:
+        tl.store(overflow, 1)
+        if nonfinite_counts is not None:
+            # Sums of integers are the same in any order.
+            infinite = (tl.abs(x) == float("inf")).to(tl.int32)
+            tl.atomic_add(nonfinite_counts + 2 * tensor, tl.sum(infinite, axis=0))
+            unknown = tl.where(x == x, 0, 1)
+            tl.atomic_add(nonfinite_counts + 2 * tensor + 1, tl.sum(unknown, axis=0))
+
+
+@triton.jit
+def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
+    """What was found before and, if it is WANTED, in these terms."""
+    if WANTED:
+        if MASKED:
+            terms = tl.where(mask, terms, 0.0)
+        if MAXIMUM:
+            # tl.max and tl.maximum do not promise to let a NaN through.
+            unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
+            before = tl.maximum(tl.max(terms, axis=0), before) + unknown
+        else:
+            before = before + tl.sum(terms, axis=0)
+    return before
+
+
+@triton.jit
+def _block(
+    tensors, numbers, seed, tensor, offset, size, found,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The rule on one block; what was found before and in it."""
+    FLAGS: tl.constexpr = CONSTANTS[0]
+    ON_DEVICE: tl.constexpr = CONSTANTS[1]
+    READS: tl.constexpr = CONSTANTS[2]
+    WRITES: tl.constexpr = CONSTANTS[3]
+    CHECKS: tl.constexpr = CONSTANTS[4]
+    QUANTITIES: tl.constexpr = CONSTANTS[5]
+    MAXIMUM: tl.constexpr = CONSTANTS[6]
+    ROWS: tl.constexpr = CONSTANTS[7]
+    ALIGNED: tl.constexpr = CONSTANTS[8]
+    STOCHASTIC: tl.constexpr = CONSTANTS[9]
+    table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts = tensors
+    s0, s1, s2, s3, s4, s5, s6, s7 = numbers
+    s0 = _number(s0, scalars, ON_DEVICE[0])
+    s1 = _number(s1, scalars, ON_DEVICE[1])
+    s2 = _number(s2, scalars, ON_DEVICE[2])
+    s3 = _number(s3, scalars, ON_DEVICE[3])
+    s4 = _number(s4, scalars, ON_DEVICE[4])
+    s5 = _number(s5, scalars, ON_DEVICE[5])
+    s6 = _number(s6, scalars, ON_DEVICE[6])
+    s7 = _number(s7, scalars, ON_DEVICE[7])
+    w0 = 0.0
+    w1 = 0.0
+    if whole is not None:
+        w0 = tl.load(whole + 2 * tensor)
+        w1 = tl.load(whole + 2 * tensor + 1)
+
+    mask = tl.arange(0, BLOCK) < size - offset
+    place = tensor * ROWS + 1
+    p0, x0, place = _slot(table, place, offset, mask, TYPES[0], READS[0], ALIGNED, MASKED, BLOCK)
+    p1, x1, _ = _slot(moving, tensor, offset, mask, TYPES[1], READS[1], ALIGNED, MASKED, BLOCK)
+    p2, x2, place = _slot(table, place, offset, mask, TYPES[2], READS[2], ALIGNED, MASKED, BLOCK)
+    p3, x3, place = _slot(table, place, offset, mask, TYPES[3], READS[3], ALIGNED, MASKED, BLOCK)
+    p4, x4, place = _slot(table, place, offset, mask, TYPES[4], READS[4], ALIGNED, MASKED, BLOCK)
+
+    if CHECKS[1]:
+        _note(x1, overflow, nonfinite_counts, tensor)
+    if CHECKS[2]:
+        if _not_finite(x2) != 0:
+            tl.store(overflow, 1)
+    if CHECKS[0] and QUANTITIES == 0:
+        known = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
+    if grad_scale is not None:
+        x1 = x1 * tl.load(grad_scale)
+
+    values = (x0, x1, x2, x3, x4)
+    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    q0, q1, q2, q3 = found
+    if QUANTITIES > 0:
+        values, terms = RULE(values, (w0, w1), numbers, FLAGS)
+        q0 = _measure(terms[0], q0, mask, True, MAXIMUM, MASKED)
+        q1 = _measure(terms[1], q1, mask, QUANTITIES > 1, MAXIMUM, MASKED)
+        q2 = _measure(terms[2], q2, mask, QUANTITIES > 2, MAXIMUM, MASKED)
+        q3 = _measure(terms[3], q3, mask, QUANTITIES > 3, MAXIMUM, MASKED)
+    else:
+        values = RULE(values, (w0, w1), numbers, FLAGS)
+
+    x0, x1, x2, x3, x4 = values
+    if CHECKS[0] and QUANTITIES == 0:
+        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
+    if WRITES[0]:
+        if TYPES[5] is not None:
+            p5 = _pointer(table + place, TYPES[5], ALIGNED)
+            _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
+        if STOCHASTIC:
+            x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
+    _store(p0, offset, x0, mask, TYPES[0], WRITES[0], MASKED, BLOCK)
+    _store(p1, offset, x1, mask, TYPES[1], WRITES[1], MASKED, BLOCK)
+    _store(p2, offset, x2, mask, TYPES[2], WRITES[2], MASKED, BLOCK)
+    _store(p3, offset, x3, mask, TYPES[3], WRITES[3], MASKED, BLOCK)
+    _store(p4, offset, x4, mask, TYPES[4], WRITES[4], MASKED, BLOCK)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _block_or_end(
+    tensors, numbers, seed, tensor, offset, size, found,
+    RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
+    if offset + BLOCK <= size:
+        q0, q1, q2, q3 = _block(
+            tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
+        )
+    else:
+        q0, q1, q2, q3 = _block(
+            tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=True
+        )
+    return q0, q1, q2, q3
 
 
 @triton.jit
@@ -84,11 +298,28 @@ def apply_rule(
     if noop is not None:
         if tl.load(noop) != 0:
             return
-    program, tensor, q0, q1, q2, q3 = walk(
-        (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts), programs,
-        (s0, s1, s2, s3, s4, s5, s6, s7), seed,
-        RULE, TYPES, CONSTANTS, BLOCK, BLOCKS,
-    )  # fmt: skip
+    tensors = (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts)
+    numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
+    program = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(programs + 2 * program)
+    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    size = tl.load(table + tensor * CONSTANTS[7])
+    q0 = tl.full((), 0.0, tl.float32)
+    q1 = tl.full((), 0.0, tl.float32)
+    q2 = tl.full((), 0.0, tl.float32)
+    q3 = tl.full((), 0.0, tl.float32)
+    if BLOCKS == 1:
+        q0, q1, q2, q3 = _block_or_end(
+            tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
+        )
+    else:
+        # Bounded by a value of run time: a loop of a constant number would be unrolled until registers spill.
+        end = tl.minimum(size, offset + BLOCK * BLOCKS)
+        while offset < end:
+            q0, q1, q2, q3 = _block_or_end(
+                tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
+            )
+            offset += BLOCK
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     if QUANTITIES > 0:
         _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)

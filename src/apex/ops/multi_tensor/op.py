@@ -12,7 +12,7 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -359,12 +359,8 @@ _MOST_KEPT = 32
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
-class _Kept(NamedTuple):
-    looks_right: Callable[..., bool]
-    groups: Groups
-
-
-_kept: OrderedDict[tuple[Any, ...], _Kept] = OrderedDict()
+# By their signature: what says whether tensors look like those that groups were made for, and these groups.
+_kept: OrderedDict[tuple[Any, ...], tuple[Callable[..., bool], Groups]] = OrderedDict()
 
 
 def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -387,14 +383,15 @@ def known_groups(slots: Slots) -> Groups | None:
     kept = None if key is None else _kept.get(key)
     if kept is None:
         return None
+    looks_right, groups = kept
     try:
-        if not kept.looks_right(*tensors):
+        if not looks_right(*tensors):
             return None
     except (RuntimeError, TypeError):  # sparse tensors, or none
         return None
-    for indices, lists in kept.groups:
+    for indices, lists in groups:
         lists.point_to(*_rule_slots(slots, indices))
-    return kept.groups
+    return groups
 
 
 def _remember(slots: Slots, groups: Groups) -> None:
@@ -403,7 +400,7 @@ def _remember(slots: Slots, groups: Groups) -> None:
     if key is None or not all(isinstance(lists, TritonLists) for _, lists in groups):
         return
     _kept.pop(key, None)
-    _kept[key] = _Kept(looks_like(tensors), groups)
+    _kept[key] = looks_like(tensors), groups
     if len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)
 

@@ -51,16 +51,6 @@ class Rule:
         """The slots that need a tensor list, in order."""
         return tuple(slot for slot in range(SLOTS) if slot in self.reads or slot in self.writes)
 
-    @functools.cached_property
-    def reads_slot(self) -> tuple[bool, ...]:
-        """A bool for each slot: whether the rule reads it."""
-        return tuple(slot in self.reads for slot in range(SLOTS))
-
-    @functools.cached_property
-    def writes_slot(self) -> tuple[bool, ...]:
-        """A bool for each slot: whether the rule writes it."""
-        return tuple(slot in self.writes for slot in range(SLOTS))
-
 
 # What rules call `tl`: the functions of PyTorch that `triton.language` has under the same names. A rule is written once
 # and runs with either. A sum of two products is an `fma`: left to the compiler, the one that is not rounded first is

@@ -163,7 +163,7 @@ class TorchLists:
         return tensor.reshape(piece.rows.stop - piece.rows.start, -1).to(self._compute)
 
     def _round_stochastically(self, value: Tensor, piece: _Piece, seed: int) -> Tensor:
-        """The bits of `kernels_blocks._round_stochastically`, computed in int64."""
+        """The bits of `kernels._round_stochastically`, computed in int64."""
         size = value.shape[1]
         index = torch.arange(piece.start, piece.start + size, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)

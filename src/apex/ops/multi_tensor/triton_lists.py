@@ -24,7 +24,7 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 # Types of numbers that are known to the host.
 _NUMBERS = frozenset((float, int, bool))
 _ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
-_OFF, _NO_CHECKS = (False,) * FLAG_COUNT, (False,) * SLOTS
+_OFF = (False,) * FLAG_COUNT
 
 
 class Sum(NamedTuple):
@@ -227,7 +227,7 @@ class TritonLists:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
         layout = self._layouts.get(rule)
         if layout is None:
-            lists = len(rule.slots) + (self._copied and rule.writes_slot[0])
+            lists = len(rule.slots) + (self._copied and 0 in rule.writes)
             block = self._block_for(lists)
             together = self._blocks_together(block, lists) if rule.quantities else 1
             same = (known for known in self._layouts.values() if (known.block, known.together) == (block, together))
@@ -277,12 +277,10 @@ def _rule_launch(
         (programs,),
         RULE=kernels.compiled(rule),
         TYPES=tuple(None if name is None else getattr(kernels.tl, name) for name in types),
-        CONSTANTS=(  # see kernels_blocks.py
+        CONSTANTS=(  # see kernels.py
             (*flags, *_OFF[len(flags) :]),
             on_device,
-            rule.reads_slot,
-            rule.writes_slot,
-            tuple([slot in checks for slot in range(SLOTS)]) if checks else _NO_CHECKS,
+            *(tuple(slot in chosen for slot in range(SLOTS)) for chosen in (rule.reads, rule.writes, checks)),
             rule.quantities,
             rule.maximum,
             columns,
