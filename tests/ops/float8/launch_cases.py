@@ -23,6 +23,6 @@ def record() -> None:
     formats = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if without_infinity else op.DTYPES[:2]
     for rows, columns, dtype, by_row in _SHAPES:
         input = torch.empty(rows, columns, dtype=dtype, device="meta")
-        largest = op.launch_amax(input, by_row)
+        largest = op.amax(input, by_row)
         for number in formats:
-            op.launch_cast(input, largest, by_row, number)
+            op.cast_both(input, largest, by_row, number)

@@ -37,14 +37,16 @@ class MaskSoftmaxDropout(torch.autograd.Function):
         spec = softmax.SoftmaxSpec(dropout=float(dropout_prob) if is_training else 0.0)
         logits = inputs.reshape(batch, heads, queries, keys)
         softmax.check_arguments(logits, cover, spec)
-        output = softmax.forward_and_save(ctx, logits, cover, softmax.draw_noise(logits, spec), spec)
+        noise = softmax.draw_noise(logits, spec)
+        output = softmax.SOFTMAX.forward_and_save(ctx, logits, cover, noise, *spec)
         return output.detach().view(inputs.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
         gradient = output_grads.reshape(ctx.saved_tensors[0].shape)
-        return None, None, softmax.backward_from_saved(ctx, gradient).view(output_grads.shape), None, None, None
+        (dx,) = softmax.SOFTMAX.backward_from_saved(ctx, gradient, wanted=(True,))
+        return None, None, dx.view(output_grads.shape), None, None, None
 
 
 fast_mask_softmax_dropout_func = MaskSoftmaxDropout.apply

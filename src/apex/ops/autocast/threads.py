@@ -21,16 +21,11 @@ def device_types() -> tuple[str, ...]:
 def _has_autocast(device_type: str) -> bool:
     try:
         torch.get_autocast_dtype(device_type)
-        return bool(torch.amp.is_autocast_available(device_type)) and _exists(device_type)
+        module = getattr(torch, device_type, None)
+        is_there = device_type == "cpu" or (module is not None and module.is_available())
+        return bool(torch.amp.is_autocast_available(device_type) and is_there)
     except RuntimeError:
         return False
-
-
-def _exists(device_type: str) -> bool:
-    if device_type == "cpu":
-        return True
-    module = getattr(torch, device_type, None)
-    return module is not None and bool(module.is_available())
 
 
 Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]

@@ -80,10 +80,8 @@ def product(
 
 
 def _amax(input: Tensor, by_row: bool) -> Tensor:
-    return (launch_amax if _library.runs_triton(FAMILY, input) else reference.amax)(input, by_row)
-
-
-def launch_amax(input: Tensor, by_row: bool) -> Tensor:
+    if not _library.runs_triton(FAMILY, input):
+        return reference.amax(input, by_row)
     if by_row:
         rows, columns = input.shape
         found = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
@@ -112,11 +110,8 @@ def launch_amax(input: Tensor, by_row: bool) -> Tensor:
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    cast = launch_cast if _library.runs_triton(FAMILY, input) else reference.cast_both
-    return cast(input, amax, by_row, dtype)
-
-
-def launch_cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    if not _library.runs_triton(FAMILY, input):
+        return reference.cast_both(input, amax, by_row, dtype)
     results = _empty(input, by_row, dtype)
     launch = _cast_launch(*input.shape, len(amax), by_row, dtype)
     launch((input, amax.view(torch.int32), *results))

@@ -164,16 +164,6 @@ def keep_mask(noise: Tensor, probabilities: Tensor, spec: SoftmaxSpec) -> Tensor
     return (softmax_forward(equal, None, SoftmaxSpec(dropout=spec.dropout), noise)[0] != 0).to(torch.uint8)
 
 
-def forward_and_save(ctx: Any, input: Tensor, mask: Tensor | None, noise: Tensor | None, spec: SoftmaxSpec) -> Tensor:
-    """The forward of every softmax's autograd Function, for arguments that were checked."""
-    return SOFTMAX.forward_and_save(ctx, input, mask, noise, *spec)
-
-
-def backward_from_saved(ctx: Any, dy: Tensor) -> Tensor:
-    """The backward of every softmax's autograd Function: the gradient of the input."""
-    return SOFTMAX.backward_from_saved(ctx, dy, wanted=(True,))[0]  # type: ignore[return-value]
-
-
 def launch_forward(
     input: Tensor, mask: Tensor | None, noise: Tensor | None, scale: float, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ def _forward(ctx: Any, inputs: Tensor, mask: Tensor | None, scale: float, causal
     check_floats(inputs=inputs)
     spec = SoftmaxSpec(float(scale), causal)
     softmax.check_arguments(inputs, mask, spec)
-    return softmax.forward_and_save(ctx, inputs, mask, None, spec)
+    return softmax.SOFTMAX.forward_and_save(ctx, inputs, mask, None, *spec)
 
 
 class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
@@ -36,7 +36,7 @@ class ScaledUpperTriangMaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grads):  # type: ignore[override]
-        return softmax.backward_from_saved(ctx, output_grads), None
+        return *softmax.SOFTMAX.backward_from_saved(ctx, output_grads), None
 
 
 class ScaledMaskedSoftmax(torch.autograd.Function):
@@ -48,7 +48,7 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grads):  # type: ignore[override]
-        return softmax.backward_from_saved(ctx, output_grads), None, None
+        return *softmax.SOFTMAX.backward_from_saved(ctx, output_grads), None, None
 
 
 class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
@@ -64,7 +64,7 @@ class ScaledSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grads):  # type: ignore[override]
-        return softmax.backward_from_saved(ctx, output_grads), None
+        return *softmax.SOFTMAX.backward_from_saved(ctx, output_grads), None
 
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
