@@ -39,8 +39,8 @@ def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
 @kernel
 @triton.jit
 def sum_bias_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up `count` rows of partial sums in a fixed order: the gradient of a bias."""
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Adds up `count` rows of partial sums in a fixed order: for the gradient of a bias, or of what is broadcast."""
+    column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = sum_rows(partials, count, column, columns, ROWS)
     tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
 

@@ -162,19 +162,6 @@ def transducer_joint_backward(
 
 @kernel
 @triton.jit
-def transducer_joint_sum(parts, result, count, many, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """result = the sum of `many` arrays of `count` elements, PARTS of them in flight together."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in tl.range(0, many, PARTS):
-        part = first + tl.arange(0, PARTS)[:, None]
-        total += tl.sum(tl.load(parts + (part * count + index), mask=(part < many) & (index < count), other=0.0), 0)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(result + index, total.to(result.dtype.element_ty), mask=index < count)
-
-
-@kernel
-@triton.jit
 def transducer_fill_rest(
     batch_offset, target, last, high, low, value, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
 ):

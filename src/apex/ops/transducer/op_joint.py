@@ -21,6 +21,7 @@ from .._op import Op
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels_joint")
+shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
 SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # The elements of a packed tensor are counted in two parts, because a float of 32 bits holds 24.
@@ -189,11 +190,11 @@ def launch_backward(
     launch((dh, kept, f_len, g_len, within_rows(batch_offset, dh.shape[0]), df_sums, dg_sums), (scale,))
     for sums, result in (df_sums, df), (dg_sums, dg):
         if sums is not result:
-            kernels.transducer_joint_sum(
+            shared_kernels.sum_bias_partials(
                 (-(-result.numel() // config.SUM_BLOCK),),
                 (sums, result),
-                (result.numel(), len(sums)),
-                PARTS=min(config.SUM_PARTS, next_power_of_2(len(sums))),
+                (len(sums), result.numel()),
+                ROWS=min(config.SUM_PARTS, next_power_of_2(len(sums))),
                 BLOCK=config.SUM_BLOCK,
                 num_warps=2,
             )
