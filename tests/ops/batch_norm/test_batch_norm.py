@@ -187,8 +187,7 @@ def test_in_passes(case: BatchNormCase, route: Route) -> None:
 def test_programs_that_take_several_tiles(route: Route, last: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(config, "WHOLE", NOTHING_WHOLE)
-        for name in ("FORWARD_PACE", "LAST_FORWARD_PACE", "BACKWARD_PACE", "LAST_BACKWARD_PACE"):
-            patch.setattr(config, name, config.Pace(128, getattr(config, name).unroll, 4))
+        patch.setattr(config, "pace", lambda *_: config.Pace(128, stages=2))
         patch.setattr(config, "measure_programs", lambda units, blocks, multiprocessors, pace: 5)
         patch.setattr(config, "finish_block", lambda parts: (1, 16))
         check(BatchNormCase((6, 6, 5, 7), BF16, addend=BF16, last=last), route)

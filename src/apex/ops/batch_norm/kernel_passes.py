@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._device import DeviceFacts, empty_on, facts, launch_rule
+from .._device import empty_on, facts, launch_rule
 from .._partial_sums import partial_sums
 from . import config, reference
 from .reference import BatchNormSpec, Channels, Exchange, GradientSums
@@ -62,51 +62,49 @@ def launch_forward(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and the mean and variance that it was normalised by; in training, over the ranks of `exchange`."""
-    running_mean, running_var, weight, bias = running
+    mean, variance, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
     x, last = dense(input, channel_dim)
     device, dtype, strides = x.device, x.dtype, x.stride()
     launches = _forward_launches(x.shape, channel_dim, last, dtype, training, exchange is None, relu, device)
-    empty = empty_on(device)
     if z is not None and z.stride() != strides:
         z = like(x, z)
     weight, bias = _contiguous(weight), _contiguous(bias)
-    mean, variance = old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
+    empty = empty_on(device)
     y = empty(launches.shape, strides, dtype)
-    if exchange is not None and training:
-        partials, _ = partial_sums(launches.partials, device, False)
-        launches.measure((x, partials))
-        rank_stats = empty(launches.rank_stats, (1,), torch.float32)
-        launches.statistics((partials, rank_stats, *[None] * 6), (0.0, 0.0))
-        mean, variance = launch_combine(exchange.gather(rank_stats), running_mean, running_var, momentum)
-    elif training:
+    if launches.whole is not None:
+        old_mean, old_variance = _contiguous(mean), _contiguous(variance)
         mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
-        if launches.whole is not None:
-            tensors = (x, z, weight, bias, old_mean, old_variance, mean, variance, y)
-            launches.whole(tensors, (eps, momentum))
-        else:
-            partials, _ = partial_sums(launches.partials, device, False)
-            launches.measure((x, partials))
-            launches.statistics((partials, mean, variance, old_mean, old_variance, None, None, None), (momentum, eps))
-        if old_mean is not running_mean:
-            running_mean.copy_(old_mean)
-        if old_variance is not running_var:
-            running_var.copy_(old_variance)
-    if launches.apply is not None:
-        launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
-    return y, mean, variance  # type: ignore[return-value]
+        launches.whole((x, z, weight, bias, old_mean, old_variance, mean, variance, y), (eps, momentum))
+        _write_back(running, old_mean, old_variance)
+        return y, mean, variance
+    if exchange is not None and training:
+        rank_stats = _rank_statistics(x, launches.statistics)
+        mean, variance = launch_combine(exchange.gather(rank_stats), mean, variance, momentum)
+    elif training:
+        mean, variance, _ = _statistics(x, launches.statistics, running, momentum)
+    else:
+        mean, variance = _contiguous(mean), _contiguous(variance)
+    launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
+    return y, mean, variance
+
+
+class StatisticsLaunches(NamedTuple):
+    """The kernels that find the statistics of parts of an input and put them together, which lack their tensors."""
+
+    measure: Any
+    finish: Any
+    partials: int  # elements of memory for the statistics of parts
+    channels: int
 
 
 class ForwardLaunches(NamedTuple):
-    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others, in this order."""
+    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others."""
 
     shape: tuple[int, ...]
     channels: tuple[int]
-    rank_stats: tuple[int]
-    partials: int = 0  # elements of memory for the statistics of parts
     whole: Any = None
-    measure: Any = None
-    statistics: Any = None  # of the whole, or of a rank
+    statistics: Any = None
     apply: Any = None
 
 
@@ -115,19 +113,24 @@ def _forward_launches(
     shape: Any, channel_dim: int, last: bool, dtype: Any, training: bool, alone: bool, relu: bool, device: torch.device
 ) -> ForwardLaunches:
     geometry = _geometry(shape, channel_dim, last)
-    channels = geometry.channels
-    results = (tuple(shape), (channels,), (2 * channels + 1,))
-    if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
+    results = (tuple(shape), (geometry.channels,))
+    if training and alone and config.held_whole(math.prod(shape), geometry.channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants)
-        return ForwardLaunches(*results, whole=whole)
-    here, itemsize = facts(device), dtype.itemsize
-    apply = _apply_launch(geometry, itemsize, relu, here)
-    if not training:
-        return ForwardLaunches(*results, apply=apply)
-    measure, parts, pitch = _measure_launch(geometry, itemsize, here)
-    statistics = _statistics_launch(parts, channels, pitch)
-    return ForwardLaunches(*results, parts * pitch, None, measure, statistics, apply)
+        return ForwardLaunches(*results, kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants))
+    statistics = _statistics_launches(shape, channel_dim, last, dtype, device) if training else None
+    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu)
+    return ForwardLaunches(*results, None, statistics, apply)
+
+
+@launch_rule
+def _statistics_launches(
+    shape: Any, channel_dim: int, last: bool, dtype: torch.dtype, device: torch.device
+) -> StatisticsLaunches:
+    geometry = _geometry(shape, channel_dim, last)
+    channels, pitch = geometry.channels, config.pitch(geometry.channels)
+    measure, parts = _summing(kernels.batch_norm_measure, geometry, False, dtype, device, pitch)
+    finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch)
+    return StatisticsLaunches(measure, finish, parts * pitch, channels)
 
 
 def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels, scaled: bool) -> tuple[Tensor, ...]:
@@ -135,107 +138,81 @@ def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels, sca
 
     Where `scaled`, also [2, C]: what an input is to be multiplied by, and what is added then.
     """
-    return _combine(*_measure(input, spec.channel_dim), running, spec.momentum, spec.eps, scaled)
+    found = _statistics(*_dense_and_launches(input, spec.channel_dim), running, spec.momentum, spec.eps, scaled)
+    return found if scaled else found[:2]
+
+
+def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
+    """[2C + 1]: means, sums of squared deviations and number of values per channel."""
+    return _rank_statistics(*_dense_and_launches(input, channel_dim))
+
+
+def _dense_and_launches(input: Tensor, channel_dim: int) -> tuple[Tensor, StatisticsLaunches]:
+    x, last = dense(input, channel_dim)
+    return x, _statistics_launches(x.shape, channel_dim, last, x.dtype, x.device)
 
 
 def launch_combine(
     all_ranks: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """The same of several processes, from their rank statistics, [P, 2C + 1]."""
+    """Mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
     ranks, pitch = all_ranks.shape
-    running = Channels(running_mean, running_var, None, None)
-    return _combine(all_ranks, ranks, pitch // 2, pitch, running, momentum)  # type: ignore[return-value]
+    finish = _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch)
+    return _combine(all_ranks, finish, pitch // 2, Channels(running_mean, running_var), momentum)[:2]
 
 
-def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
-    """[2C + 1]: means, sums of squared deviations and number of values per channel."""
-    partials, parts, channels, pitch = _measure(input, channel_dim)
-    rank_stats = torch.empty(2 * channels + 1, dtype=torch.float32, device=input.device)
-    _statistics_launch(parts, channels, pitch)((partials, rank_stats, *[None] * 6), (0.0, 0.0))
+def _rank_statistics(x: Tensor, launches: StatisticsLaunches) -> Tensor:
+    partials = _measure(x, launches)
+    rank_stats = empty_on(x.device)((2 * launches.channels + 1,), (1,), torch.float32)
+    launches.finish((partials, rank_stats, *[None] * 6), (0.0, 0.0))
     return rank_stats
 
 
-def _measure(input: Tensor, channel_dim: int) -> tuple[Tensor, int, int, int]:
-    """Statistics of parts of an input: `partials`, how many parts, the channels, and how far parts lie apart."""
-    x, last = dense(input, channel_dim)
-    geometry, device = _geometry(x.shape, channel_dim, last), x.device
-    launch, parts, pitch = _measure_launch(geometry, x.dtype.itemsize, facts(device))
-    partials, _ = partial_sums(parts * pitch, device, tickets=False)
-    launch((x, partials))
-    return partials, parts, geometry.channels, pitch
+def _statistics(x: Tensor, launches: StatisticsLaunches, running: Channels, *rest: Any) -> Any:
+    return _combine(_measure(x, launches), launches.finish, launches.channels, running, *rest)
 
 
-@launch_rule
-def _measure_launch(geometry: config.Geometry, itemsize: int, device: DeviceFacts) -> tuple[Any, int, int]:
-    """The kernel that measures, the parts it makes, and how far these lie apart."""
-    pace = config.pace(*geometry, False, itemsize, device)
-    tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, device.multiprocessors, pace)
-    pitch = config.pitch(geometry.channels)
-    launch = kernels.batch_norm_measure.prepare(
-        (programs * tiles.channel_blocks,),
-        (*tiles.sizes, programs, pitch),
-        **tiles.constants,
-        UNROLL=pace.unroll,
-        num_warps=pace.num_warps,
-    )
-    return launch, programs, pitch
+def _measure(x: Tensor, launches: StatisticsLaunches) -> Tensor:
+    """The statistics of parts of a dense input."""
+    partials, _ = partial_sums(launches.partials, x.device, tickets=False)
+    launches.measure((x, partials))
+    return partials
 
 
 def _combine(
     partials: Tensor,
-    parts: int,
+    finish: Any,
     channels: int,
-    pitch: int,
     running: Channels,
     momentum: float,
     eps: float = 0.0,
     scaled: bool = False,
-) -> tuple[Tensor, ...]:
-    """Mean and biased variance of a whole from the statistics of its parts, towards which running ones move."""
+) -> Any:
+    """Mean and biased variance of a whole from the statistics of its parts, and scale and shift, None if not wanted.
+
+    Running statistics move towards them.
+    """
     empty, shape = empty_on(partials.device), (channels,)
     mean, variance = empty(shape, (1,), torch.float32), empty(shape, (1,), torch.float32)
-    running_mean, running_var, weight, bias = running
-    old_mean, old_variance = _contiguous(running_mean), _contiguous(running_var)
     scale_shift = mean.new_empty(2, channels) if scaled else None
-    parameters = (_contiguous(weight), _contiguous(bias), scale_shift)
-    tensors = (partials, mean, variance, old_mean, old_variance, *parameters)
-    _statistics_launch(parts, channels, pitch)(tensors, (momentum, eps))
-    if old_mean is not running_mean:
-        running_mean.copy_(old_mean)  # type: ignore[union-attr, arg-type]
-    if old_variance is not running_var:
-        running_var.copy_(old_variance)  # type: ignore[union-attr, arg-type]
-    return (mean, variance) if scale_shift is None else (mean, variance, scale_shift)
+    old_mean, old_variance = _contiguous(running.mean), _contiguous(running.variance)
+    parameters = (_contiguous(running.weight), _contiguous(running.bias)) if scaled else (None, None)
+    finish((partials, mean, variance, old_mean, old_variance, *parameters, scale_shift), (momentum, eps))
+    _write_back(running, old_mean, old_variance)
+    return mean, variance, scale_shift
 
 
-@launch_rule
-def _statistics_launch(parts: int, channels: int, pitch: int) -> Any:
-    part_block, channel_block = config.finish_block(parts)
-    return kernels.batch_norm_statistics.prepare(
-        (-(-channels // channel_block),),
-        (parts, channels, pitch),
-        P_BLOCK=part_block,
-        C_BLOCK=channel_block,
-        num_warps=config.FINISH_WARPS,
-    )
+def _write_back(running: Channels, mean: Tensor | None, variance: Tensor | None) -> None:
+    """Changes running statistics that are not contiguous, of which a kernel changed a copy."""
+    if mean is not running.mean:
+        running.mean.copy_(mean)
+    if variance is not running.variance:
+        running.variance.copy_(variance)
 
 
 def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
     """The output, given mean and variance of every channel."""
     return launch_forward(input, z, channels, reference.evaluating(spec))[0]
-
-
-@launch_rule
-def _apply_launch(geometry: config.Geometry, itemsize: int, relu: bool, device: DeviceFacts) -> Any:
-    chosen = config.apply_config(*geometry, False, itemsize, device)
-    tiles = config.tiling(geometry, chosen.elements)
-    return kernels.batch_norm_apply.prepare(
-        (tiles.units * tiles.channel_blocks,),
-        tiles.sizes,
-        RELU=relu,
-        **tiles.constants,
-        num_warps=chosen.num_warps,
-    )
 
 
 # Backward -------------------------------------------------------------------------------------------------------------
@@ -316,28 +293,11 @@ def _backward_launches(
         grid, sizes, constants = config.whole_tiling(geometry)
         whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
         return BackwardLaunches(*results, whole=whole)
-    here = facts(device)
-    pace = config.pace(*geometry, True, dy_dtype.itemsize, here)
-    tiles = config.tiling(geometry, pace.elements)
-    programs = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
-    measure = kernels.batch_norm_measure_backward.prepare(
-        (programs * tiles.channel_blocks,),
-        (*tiles.sizes, programs),
-        RELU=relu,
-        **tiles.constants,
-        UNROLL=pace.unroll,
-        num_warps=pace.num_warps,
-    )
-    part_block, channel_block = config.finish_block(programs)
-    sums = kernels.batch_norm_sums.prepare(
-        (-(-channels // channel_block),),
-        (programs, channels),
-        P_BLOCK=part_block,
-        C_BLOCK=channel_block,
-        num_warps=config.FINISH_WARPS,
-    )
-    apply = _input_gradient_launch(geometry, dtype.itemsize, relu and not write_dz, training, here)
-    return BackwardLaunches(*results, programs * 2 * channels, None, measure, sums, apply)
+    measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
+    sums = _finishing(kernels.batch_norm_sums, parts, channels)
+    flags = {"RELU": relu and not write_dz, "BATCH": training}
+    apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, **flags)
+    return BackwardLaunches(*results, parts * 2 * channels, None, measure, sums, apply)
 
 
 def launch_input_gradient(
@@ -347,29 +307,54 @@ def launch_input_gradient(
     x, last = dense(input, spec.channel_dim)
     parameters, output = _parameters(channels), like(x, output)
     geometry, dx = _geometry(x.shape, spec.channel_dim, last), torch.empty_like(x)
-    launch = _input_gradient_launch(geometry, x.dtype.itemsize, spec.relu, spec.training, facts(x.device))
+    flags = {"RELU": spec.relu, "BATCH": spec.training}
+    launch = _elementwise(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
     sum_dy, sum_dy_xhat = sums.sum_dy.contiguous(), _contiguous(sums.sum_dy_xhat)
     launch((x, like(x, dy), output, *parameters, sum_dy, sum_dy_xhat, dx), (spec.eps, sums.inverse_count))
     return dx
-
-
-@launch_rule
-def _input_gradient_launch(
-    geometry: config.Geometry, itemsize: int, relu: bool, training: bool, device: DeviceFacts
-) -> Any:
-    chosen = config.apply_config(*geometry, True, itemsize, device)
-    tiles = config.tiling(geometry, chosen.elements)
-    return kernels.batch_norm_apply_backward.prepare(
-        (tiles.units * tiles.channel_blocks,),
-        tiles.sizes,
-        RELU=relu,
-        BATCH=training,
-        **tiles.constants,
-        num_warps=chosen.num_warps,
-    )
 
 
 def _parameters(channels: Channels) -> tuple[Tensor | None, ...]:
     """Weight, bias, mean and variance, in the order of the kernels."""
     mean, variance, weight, bias = channels
     return _contiguous(weight), _contiguous(bias), _contiguous(mean), _contiguous(variance)
+
+
+# Kernels that lack their tensors --------------------------------------------------------------------------------------
+
+
+def _summing(
+    kernel: Any,
+    geometry: config.Geometry,
+    backward: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    *sizes: int,
+    **flags: bool,
+) -> tuple[Any, int]:
+    """A pass that sums, and how many parts it leaves."""
+    here = facts(device)
+    pace = config.pace(*geometry, backward, dtype.itemsize, here)
+    tiles = config.tiling(geometry, pace.elements)
+    parts = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
+    constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll}
+    grid = (parts * tiles.channel_blocks,)
+    return kernel.prepare(grid, (*tiles.sizes, parts, *sizes), **constants, num_warps=pace.num_warps), parts
+
+
+@launch_rule
+def _elementwise(
+    kernel: Any, geometry: config.Geometry, backward: bool, dtype: torch.dtype, device: torch.device, **flags: bool
+) -> Any:
+    chosen = config.apply_config(*geometry, backward, dtype.itemsize, facts(device))
+    tiles = config.tiling(geometry, chosen.elements)
+    grid = (tiles.units * tiles.channel_blocks,)
+    return kernel.prepare(grid, tiles.sizes, **flags, **tiles.constants, num_warps=chosen.num_warps)
+
+
+@launch_rule
+def _finishing(kernel: Any, parts: int, channels: int, *sizes: int) -> Any:
+    """What puts the results of parts together."""
+    part_block, channel_block = config.finish_block(parts)
+    grid, constants = (-(-channels // channel_block),), {"P_BLOCK": part_block, "C_BLOCK": channel_block}
+    return kernel.prepare(grid, (parts, channels, *sizes), **constants, num_warps=config.FINISH_WARPS)

@@ -14,7 +14,8 @@ the normalised input. With RELU its mask comes from the output, or where that is
 argument, computed again. Tensors that a norm does not have are None.
 
 ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
-shows Triton how wide loads may be.
+shows Triton how wide loads may be. EVEN: R divides S, so that no tile has fewer positions. Passes that sum have STAGES
+tiles on their way, to shared memory, or UNROLL, to registers.
 """
 
 from __future__ import annotations
@@ -32,27 +33,25 @@ COUNTS = ["positions", "chunks", "units", "channel_blocks"]
 
 @triton.jit
 def tile(
-    unit, block, positions, channels, chunks, units,
-    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    unit, block, positions, channels, chunks,
+    LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and its number of positions."""
-    if LAST:
-        channels = channels // ALIGN * ALIGN
-    else:
-        positions = positions // ALIGN * ALIGN
-    image = unit // chunks
-    first = (unit % chunks).to(positions.dtype) * R
+    """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and how many positions follow its first."""
     row = tl.arange(0, R)[:, None]
     column = tl.arange(0, C_BLOCK)[None, :]
-    rows = tl.where((unit >= 0) & (unit < units), tl.minimum(positions - first, R), 0)
-    begin = image.to(tl.int64) * positions * channels
-    first_channel = (block * C_BLOCK).to(tl.int64)
     if LAST:
-        offset = begin + first.to(tl.int64) * channels + first_channel + (row * channels + column)
+        channels = channels // ALIGN * ALIGN
+        first = unit.to(positions.dtype) * R
+        offset = first.to(tl.int64) * channels + block * C_BLOCK + (row * channels + column)
     else:
-        offset = begin + first_channel * positions + first + (column.to(tl.int64) * positions + row)
-    mask = (row < rows) & (block * C_BLOCK + column < channels)
-    return offset, mask, rows
+        positions = positions // ALIGN * ALIGN
+        first = (unit % chunks).to(positions.dtype) * R
+        begin = ((unit // chunks).to(tl.int64) * channels + block * C_BLOCK) * positions + first
+        offset = begin + (column.to(tl.int64) * positions + row)
+    mask = block * C_BLOCK + column < channels
+    if not EVEN:
+        mask = mask & (row < positions - first)
+    return offset, mask, positions - first
 
 
 @kernel
@@ -60,44 +59,43 @@ def tile(
 def batch_norm_measure(
     x, partials,
     positions, channels, chunks, units, channel_blocks, programs, pitch,
-    LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
 
-    Every element of a tile has sums of its own, of differences from a pivot: a value of the data, so that squares of
-    differences from a distant mean cannot drown the variance.
+    Every element of a tile has sums of its own, of differences from a pivot: the channel's first value in the first
+    tile, so that squares of differences from a distant mean cannot drown the variance. Where all values are alike the
+    differences are 0, and the mean is exact.
     """
     program = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    # A tile with as many rows as any that follows: only the last one of an image may have fewer.
-    first = program if LAST else program // chunks * chunks
-    offset, mask, _rows = tile(first, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-    pivot = tl.load(x + offset, mask, other=0.0)
+    offset, mask, _rows = tile(units - 1 - program, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
+    row = tl.arange(0, R)
+    pivot = tl.sum(tl.load(x + offset, mask & (row == 0)[:, None], other=0.0).to(tl.float32), 0)
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
     counts = tl.zeros((R,), tl.float32)
-    for start in tl.range(program, units, programs * UNROLL):
-        for step in tl.static_range(UNROLL):
-            # The last tiles first, because what wrote the input has left those in the cache.
-            unit = units - 1 - (start + step * programs)
-            offset, mask, rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-            # What is not there differs by nothing.
-            away = tl.load(x + offset, mask, other=pivot).to(tl.float32) - pivot.to(tl.float32)
-            total += away
-            squares += away * away
-            counts += tl.where(tl.arange(0, R) < rows, 1.0, 0.0)
+    # The last tiles first, because what wrote the input has left those in the cache.
+    for start in tl.range(program, units, programs, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        offset, mask, rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
+        away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - pivot[None, :]
+        if EVEN:
+            counts += 1.0
+        else:
+            away = tl.where(mask, away, 0.0)
+            counts += tl.where(row < rows, 1.0, 0.0)
+        total += away
+        squares += away * away
     number = tl.sum(counts, 0)
-    shift = total * (1.0 / tl.maximum(counts, 1.0))[:, None]
-    # Differences from one row of pivots, which are exact where all values are alike: only the mean itself is rounded.
-    base = tl.sum(tl.where((tl.arange(0, R) == 0)[:, None], pivot.to(tl.float32), 0.0), 0)
-    means = pivot.to(tl.float32) - base[None, :] + shift
-    mean = tl.sum(means * counts[:, None], 0) / number
+    means = total * (1.0 / tl.maximum(counts, 1.0))[:, None]
+    mean = tl.sum(total, 0) / number
     away = means - mean[None, :]
-    deviations = tl.sum(tl.maximum(squares - total * shift, 0.0) + counts[:, None] * away * away, 0)
+    deviations = tl.sum(tl.maximum(squares - total * means, 0.0) + counts[:, None] * away * away, 0)
     found = partials + program.to(tl.int64) * pitch
-    tl.store(found + channel, base + mean, inside)
+    tl.store(found + channel, pivot + mean, inside)
     tl.store(found + channels + channel, deviations, inside)
     tl.store(found + 2 * channels, number, mask=block == 0)
 
@@ -168,14 +166,15 @@ def batch_norm_statistics(
 def batch_norm_apply(
     x, z, weight, bias, mean, variance, y,
     positions, channels, chunks, units, channel_blocks, eps,
-    RELU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The output of one tile."""
     unit = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(unit, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
@@ -191,12 +190,12 @@ def batch_norm_apply(
 
 
 @triton.jit
-def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, RELU: tl.constexpr):
-    """The gradient behind the ReLU mask, which is that of ReLU's argument."""
+def _masked(gradient, away, x, y, offset, mask, scale, shift, RELU: tl.constexpr):
+    """The gradient behind the ReLU mask, which is that of ReLU's argument; `away` is the input less its mean."""
     if RELU:
         if y is None:
             # Rounded as the output was, which may be 0 then.
-            output = ((values - mean[None, :]) * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
+            output = (away * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
         else:
             output = tl.load(y + offset, mask, other=0.0)
         gradient = tl.where(output > 0.0, gradient, 0.0)
@@ -208,8 +207,8 @@ def _masked(gradient, values, x, y, offset, mask, mean, scale, shift, RELU: tl.c
 def batch_norm_measure_backward(
     x, dy, y, weight, bias, mean, variance, dz, partials,
     positions, channels, chunks, units, channel_blocks, programs, eps,
-    RELU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    C_BLOCK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sums of the gradient and of gradient times normalised input over a program's units.
 
@@ -225,18 +224,17 @@ def batch_norm_measure_backward(
     shift = parameter(bias, channel, inside, 0.0)
     sum_dy = tl.zeros((R, C_BLOCK), tl.float32)
     sum_dy_xhat = tl.zeros((R, C_BLOCK), tl.float32)
-    for start in tl.range(program, units, programs * UNROLL):
-        for step in tl.static_range(UNROLL):
-            unit = units - 1 - (start + step * programs)  # see batch_norm_measure
-            offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
-            values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-            # Outside the input the gradient is 0, and so is every term.
-            gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-            gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
-            if dz is not None:
-                tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
-            sum_dy += gradient
-            sum_dy_xhat += gradient * (values - centre[None, :])
+    for start in tl.range(program, units, programs, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        # The last tiles first, as in batch_norm_measure.
+        offset, mask, _rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
+        away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
+        # Outside the input the gradient is 0, and so is every term.
+        gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
+        gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
+        if dz is not None:
+            tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
+        sum_dy += gradient
+        sum_dy_xhat += gradient * away
     found = partials + program.to(tl.int64) * 2 * channels + channel
     tl.store(found, tl.sum(sum_dy, 0), inside)
     tl.store(found + channels, tl.sum(sum_dy_xhat, 0) * factor, inside)
@@ -277,8 +275,8 @@ def batch_norm_sums(
 def batch_norm_apply_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx,
     positions, channels, chunks, units, channel_blocks, eps, inverse_count,
-    RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
-    C_BLOCK: tl.constexpr,
+    RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+    R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
@@ -288,21 +286,21 @@ def batch_norm_apply_backward(
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    offset, mask, _rows = tile(unit, block, positions, channels, chunks, units, LAST, ALIGN, R, C_BLOCK)
+    offset, mask, _rows = tile(unit, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-    values = gradient
-    if BATCH or (RELU and y is None):
-        values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
+    away = gradient
+    if BATCH or (RELU and y is None):
+        away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
-    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
+    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
     if BATCH:
         if sum_dy_xhat is None:
             sum_dy_xhat = sum_dy + channels
             inverse_count = 1.0 / tl.maximum(tl.load(sum_dy + 2 * channels), 1.0)
         mean_dy = tl.load(sum_dy + channel, inside, other=0.0) * inverse_count
         mean_dy_xhat = tl.load(sum_dy_xhat + channel, inside, other=0.0) * inverse_count * factor
-        gradient -= mean_dy[None, :] + (values - centre[None, :]) * mean_dy_xhat[None, :]
+        gradient -= mean_dy[None, :] + away * mean_dy_xhat[None, :]
     tl.store(dx + offset, (gradient * scale[None, :]).to(dx.dtype.element_ty), mask)

@@ -77,10 +77,10 @@ def batch_norm_whole_backward(
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
-    gradient = _masked(gradient, values, x, y, offset, mask, centre, scale, shift, RELU)
+    away = values - centre[None, :]
+    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
     if dz is not None:
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
-    away = values - centre[None, :]
     total_dy = tl.sum(gradient, 0)
     total_dy_xhat = tl.sum(gradient * away, 0) * factor
     tl.store(sum_dy + channel, total_dy, inside)

@@ -71,20 +71,18 @@ def batch_norm_with_statistics(
         if not runs_kernels(input, z, spec):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
     mean, variance, weight, bias = running
+    output = scale_shift = None
     if not torch.compiler.is_compiling() if exchange is None else launches(input):
         output, mean, variance = launch_forward(input, z, running, spec, exchange)
-        if torch.is_grad_enabled():
-            output = _apply_eagerly(input, z, weight, bias, mean, variance, None, (spec, exchange, output))
-        return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
-    scale_shift = None
-    if spec.training and exchange is None:
+    elif spec.training and exchange is None:
         mean, variance, scale_shift = scaled_statistics(input, running, spec)
     elif spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
-    found = BatchStatistics(mean, variance, False) if spec.training else None
     if torch.is_grad_enabled():
-        return _apply_node(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, None)), found
-    return normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift), found
+        output = _apply_node(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, output))
+    elif output is None:
+        output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
+    return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
@@ -257,4 +255,3 @@ def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 _node_gradients_once = _library.once_differentiable(_node_gradients)
 _apply_node = _library.quick_apply(BatchNormFunction)
-_apply_eagerly = _library.eager_apply(BatchNormFunction)

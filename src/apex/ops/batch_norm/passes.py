@@ -94,15 +94,16 @@ def local_gradients(
     The addend's gradient is `dy` behind the ReLU mask.
     """
     given = (dy, input, output, channels, spec)
+    if launches(input):
+        return launch_backward(*given, None, wants_input, wants_z)
     dx: Tensor | None = None
-    dz: Tensor | None
+    dz: Tensor | None = dy
     if not _takes_kernels(input):
         dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*given)
         if wants_input:
             sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
             dx = reference.input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
-    elif torch.compiler.is_compiling():
-        dz = dy
+    else:
         if wants_z and spec.relu:
             # In PyTorch's operators: they are joined with those that add up the gradients of the output's readers.
             # as_strided makes Inductor keep the result, which it would compute again for everything that takes it.
@@ -110,8 +111,6 @@ def local_gradients(
             dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
         dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)
-    else:
-        dx, dz, sum_dy_xhat, sum_dy = launch_backward(*given, None, wants_input, wants_z)
     return dx if wants_input else None, dz if wants_z else None, sum_dy_xhat, sum_dy
 
 
