@@ -23,7 +23,7 @@ from torch import Tensor
 from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
 from ..ops._host import HOST
 from ._files import load
-from ._sharded import _publish, facts_of, restore_backup
+from ._sharded import _publish, restore_backup, size_and_checksum
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
@@ -157,7 +157,7 @@ def _replace(path: Path, fill: Callable[[Path], None], ours: Callable[[str], boo
         for file in written:
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
-        _publish(temporary, path, {file.name: facts_of(file) for file in written})
+        _publish(temporary, path, {file.name: size_and_checksum(file) for file in written})
 
 
 def _link(source: Any, target: Any) -> Any:

@@ -48,9 +48,13 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
                 temporary = held.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
         facts: dict[str, tuple[int, int]] = {}
-        with raising_everywhere(failed, temporary), _quiet_alone():
+        with raising_everywhere(failed, temporary), _without_warning_of_one_process():
             checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
-            facts = {name: facts_of(temporary / name) for name in _names(temporary) if _writer_of(name) == this_rank()}
+            facts = {
+                name: size_and_checksum(temporary / name)
+                for name in _names(temporary)
+                if _writer_of(name) == this_rank()
+            }
         everything = [facts]
         if is_connected():
             everything = [{}] * dist.get_world_size()
@@ -101,7 +105,7 @@ def fill(state: dict[str, Any], reader: Reader) -> None:
 
     from ._reading import Planner
 
-    with raising_everywhere(f"the checkpoint {reader.path} could not be loaded"), _quiet_alone():
+    with raising_everywhere(f"the checkpoint {reader.path} could not be loaded"), _without_warning_of_one_process():
         checkpoint.load(state, storage_reader=reader, planner=Planner())
 
 
@@ -123,7 +127,7 @@ def raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _quiet_alone() -> Iterator[None]:
+def _without_warning_of_one_process() -> Iterator[None]:
     """PyTorch warns a process that saves alone."""
     with warnings.catch_warnings():
         if not is_connected():
@@ -131,7 +135,7 @@ def _quiet_alone() -> Iterator[None]:
         yield
 
 
-def facts_of(path: Path) -> tuple[int, int]:
+def size_and_checksum(path: Path) -> tuple[int, int]:
     """Length and checksum of a file."""
     return path.stat().st_size, checksum_of(path)
 

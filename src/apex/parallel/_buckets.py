@@ -25,7 +25,7 @@ from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
 
-# Elements of a last bucket that are not worth a message less.
+# Elements below which a last bucket is not halved.
 _SHORT = 4_000_000
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -73,7 +73,7 @@ _USES_ARE_KNOWN = _use_count is not None
 
 
 def _storage_uses(tensor: Tensor) -> int:
-    """How many tensors have this one's memory, it included, and a constant; -1 where this cannot be told."""
+    """How many tensors share this one's memory, itself included, plus a constant; -1 where PyTorch cannot tell."""
     return -1 if _use_count is None else _use_count(tensor.untyped_storage()._cdata)
 
 
@@ -101,9 +101,9 @@ def _gradient_is_unshared(param: Tensor) -> bool:
 class Bucket:
     """The gradients of some parameters of one dtype and device, in one buffer that is summed over all processes.
 
-    After a pass gradients are views of the buffer, which saves a pass over them and their memory. A gradient that
-    anybody but its parameter holds is not replaced but written to; a buffer that anybody looks at is not used again.
-    With `retain` all gradients become views, and each pass has a buffer of its own.
+    After a pass gradients are views of the buffer, which saves copying them back, and their memory. A gradient that
+    other code refers to is written to instead of replaced; a buffer that other code refers to is not used again. With
+    `retain` all gradients become views, and each pass has a buffer of its own.
     """
 
     _buffer: FlatBuffer | None = None
@@ -136,7 +136,7 @@ class Bucket:
         Those that can become views of the buffer do so now, and their memory is free for others; with `on_own_stream`
         only when all is over, since it is still being read.
         """
-        self._open()
+        self._prepare_buffer()
         _recording.keep(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
@@ -159,7 +159,7 @@ class Bucket:
         multiply(gradients, places, self._before)
         gradient, gradients = None, []  # nothing here may hold what is asked about next
         if self._gives_views and not on_own_stream:
-            self._outside = [index for index in self._outside if not self._moves_in(index)]
+            self._outside = [index for index in self._outside if not self._becomes_view(index)]
         self._present.fill_(1)
         for index in self._missing:
             self._present[index] = 0
@@ -176,7 +176,7 @@ class Bucket:
         elif self._gives_views:
             if self._after != 1.0:
                 self._flat.values[: self.size].mul_(self._after)
-            self._write([index for index in self._outside if not self._moves_in(index)], 1.0)
+            self._write([index for index in self._outside if not self._becomes_view(index)], 1.0)
         else:
             self._write(self._outside, self._after)
 
@@ -215,8 +215,8 @@ class Bucket:
     def _places(self) -> list[Tensor]:
         return self._flat.views
 
-    def _open(self) -> None:
-        """Makes a buffer where there is none, or where anybody looks at it but this bucket and gradients inside."""
+    def _prepare_buffer(self) -> None:
+        """Makes a new buffer, unless there is one that only this bucket and its gradients refer to."""
         if self._buffer is not None and not self._retain:
             inside = sum(map(self._is_inside, range(len(self.params))))
             if _storage_uses(self._buffer.values) == self._own_uses + inside:
@@ -226,8 +226,8 @@ class Bucket:
         self._present = self._buffer.values[self.size :]
         self._own_uses = _storage_uses(self._buffer.values)
 
-    def _moves_in(self, index: int) -> bool:
-        """Makes a gradient the view of its place, where nobody can notice; returns whether it is now."""
+    def _becomes_view(self, index: int) -> bool:
+        """Makes a gradient a view of the buffer, unless other code refers to it; returns whether it is one now."""
         param = self.params[index]
         if param.grad is not None and not _gradient_is_unshared(param):
             return False
@@ -262,9 +262,9 @@ def plan(
     """Buckets of indices, in the order in which they are to be sent.
 
     Gradients are taken in the order in which they arrived. A bucket is of one dtype and device; it is closed when it
-    has `message_size` elements (None: never), or by a gradient that is one of the `triggers`. What is left is sent when
-    the pass is over and hides behind nothing, so it is cut in two as long as it is large, the sooner half first.
-    Parameters whose gradients did not arrive have buckets of their own at the end, so that none waits for them.
+    has `message_size` elements (None: never), or by a gradient that is one of the `triggers`. Nothing of the backward
+    pass is left to overlap the last bucket: while it is large it is halved, so that the first half can go earlier.
+    Parameters whose gradients did not arrive have buckets of their own at the end, so that no other waits for them.
     """
     closers = None if triggers is None else set(triggers)
     buckets: list[list[int]] = []
