@@ -57,7 +57,7 @@ def in_a_scaler(folder: Path, payload: Any) -> None:
 
 def signed(folder: Path) -> None:
     """A manifest that fits the files."""
-    facts = {path.name: _sharded.facts_of(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    facts = {path.name: _sharded.size_and_checksum(path) for path in folder.iterdir() if path.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(facts))
 
 

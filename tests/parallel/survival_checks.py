@@ -363,7 +363,7 @@ def sharded_saves_that_fail(rank: int) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for failing, name in ((1, "apex.checkpoint._sharded.facts_of"), (0, "torch.save"), (0, "json.dump")):
+    for failing, name in ((1, "apex.checkpoint._sharded.size_and_checksum"), (0, "torch.save"), (0, "json.dump")):
         with pytest.MonkeyPatch.context() as patch:
             if rank == failing:
                 patch.setattr(name, full)
