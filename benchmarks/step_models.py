@@ -18,7 +18,7 @@ import apex
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.fused_bias_swiglu import fused_bias_swiglu
-from apex.fused_dense import FusedDenseGeluDense
+from apex.fused_dense import FusedDenseGeluDense, fused_dense_gelu_dense_function
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops.rope import rotary_embedding_pair
 
@@ -55,7 +55,10 @@ def token_loss(x: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tenso
 
 
 class GPTBlock(nn.Module):
-    """Layer norm, causal attention, layer norm, two dense layers with gelu."""
+    """Layer norm, causal attention, layer norm, two dense layers with gelu.
+
+    Of apex, the norms add branches to the residual, with the bias of the layer before: `fused_forward`.
+    """
 
     def __init__(self, width: int, heads: int, fused: bool) -> None:
         super().__init__()
@@ -65,10 +68,22 @@ class GPTBlock(nn.Module):
         self.dense = gelu_layers(width, fused)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + self.project(self.mixed(self.norm1(x)))
         return x + self.dense(self.norm2(x))
+
+    def fused_forward(self, x: Tensor, branch: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The residual, and the output and the bias of the last layer, which the next norm adds to it."""
+        normed, x = (self.norm1(x), x) if branch is None else self.norm1(branch, x, bias)
+        branch = F.linear(self.mixed(normed), self.project.weight)
+        normed, x = self.norm2(branch, x, self.project.bias)
+        dense = self.dense
+        branch = fused_dense_gelu_dense_function(normed, dense.weight1, dense.bias1, dense.weight2, None)
+        return x, branch, dense.bias2
+
+    def mixed(self, normed: Tensor) -> Tensor:
+        heads = self.attention(normed).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class GPT(nn.Module):
@@ -89,8 +104,15 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The loss, or without targets the logits."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        x = self.norm(self.blocks(x))
+        x = self.features(x) if self.fused else self.norm(self.blocks(x))
         return self.head(x) if targets is None else token_loss(x, self.head.weight, targets, self.fused)
+
+
+    def features(self, x: Tensor) -> Tensor:
+        branch = bias = None
+        for block in self.blocks:
+            x, branch, bias = block.fused_forward(x, branch, bias)  # type: ignore[operator]
+        return self.norm(branch, x, bias)[0]
 
 
 def rotated(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,7 +132,17 @@ class LlamaBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * hidden, bias=False), nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.project(self.mixed(self.norm1(x), cos, sin))
+        return x + self.down(self.gated(self.up(self.norm2(x))))
+
+    def fused_forward(self, x: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual, and what the next norm adds to it."""
+        normed, x = (self.norm1(x), x) if branch is None else self.norm1(branch, x)
+        normed, x = self.norm2(self.project(self.mixed(normed, cos, sin)), x)
+        return x, self.down(self.gated(self.up(normed)))
+
+    def mixed(self, normed: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        query, key, value = self.attention(normed).unflatten(-1, (3, self.heads, -1)).unbind(2)
         if self.fused:
             query, key = rotary_embedding_pair(query, key, (cos, sin), tensor_format="bshd")
         else:
@@ -118,8 +150,7 @@ class LlamaBlock(nn.Module):
             query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(self.gated(self.up(self.norm2(x))))
+        return mixed.transpose(1, 2).flatten(2)
 
     def gated(self, x: Tensor) -> Tensor:
         if self.fused:
@@ -147,10 +178,14 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        x, branch = self.tokens(tokens), None
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return token_loss(self.norm(x), self.head.weight, targets, self.fused)
+            if self.fused:
+                x, branch = block.fused_forward(x, branch, self.cos, self.sin)  # type: ignore[operator]
+            else:
+                x = block(x, self.cos, self.sin)
+        x = self.norm(x) if branch is None else self.norm(branch, x)[0]
+        return token_loss(x, self.head.weight, targets, self.fused)
 
 
 class Classifier(nn.Module):

@@ -206,6 +206,24 @@ class _Norm(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
+    def _add(self, input: Tensor, residual: Tensor, input_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `FusedLayerNorm`."""
+        check_tensors(input=input, residual=residual)
+        if torch._C._is_any_autocast_enabled():  # the sum in the residual's dtype, its norm in autocast's
+            total = residual + (input if input_bias is None else input + input_bias)
+            return self.forward(total), total
+        return norm.add_norm(
+            input,
+            residual,
+            input_bias,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            subtract_mean=self._has_bias,
+            memory_efficient=self.memory_efficient,
+        )
+
     def extra_repr(self) -> str:
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
@@ -214,11 +232,17 @@ class FusedLayerNorm(_Norm):
     """`torch.nn.LayerNorm` with fused kernels; state dicts are interchangeable.
 
     `memory_efficient=True` saves the output for the backward pass instead of the input.
+
+    With a `residual` it returns two tensors: the norm of residual + input, and that sum, the residual of what comes
+    next. `input_bias`, of the layer that computed the input, is added to both. One pass does all of it, and its
+    gradients, that of `input_bias` too.
     """
 
     _has_bias = True
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
+        if residual is not None:
+            return self._add(input, residual, input_bias)
         parameters = self._parameters  # where `self.weight` would take a microsecond more to look
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or bias is None:  # or something else is in their place
@@ -231,9 +255,11 @@ class FusedLayerNorm(_Norm):
 
 
 class FusedRMSNorm(_Norm):
-    """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable."""
+    """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable. `residual`: see `FusedLayerNorm`."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
+        if residual is not None:
+            return self._add(input, residual, input_bias)
         weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight

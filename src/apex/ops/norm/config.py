@@ -13,6 +13,8 @@ from .._tuned import tunable
 
 # Rows up to this length are held in registers by the backward kernel, with their weight and bias gradients.
 BACKWARD_ROWS_LIMIT = 8192
+# So are those with the gradient of an added bias beside them.
+ADDED_ROWS_LIMIT = 4096
 # Up to this length the weight and bias gradients alone still fit in the registers of one multiprocessor.
 BACKWARD_WIDE_LIMIT = 16384
 
@@ -65,13 +67,23 @@ def _warps(threads: int, device: DeviceFacts) -> int:
     return max(1, min(threads, device.max_threads) // device.warp_size)
 
 
+def holds_rows(row_length: int, element_size: int, subtract_mean: bool) -> bool:
+    """Whether the forward kernel has whole rows in registers."""
+    block = next_power_of_2(row_length)
+    return block <= 1024 or (element_size == 2 and (block <= 2048 or (subtract_mean and block <= 16384)))
+
+
+def adds(row_length: int, element_size: int, subtract_mean: bool) -> bool:
+    """Whether the kernels for such rows can add a residual, forward and backward."""
+    return row_length <= ADDED_ROWS_LIMIT and holds_rows(row_length, element_size, subtract_mean)
+
+
 @tunable(lambda config: ("rows_per_program" if config.rows_per_program else "block", "num_warps"))
 def forward_config(
     rows: int, row_length: int, element_size: int, subtract_mean: bool, device: DeviceFacts
 ) -> ForwardConfig:
     block = next_power_of_2(row_length)
-    two_bytes = element_size == 2
-    if block <= 1024 or (two_bytes and (block <= 2048 or (subtract_mean and block <= 16384))):
+    if holds_rows(row_length, element_size, subtract_mean):
         # Whole rows in registers, 16 to 64 elements per thread: layer norm bfloat16 16384x4096 in 70.9 with two rows
         # per program (in chunks: 90.0), 4096x16384 in 75.4 with 8 warps (16: 114, the second reduction waits longer).
         per_program = 1 if block == 2048 else max(1, (4096 if block < 2048 else 8192) // block)

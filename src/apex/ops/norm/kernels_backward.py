@@ -8,8 +8,11 @@ arithmetic is float32. ALIGN: see kernels_forward.py.
     dx = rstd * (wdy - normalised * mean(wdy * normalised) - mean(wdy))      the last term for layer norm only
     dweight = sum over rows of dy * normalised                               dbias = sum over rows of dy
 
-Each program writes its own row of `partials` (those of the weight first, then those of the bias), to be added in a
-fixed order. Tensors that a norm does not have, or whose gradients nobody wants, are None.
+Where the input is a sum that is used elsewhere too, `dsum` is its gradient from there, which is added to dx; `dadded`,
+the sum over rows of dx, is the gradient of a bias that was added to the input.
+
+Each program writes its own row of `partials` (those of the weight first, then those of the bias, then those of the
+added bias), to be added in a fixed order. Tensors that a norm does not have, or whose gradients nobody wants, are None.
 """
 
 import triton
@@ -45,7 +48,7 @@ def _normalised(saved, mean, rstd, weight, bias, limit, FROM_OUTPUT: tl.constexp
 @kernel
 @triton.jit
 def norm_backward_rows(
-    dy, saved, weight, bias, statistics, dx, partials, tickets, dweight_sum, dbias_sum,
+    dy, saved, weight, bias, statistics, dsum, dx, partials, tickets, dweight_sum, dbias_sum, dadded_sum,
     rows, row_length, limit,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
@@ -64,6 +67,8 @@ def norm_backward_rows(
         dweight = tl.zeros([ROWS, BLOCK], tl.float32)
         if bias is not None:
             dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+        if dadded_sum is not None:
+            dadded = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         offset = row[:, None] * row_length + column[None, :]
@@ -87,18 +92,27 @@ def norm_backward_rows(
         correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
         if SUBTRACT_MEAN:
             correction += (tl.sum(wdy, 1) / row_length)[:, None]
-        tl.store(dx + offset, ((wdy - correction) * row_rstd).to(dx.dtype.element_ty), mask=mask)
+        result = (wdy - correction) * row_rstd
+        if dsum is not None:
+            result += tl.load(dsum + offset, mask=mask, other=None if FULL else 0.0).to(tl.float32)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
         if partials is not None:
             dweight += gradient * normalised
             if bias is not None:
                 dbias += gradient
+            if dadded_sum is not None:
+                dadded += result if FULL else tl.where(mask, result, 0.0)
     if partials is not None:
         place = partials + program.to(tl.int64) * row_length + column
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)
         if bias is not None:
-            tl.store(place + tl.num_programs(0).to(tl.int64) * row_length, tl.sum(dbias, 0), mask=column_mask)
+            place += tl.num_programs(0).to(tl.int64) * row_length
+            tl.store(place, tl.sum(dbias, 0), mask=column_mask)
+        if dadded_sum is not None:
+            place += tl.num_programs(0).to(tl.int64) * row_length
+            tl.store(place, tl.sum(dadded, 0), mask=column_mask)
         if GROUP:
-            add_up(partials, tickets, dweight_sum, dbias_sum, row_length, column, GROUP)
+            add_up(partials, tickets, dweight_sum, dbias_sum, dadded_sum, row_length, column, GROUP)
 
 
 @triton.jit

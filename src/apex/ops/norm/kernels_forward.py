@@ -16,11 +16,14 @@ from .._launch import kernel
 @kernel
 @triton.jit
 def norm_forward_rows(
-    input, weight, bias, output, statistics,
+    input, weight, bias, residual, added, total, output, statistics,
     rows, row_length, eps,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask."""
+    """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask.
+
+    With a `residual` the norm is that of `total`, which is written too: input + residual + `added`, a bias or None.
+    """
     row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -35,6 +38,13 @@ def norm_forward_rows(
         column_mask = column < row_length
         mask = row_mask[:, None] & column_mask[None, :]
         x = tl.load(input + offset, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        if added is not None:
+            x += tl.load(added + column, mask=column_mask, other=None if FULL else 0.0).to(tl.float32)[None, :]
+        x += tl.load(residual + offset, mask=mask, other=None if FULL else 0.0).to(tl.float32)
+        rounded = x.to(total.dtype.element_ty)
+        tl.store(total + offset, rounded, mask=mask)
+        x = rounded.to(tl.float32)
     if SUBTRACT_MEAN:
         row_mean = tl.sum(x, 1) / row_length
         tl.store(statistics + rows + row, row_mean, mask=row_mask)

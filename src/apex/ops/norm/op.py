@@ -174,7 +174,8 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
     empty = empty_on(device)
     output = empty(launches.shape, launches.strides, out_dtype)
     statistics = empty(launches.statistics, launches.statistics_strides, torch.float32)
-    launches.main((input, weight, bias, output, statistics), (eps,))
+    added = (None, None, None) if launches.rows else ()
+    launches.main((input, weight, bias, *added, output, statistics), (eps,))
     return output, statistics
 
 
@@ -186,6 +187,7 @@ class ForwardLaunch(NamedTuple):
     statistics: tuple[int, int]
     statistics_strides: tuple[int, int]
     main: Any
+    rows: bool  # whether it is `norm_forward_rows`, which can add a residual
 
 
 @launch_rule
@@ -218,7 +220,8 @@ def _forward_launch(
             **flags,
         )
     shape = tuple(shape)
-    return ForwardLaunch(shape, contiguous_strides(shape), (1 + subtract_mean, rows), (rows, 1), launch)
+    whole_rows = chosen.rows_per_program > 0
+    return ForwardLaunch(shape, contiguous_strides(shape), (1 + subtract_mean, rows), (rows, 1), launch, whole_rows)
 
 
 def launch_backward(
@@ -241,7 +244,7 @@ def launch_backward(
         partials, tickets = partial_sums(launches.partials, device)
     given, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
-        launches.main((*given, dx, partials, tickets, dweight, dbias), limit)
+        launches.main((*given, None, dx, partials, tickets, dweight, dbias, None), limit)
     elif launches.kind == "columns":
         rows = saved.numel() // row_length
         row_means = empty((2, rows), (rows, 1), torch.float32)
@@ -250,7 +253,7 @@ def launch_backward(
     else:
         launches.main((*given, dx, partials), limit)
     if launches.sums is not None:
-        launches.sums((partials, dweight, dbias))
+        launches.sums((partials, dweight, dbias, None))
     return dx, dweight, dbias
 
 
@@ -271,7 +274,8 @@ class BackwardLaunches(NamedTuple):
 def _backward_launches(
     shape: tuple[int, ...], row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
 ) -> BackwardLaunches:
-    subtract_mean, from_output, has_bias, param_grads = flags
+    subtract_mean, from_output, has_bias, param_grads, *has_added = flags
+    kinds = 1 + has_bias + sum(has_added)
     shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     group = chosen.group if param_grads else 0
@@ -318,14 +322,14 @@ def _backward_launches(
     if param_grads and not group:
         block = 16 if here.backend != "interpreter" else 256  # which takes as long for a program of any size
         sums = kernels_sums.sum_partials.prepare(
-            (-(-row_length // block), 1 + has_bias),
+            (-(-row_length // block), kinds),
             (chosen.programs, row_length),
             ALIGN=align,
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=block,
             num_warps=4,
         )
-    elements, limit = partials * row_length * (1 + has_bias), (math.sqrt(row_length),)
+    elements, limit = partials * row_length * kinds, (math.sqrt(row_length),)
     return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)
 
 

@@ -1,0 +1,105 @@
+"""Norms that add a residual and a bias on the way, against the same in float64 with PyTorch's operators."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.ops import _library, norm
+from tests.harness import Route, assert_close, assert_equal_bits, routes
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def expected(tensors: list[Tensor | None], gradients: list[Tensor], subtract_mean: bool) -> list[Tensor]:
+    """Norm, sum and the gradients of the tensors, in float64."""
+    wide = [None if t is None else t.detach().cpu().double().requires_grad_() for t in tensors]
+    branch, residual, added, weight, bias = wide
+    total = residual + branch + (0 if added is None else added)
+    shape = total.shape[-1:]
+    output = F.layer_norm(total, shape, weight, bias) if subtract_mean else F.rms_norm(total, shape, weight, 1e-5)
+    given = [gradient.cpu().double() for gradient in gradients]
+    torch.autograd.backward((output, total), given)
+    return [output, total, *(t.grad for t in wide if t is not None)]
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("memory_efficient", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "subtract_mean", "with_bias"),
+    [((2, 9, 96), True, True), ((24, 64), False, True), ((5, 100), True, False), ((3, 2200), False, False)],
+)
+def test_norm_of_a_sum(
+    shape: tuple[int, ...], subtract_mean: bool, with_bias: bool, memory_efficient: bool, route: Route
+) -> None:
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device=route.device)
+
+    width = shape[-1]
+    parameters = [random(width) if with_bias else None, random(width).abs() + 0.5, random(width)]
+    if not subtract_mean:
+        parameters[2] = None
+    tensors = [random(*shape), random(*shape), *parameters]
+    inputs = [None if t is None else t.requires_grad_() for t in tensors]
+    gradients = [random(*shape), random(*shape)]
+    with _library.implementation(route.implementation):
+        results = norm.add_norm(
+            *inputs[:3], width, *inputs[3:], subtract_mean=subtract_mean, memory_efficient=memory_efficient
+        )
+        torch.autograd.backward(results, gradients)
+    found = [*results, *(t.grad for t in inputs if t is not None)]
+    rows = results[0].numel() // width
+    for actual, exact in zip(found, expected(tensors, gradients, subtract_mean), strict=True):
+        assert_close(actual, exact, reduction=1 if actual.dim() > 1 else rows)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
+def test_a_compiled_module_gives_the_gradients_of_an_eager_one(module: type, route: Route) -> None:
+    layer = module(48, memory_efficient=True).to(route.device)
+    branch, residual = torch.randn(2, 6, 48, device=route.device)
+    bias = torch.randn(48, device=route.device, requires_grad=True)
+    inputs = [branch.requires_grad_(), residual.requires_grad_(), bias, *layer.parameters()]
+
+    def loss(branch: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
+        output, total = layer(branch, residual, bias)
+        output, total = layer(output, total)
+        return (output * total.sin()).sum()
+
+    backend = "inductor" if route.device == "cuda" else "aot_eager"
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        found = [
+            torch.autograd.grad(function(*inputs[:3]), inputs)
+            for function in (loss, torch.compile(loss, fullgraph=True, backend=backend))
+        ]
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_the_sum_is_normalised_as_it_is_returned(route: Route) -> None:
+    """In half precision the norm is that of the rounded sum, so that a later norm of the sum gives the same."""
+    branch, residual = torch.randn(2, 8, 64, device=route.device).bfloat16()
+    weight, bias = torch.rand(2, 64, device=route.device).bfloat16()
+    with torch.no_grad(), _library.implementation(route.implementation):
+        output, total = norm.add_norm(branch, residual, None, 64, weight, bias, subtract_mean=True)
+        again = norm.layer_norm(total, 64, weight, bias)
+    assert_equal_bits([output], [again])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    layer = FusedLayerNorm(8)
+    with pytest.raises(ValueError, match=r"residual has shape \[3, 8\]"):
+        layer(torch.ones(2, 8), torch.ones(3, 8))
+    with pytest.raises(ValueError, match=r"added bias \[4\]"):
+        layer(torch.ones(2, 8), torch.ones(2, 8), torch.ones(4))
+
+
+def test_autocast_adds_in_the_dtype_of_the_residual() -> None:
+    layer, branch, residual = FusedLayerNorm(8), torch.randn(2, 8).bfloat16(), torch.randn(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, total = layer(branch, residual)
+    assert (output.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert_close(total, branch.double() + residual.double())
