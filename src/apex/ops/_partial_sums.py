@@ -17,6 +17,7 @@ from _thread import get_ident
 import torch
 from torch import Tensor
 
+from . import _recording
 from ._device import current_device, current_stream
 
 TICKETS = 4096
@@ -28,11 +29,12 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
     """At least `elements` uninitialised float32 on `device`, free again when the caller's last launch was queued.
 
     Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
-    Without `tickets` they may be anything: a captured graph would fill them in every replay.
+    Without `tickets` they may be anything: a graph that `apex.graphs` does not capture fills them in every replay.
     """
     index = device.index
     if index is None or current_device() != index or current_stream(index) != 0:
-        return _make(elements, device) if tickets else (_sums(elements, device),) * 2
+        sums = _sums(elements, device)
+        return sums, _tickets(device) if tickets else sums
     key = (get_ident(), index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
@@ -41,7 +43,18 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
 
 
 def _make(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _sums(elements, device), torch.zeros(TICKETS, dtype=torch.int32, device=device)
+    return _sums(elements, device), _tickets(device)
+
+
+def _tickets(device: torch.device) -> Tensor:
+    """Tickets that are 0; of a graph the same for all launches of a stream, since each leaves them 0 for the next."""
+    recording, found = _recording.current, None
+    if recording is not None and recording.captures:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        if stream not in recording.tickets:
+            recording.tickets[stream] = _recording.memory(TICKETS, torch.int32)
+        found = recording.tickets[stream]
+    return torch.zeros(TICKETS, dtype=torch.int32, device=device) if found is None else found
 
 
 def _sums(elements: int, device: torch.device) -> Tensor:

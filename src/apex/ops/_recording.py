@@ -16,8 +16,8 @@ from torch import Tensor
 
 current: Recording | None = None
 
-# Numbers of one graph: 7 for each parameter group and dtype.
-_MOST_NUMBERS = 1 << 16
+# Numbers of one graph, 7 for each parameter group and dtype, and as much memory again for tables and tickets.
+_MOST_NUMBERS = 1 << 15
 
 
 class Guard(NamedTuple):
@@ -115,6 +115,10 @@ class Recording:
         # What is to be done before and after a replay.
         self.before: list[Callable[[], None]] = []
         self.after: list[Callable[[], None]] = []
+        # What is to be done once, before the first replay: the contents of `memory` that no replay changes.
+        self.once: list[Callable[[], Any]] = []
+        # Tickets of kernels (see `_partial_sums`), by the stream of their launches.
+        self.tickets: dict[int, Tensor | None] = {}
         # Hyperparameters that are read anew: id of the optimizer, index of the group, name. The others are frozen.
         self.followed: set[tuple[int, int, str]] = set()
         # How often groups of optimizers were stepped, by optimizer and index.
@@ -124,7 +128,8 @@ class Recording:
         self.numbers: list[Number] = []
         self._places: Tensor | None = None
         if captures:
-            self._places = torch.zeros(_MOST_NUMBERS, dtype=torch.float64, device=device)
+            self._places = torch.zeros(2 * _MOST_NUMBERS, dtype=torch.float64, device=device)
+        self._taken = _MOST_NUMBERS
 
     def place(self, number: Number, device: torch.device) -> Tensor:
         """Where a number is on the device."""
@@ -133,7 +138,16 @@ class Recording:
         if device != self._places.device:
             raise RuntimeError(f"a graph of {self._places.device} cannot read {number.name} on {device}")
         self.numbers.append(number)
-        return self._places[len(self.numbers) - 1]
+        return self._places[:_MOST_NUMBERS][len(self.numbers) - 1]
+
+    def memory(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """`count` zeros outside of the graph's pool, where replays write elsewhere too; None where no more is left."""
+        first = self._taken
+        end = first + -(-count * dtype.itemsize // 16) * 2
+        if self._places is None or end > self._places.numel():
+            return None
+        self._taken = end
+        return self._places[first:end].view(dtype)[:count]
 
     def counted(self, optimizer: Any, index: int) -> Any:
         """The step count of a parameter group that has just been counted up in `group["step"]`."""
@@ -167,6 +181,9 @@ class Recording:
 
     def upload(self) -> None:
         """Gives the graph its numbers as they are now."""
+        for action in self.once:
+            action()
+        self.once.clear()
         if self._places is None or not self.numbers:
             return
         values = [float(number.read()) for number in self.numbers]
@@ -199,6 +216,13 @@ def active(recording: Recording) -> Iterator[None]:
 def captures() -> bool:
     """Whether a function is being captured."""
     return current is not None and current.captures
+
+
+def memory(count: int, dtype: torch.dtype) -> Tensor | None:
+    """`Recording.memory` of the graph that `apex.graphs` captures on the current stream; None where there is none."""
+    if current is None or not current.captures or not torch.cuda.is_current_stream_capturing():
+        return None
+    return current.memory(count, dtype)
 
 
 def keep(*tensors: Any) -> bool:
