@@ -107,7 +107,6 @@ class GPT(nn.Module):
         x = self.features(x) if self.fused else self.norm(self.blocks(x))
         return self.head(x) if targets is None else token_loss(x, self.head.weight, targets, self.fused)
 
-
     def features(self, x: Tensor) -> Tensor:
         branch = bias = None
         for block in self.blocks:

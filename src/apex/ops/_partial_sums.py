@@ -49,7 +49,7 @@ def _make(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def _tickets(device: torch.device) -> Tensor:
     """Tickets that are 0; of a graph the same for all launches of a stream, since each leaves them 0 for the next."""
     recording, found = _recording.current, None
-    if recording is not None and recording.captures:
+    if recording is not None and recording.captures and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in recording.tickets:
             recording.tickets[stream] = _recording.memory(TICKETS, torch.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apex.ops.norm import op
+from apex.ops.norm import op, residual
 
 _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
@@ -35,6 +35,14 @@ _SHAPES = [
     (1024, 32768, _BF16, None, False, False),
 ]
 
+# rows, columns, dtype, subtract mean, from output: norms that add a residual
+_SUMS = [
+    (8192, 768, _BF16, True, True),
+    (8192, 1024, _BF16, False, True),
+    (16384, 4096, _BF16, True, False),
+    (4096, 1000, _F32, True, False),
+]
+
 
 def record() -> None:
     """Plans and (under `recording`) collects forward and backward of every shape."""
@@ -49,3 +57,10 @@ def record() -> None:
             op.launch_backward(output, x, weight, bias, statistics, *settings, wanted)
     mixed = torch.empty(4096, 1024, dtype=_BF16, device="meta")
     op.launch_forward(mixed, torch.empty(1024, device="meta"), None, 1024, 1e-5, False, False, _F32, _BF16)
+    for rows, columns, dtype, subtract_mean, from_output in _SUMS:
+        x = torch.empty(rows, columns, dtype=dtype, device="meta")
+        weight = torch.empty(columns, dtype=dtype, device="meta")
+        bias = weight if subtract_mean else None
+        settings = (columns, 1e-5, subtract_mean, from_output)
+        *_, statistics = residual.launch_forward(x, x, weight, weight, bias, *settings)
+        residual.launch_backward(x, x, x, weight, bias, statistics, True, *settings)

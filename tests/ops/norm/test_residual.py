@@ -7,9 +7,10 @@ from torch import Tensor
 
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _library, norm
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+KERNELS = [route for route in routes() if route.id != "cpu-torch"]
 
 
 def expected(tensors: list[Tensor | None], gradients: list[Tensor], subtract_mean: bool) -> list[Tensor]:
@@ -54,17 +55,17 @@ def test_norm_of_a_sum(
         assert_close(actual, exact, reduction=1 if actual.dim() > 1 else rows)
 
 
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
-def test_a_compiled_module_gives_the_gradients_of_an_eager_one(module: type, route: Route) -> None:
-    layer = module(48, memory_efficient=True).to(route.device)
+@pytest.mark.parametrize("route", KERNELS)
+def test_compiled_modules_give_the_gradients_of_eager_ones(route: Route) -> None:
+    first = FusedLayerNorm(48, memory_efficient=True).to(route.device)
+    second = FusedRMSNorm(48, memory_efficient=True).to(route.device)
     branch, residual = torch.randn(2, 6, 48, device=route.device)
     bias = torch.randn(48, device=route.device, requires_grad=True)
-    inputs = [branch.requires_grad_(), residual.requires_grad_(), bias, *layer.parameters()]
+    inputs = [branch.requires_grad_(), residual.requires_grad_(), bias, *first.parameters(), *second.parameters()]
 
     def loss(branch: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
-        output, total = layer(branch, residual, bias)
-        output, total = layer(output, total)
+        output, total = first(branch, residual, bias)
+        output, total = second(output, total)
         return (output * total.sin()).sum()
 
     backend = "inductor" if route.device == "cuda" else "aot_eager"
@@ -76,6 +77,16 @@ def test_a_compiled_module_gives_the_gradients_of_an_eager_one(module: type, rou
         ]
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("route", KERNELS)
+def test_opcheck(route: Route) -> None:
+    x, weight, settings = torch.randn(6, 40, device=route.device), torch.rand(40, device=route.device), (40, 1e-5)
+    for added, bias, subtract_mean in ((weight, weight, True), (None, None, False)):
+        opcheck(route, torch.ops.apex.add_norm.default, (x, x, added, weight, bias, *settings, subtract_mean, True))
+        statistics = torch.rand(2, 6, device=route.device)
+        arguments = (x, x, x, weight, bias, statistics, added is not None, *settings, subtract_mean, True)
+        opcheck(route, torch.ops.apex.add_norm_backward.default, arguments)
 
 
 @pytest.mark.parametrize("route", routes())

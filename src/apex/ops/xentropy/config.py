@@ -30,8 +30,8 @@ STREAMED_ROW = 3 << 15
 CHUNK_ELEMENTS = (3 << 25, 1 << 28)
 LARGE_CHUNK, MANY_ROWS = 17 << 23, 2816
 CHUNKS = 10
-# Chunks have a multiple of so many rows, half a tile of a matrix product: 8192x768x50304 takes 2.96 ms in chunks of 2752
-# rows, 2.95 in chunks of 2816, which need 6 MiB more.
+# Chunks have a multiple of so many rows, half a tile of a matrix product: 8192x768x50304 takes 2.96 ms in chunks of
+# 2752 rows, 2.95 in chunks of 2816, which need 6 MiB more.
 ROW_MULTIPLE = 64
 # Chunks whose sum may be rounded to bfloat16 each time: 0.3% in the mean square, a single rounding being 0.1%.
 MOST_ROUNDINGS = 16
