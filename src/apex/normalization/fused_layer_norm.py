@@ -285,7 +285,7 @@ class _MixedNorm(_Norm):
 class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
     """Layer norm whose output has the weight's dtype, whatever the input's."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         settings = self.normalized_shape, self.eps, self.memory_efficient
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, *settings)  # type: ignore[arg-type]
 
@@ -293,6 +293,6 @@ class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
     """RMS norm whose output has the weight's dtype, whatever the input's."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         settings = self.normalized_shape, self.eps, self.memory_efficient
         return mixed_dtype_fused_rms_norm_affine(input, self.weight, *settings)  # type: ignore[arg-type]
