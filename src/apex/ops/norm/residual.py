@@ -67,7 +67,9 @@ def _runs_kernels(
 ) -> bool:
     if weight is None or (bias is None) == subtract_mean or len(shape) != 1:
         return False
-    if not _library.runs_triton(op.FAMILY, branch) or (torch.compiler.is_compiling() and reference.is_exporting()):
+    if not _library.runs_triton(op.FAMILY, branch):
+        return False
+    if reference.is_exporting() if torch.compiler.is_compiling() else _library.sees_operators_only():
         return False
     if any(tensor is not None and tensor.dtype != branch.dtype for tensor in (residual, added)):
         return False
