@@ -16,8 +16,9 @@ from torch import Tensor
 
 current: Recording | None = None
 
-# Numbers of one graph, 7 for each parameter group and dtype, and as much memory again for tables and tickets.
-_MOST_NUMBERS = 1 << 15
+# Numbers of one graph, 7 for each parameter group and dtype, and bytes of tables and tickets: 1 MiB together, more than
+# which PyTorch would take from a block of 20 MiB.
+_MOST_NUMBERS, _MEMORY = 1 << 15, 3 << 18
 
 
 class Guard(NamedTuple):
@@ -128,7 +129,7 @@ class Recording:
         self.numbers: list[Number] = []
         self._places: Tensor | None = None
         if captures:
-            self._places = torch.zeros(2 * _MOST_NUMBERS, dtype=torch.float64, device=device)
+            self._places = torch.zeros(_MOST_NUMBERS + _MEMORY // 8, dtype=torch.float64, device=device)
         self._taken = _MOST_NUMBERS
 
     def place(self, number: Number, device: torch.device) -> Tensor:

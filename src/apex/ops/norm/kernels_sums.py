@@ -13,15 +13,11 @@ from .._launch import kernel
 
 @triton.jit
 def _sum_rows(source, count, row_length, column, MOST: tl.constexpr):
-    """The sum of `count` rows, at most MOST, which other programs of this launch have stored.
-
-    Four loads at a time: of all MOST at once, their registers would keep other programs from the multiprocessor.
-    """
+    """The sum of `count` rows, at most MOST, which other programs of this launch have stored."""
     total = tl.zeros(column.shape, tl.float32)
-    for first in tl.range(0, count, 4):
-        for row in tl.static_range(4):
-            mask = (column < row_length) & (first + row < count)
-            total += tl.load(source + (first + row) * row_length + column, mask=mask, other=0.0, cache_modifier=".cg")
+    for row in tl.static_range(MOST):  # all loads at once: four at a time took 3 us more of 20
+        mask = (column < row_length) & (row < count)
+        total += tl.load(source + row * row_length + column, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
