@@ -57,6 +57,24 @@ def test_attributes_that_a_function_reads_and_no_others() -> None:
     assert names(Trainer().train) == names(Trainer()) == expected | objects
 
 
+def test_methods_that_a_function_calls() -> None:
+    class Trainer:
+        alpha = 0.0
+
+        def __init__(self) -> None:
+            self.alpha = 0.5
+
+        def loss(self, x: Tensor) -> Tensor:
+            return x * self.alpha
+
+        def train(self, x: Tensor) -> Tensor:
+            return self.loss(x)
+
+    trainer = Trainer()
+    assert names(trainer.train) == {"self.alpha"}
+    assert names(lambda x: trainer.train(x)) == {"self.alpha"}
+
+
 def test_values_are_read_anew() -> None:
     alpha = 0.5
     model = first = nn.Dropout()

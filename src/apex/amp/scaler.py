@@ -323,8 +323,7 @@ class OverflowMessages:
 
     def read(self) -> None:
         """Reports what has arrived; events of earlier steps are asked, which must not be while a graph is captured."""
-        recording = _recording.current
-        if recording is not None and recording.captures:
+        if _recording.captures():
             return
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())

@@ -22,8 +22,8 @@ class References:
     """What a function reads from outside: numbers, flags and strings, tensors, modules.
 
     Looked at: variables of enclosing functions, globals of its file, attributes of `self` and of other objects that it
-    names, items of dicts and lists; also of functions in the same file that it calls. Of modules, also of those among
-    its `arguments`: their mode, and the tensors that they hold. Not: numbers inside of modules and lists.
+    names, items of dicts and lists; also of functions and methods that it calls, if they are in the same file. Of
+    modules, also among its `arguments`: their mode, and the tensors that they hold. Not: numbers in modules and lists.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
@@ -95,7 +95,7 @@ class References:
 
 
 def _parts(place: Place, names: _Names) -> Iterator[Place]:
-    """Attributes of an object, and items of a dict, that a function names; tensors in a dict or list."""
+    """Attributes and methods of an object, and items of a dict, that a function names; tensors in a dict or list."""
     value = place.read()
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -103,7 +103,8 @@ def _parts(place: Place, names: _Names) -> Iterator[Place]:
                 yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key))
     elif not isinstance(value, ModuleType | type | nn.Module | torch.Tensor | torch.optim.Optimizer):
         for variable, attribute in sorted(names.attributes):
-            if variable == place.name and attribute in getattr(value, "__dict__", ()):
+            is_method = isinstance(getattr(type(value), attribute, None), FunctionType)
+            if variable == place.name and (is_method or attribute in getattr(value, "__dict__", ())):
                 yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute))
 
 

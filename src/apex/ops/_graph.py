@@ -54,9 +54,7 @@ class CudaGraphs:
                 here.wait_stream(stream)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
+        return self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
         """Captures a function; returns what replays it on the current stream, and the function's result.
@@ -75,39 +73,33 @@ class CudaGraphs:
                     # Other threads go on: those that load data, and NCCL's, which asks after its work.
                     graph.capture_begin(pool, capture_error_mode="thread_local")
                     result = function()
+                    _end(graph)
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):  # what failed has made the capture invalid
-                        self._end(graph, pool, device)
+                    self._abandon(graph, pool, device)
                     raise
-                self._end(graph, pool, device)
         self._graphs.add(graph)
         return graph.replay, result
 
-    def _end(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-        try:
-            _end_capture(graph)
-        except BaseException:
-            self._broken.append(graph)
-            self._graphs.clear()  # the next capture is to have another pool: PyTorch has not done with this one
-            _repair(pool, device)
-            raise
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+        """Ends a capture that failed; where what failed has made it invalid, does what PyTorch then leaves undone."""
+        with contextlib.suppress(RuntimeError):
+            _end(graph)
+            return
+        self._broken.append(graph)
+        self._graphs.clear()  # the next capture is to have another pool: PyTorch has not done with this one
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the latter before PyTorch 2.8
+        end_allocating = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
+        with contextlib.suppress(RuntimeError):  # the capture did not begin, and the pool does not count it
+            end_allocating(device.index, pool)
+            torch._C._cuda_releasePool(device.index, pool)
+        # A capture that ends well tells the random number generators that none is under way.
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="thread_local")
+        _end(other)
 
 
-def _end_capture(graph: torch.cuda.CUDAGraph) -> None:
+def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
         # A function may have nothing to do on the device, or fail before it does.
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()
-
-
-def _repair(pool: Any, device: torch.device) -> None:
-    """Does what PyTorch leaves undone where the end of a capture fails."""
-    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the latter before PyTorch 2.8
-    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-    with contextlib.suppress(RuntimeError):  # the capture did not begin, and the pool does not count it
-        end(device.index, pool)
-        torch._C._cuda_releasePool(device.index, pool)
-    # A capture that ends well tells the random number generators that none is under way.
-    other = torch.cuda.CUDAGraph()
-    other.capture_begin(capture_error_mode="thread_local")
-    _end_capture(other)

@@ -7,8 +7,10 @@ numbers a graph would freeze asks it for a `Number` in their place, and says wha
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ class Guard(NamedTuple):
             return False
 
 
+@dataclass(eq=False, slots=True)
 class Number:
     """A Python number, or an expression of some, that is read again before every replay.
 
@@ -43,15 +46,13 @@ class Number:
     code that decides by it makes a guard: the graph is not replayed where the decision would be another.
     """
 
-    __slots__ = ("_place", "name", "read", "recording", "value")
-    __hash__ = None  # type: ignore[assignment]
+    recording: Recording
+    name: str
+    value: float
+    read: Callable[[], float]
+    _place: Tensor | None = None
 
-    def __init__(self, recording: Recording, name: str, value: float, read: Callable[[], float]) -> None:
-        self.recording = recording
-        self.name = name
-        self.value = value
-        self.read = read
-        self._place: Tensor | None = None
+    __hash__ = None  # type: ignore[assignment]
 
     def on(self, device: torch.device) -> Tensor:
         """The number on a device, float64 []; the memory that every replay writes it to."""
@@ -90,19 +91,13 @@ class Number:
         return self._decides(int)
 
 
-def _swapped(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda one, other: combine(other, one)
-
-
-def _operator(method: str, function: Callable[[Any, Any], Any]) -> Callable[[Number, Any], Any]:
-    return lambda self, other: getattr(self, method)(function, other)
-
-
 for _name in ("add", "sub", "mul", "truediv", "pow"):
-    setattr(Number, f"__{_name}__", _operator("_combine", getattr(operator, _name)))
-    setattr(Number, f"__r{_name}__", _operator("_combine", _swapped(getattr(operator, _name))))
+    _combine = getattr(operator, _name)
+    _swapped = lambda one, other, combine=_combine: combine(other, one)  # noqa: E731
+    setattr(Number, f"__{_name}__", functools.partialmethod(Number._combine, _combine))
+    setattr(Number, f"__r{_name}__", functools.partialmethod(Number._combine, _swapped))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _operator("_compare", getattr(operator, _name)))
+    setattr(Number, f"__{_name}__", functools.partialmethod(Number._compare, getattr(operator, _name)))
 
 
 class Recording:
