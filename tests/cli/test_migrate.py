@@ -252,7 +252,7 @@ def rewritten(source: str, folder: Path, to: str, refused: tuple[str, ...] = ())
     path = folder / "script.py"
     path.write_text(source)
     result = migrate(path, to=to, device="cpu")
-    assert tuple(spot.rule for spot in result.refused) == refused, result.refused
+    assert tuple(refusal.rule for refusal in result.refused) == refused, result.refused
     path.write_bytes(result.after)
     again = migrate(path, to=to, device="cpu")
     assert again.after == again.before
@@ -548,8 +548,8 @@ def test_what_is_not_certain_is_named_and_left_alone(
     path.write_text(source)
     result = migrate(path, to=to)
     assert result.after == result.before
-    assert (rule, line) in [(spot.rule, spot.line) for spot in result.refused], result.refused
-    assert all("{" not in spot.advice and "None" not in spot.advice for spot in result.refused)
+    assert (rule, line) in [(refusal.rule, refusal.line) for refusal in result.refused], result.refused
+    assert all("{" not in refusal.advice and "None" not in refusal.advice for refusal in result.refused)
 
 
 def test_every_rule_is_tested_and_documented() -> None:

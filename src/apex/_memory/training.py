@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from .. import amp, optimizers
@@ -87,7 +88,7 @@ class Training:
             checkpoint_blocks(self.model)
         with self._running():
             if device is None:
-                _give_stand_ins(self.model)
+                _replace_by_fake_tensors(self.model)
             self.optimizer = make_optimizer(settings, self.model)
             self.model, self.optimizer = amp.initialize(
                 self.model, self.optimizer, opt_level=settings.opt_level, verbosity=0
@@ -100,7 +101,7 @@ class Training:
     def _running(self) -> contextlib.AbstractContextManager[Any]:
         """New tensors are fake inside, and storages are counted; with a device nothing is different."""
         stack = contextlib.ExitStack()
-        for mode in () if self.storages is None else (self._fake, self.storages, _AsOnGPUs()):
+        for mode in () if self.storages is None else (self._fake, self.storages, _GpuOperators()):
             stack.enter_context(mode)
         return stack
 
@@ -155,7 +156,7 @@ def trained(task: Task, settings: Settings, device: torch.device | None = None) 
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with _as_planned() if device is None else contextlib.nullcontext(), warnings.catch_warnings():
+        with _planning_for_a_gpu() if device is None else contextlib.nullcontext(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             warnings.filterwarnings("ignore", message="Only .* of buckets are used")
             yield Training(task, settings, device)
@@ -168,7 +169,7 @@ def trained(task: Task, settings: Settings, device: torch.device | None = None) 
         amp.shutdown()
 
 
-def _as_planned() -> contextlib.AbstractContextManager[Any]:
+def _planning_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
     """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or else an H200.
 
     Without Triton they are PyTorch's operators.
@@ -190,22 +191,16 @@ def checked_loss(loss: Any) -> Tensor:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested dicts, lists and tuples, and in the objects of apex that hold an optimizer's state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif type(value).__module__.startswith("apex."):
-        yield from tensors_in([each for each in vars(value).values() if isinstance(each, Tensor)])
+    for leaf in tree_leaves(value):
+        held = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
+        yield from (each for each in held if isinstance(each, Tensor))
 
 
-def _give_stand_ins(model: nn.Module) -> None:
+def _replace_by_fake_tensors(model: nn.Module) -> None:
     """Puts fake tensors in the place of a model's tensors on the device "meta"; those that were one stay one."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def stand_in(tensor: Tensor) -> Tensor:
+    def fake_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
             fake = torch.empty_like(tensor, device=HOST, requires_grad=False)
             if isinstance(tensor, nn.Parameter):
@@ -219,11 +214,11 @@ def _give_stand_ins(model: nn.Module) -> None:
         for tensors in places:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
-                    tensors[name] = stand_in(value)
+                    tensors[name] = fake_of(value)
 
 
-class _AsOnGPUs(torch.overrides.TorchFunctionMode):
-    """Sends what PyTorch does otherwise on a host to the operators that it has on GPUs: a mask of dropout has bytes."""
+class _GpuOperators(torch.overrides.TorchFunctionMode):
+    """Calls PyTorch's GPU operators where its CPU ones keep other tensors: a mask of dropout has bytes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -139,7 +139,7 @@ def _print_tuned(console: Console, report: Report) -> None:
     print_table(console, table)
 
 
-def _said_once(report: Report) -> Iterator[tuple[Severity, list[str], str]]:
+def _grouped_findings(report: Report) -> Iterator[tuple[Severity, list[str], str]]:
     """The findings, with the subjects of which the same is said put together."""
     alike: dict[tuple[Severity, str], list[str]] = {}
     for finding in report.findings:
@@ -151,14 +151,14 @@ def _said_once(report: Report) -> Iterator[tuple[Severity, list[str], str]]:
 
 def _print_findings(console: Console, report: Report) -> None:
     table = make_table(console, "Findings", "verdict", "about", "what")
-    for severity, subjects, message in _said_once(report):
+    for severity, subjects, message in _grouped_findings(report):
         about = ", ".join(subjects) if len(subjects) < 4 else f"{subjects[0]} and {len(subjects) - 1} more"
         table.add_row(severity_text(severity), about, message)
     print_table(console, table)
 
 
 def _print_verdict(console: Console, report: Report) -> None:
-    count = sum(severity == "broken" for severity, _, _ in _said_once(report))
+    count = sum(severity == "broken" for severity, _, _ in _grouped_findings(report))
     if count:
         things = "1 thing is" if count == 1 else f"{count} things are"
         console.print(Text(f"{things} broken; see the findings above.", style="bold red"))

@@ -19,7 +19,7 @@ _CHANGES = ("append", "extend", "insert", "update", "setdefault")  # methods tha
 
 
 @dataclass(frozen=True)
-class Spot:
+class Refusal:
     """A place that is left as it is: why, and what to do about it."""
 
     line: int
@@ -50,7 +50,7 @@ class Code:
         providers = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
         facts: Any = wrapper.resolve_many(providers)
         self._parents, self._positions, self._qualified = (facts[each] for each in providers)
-        self.spots: list[Spot] = []
+        self.refusals: list[Refusal] = []
         # By type: asking LibCST for nodes that match walks through the file each time, for half a second.
         self._nodes: dict[str, list[Node]] = {}
         for node in sorted(self._parents, key=self.position):
@@ -62,7 +62,7 @@ class Code:
 
     def refuse(self, node: Node, rule: str, **details: str) -> None:
         """Notes that `node` is not rewritten, and why."""
-        self.spots.append(Spot(self.line(node), rule, ADVICE[rule].format(**details)))
+        self.refusals.append(Refusal(self.line(node), rule, ADVICE[rule].format(**details)))
 
     def find(self, node: Node, pattern: Any) -> list[Node]:
         """The node and those inside of it that match, in the order of the file."""

@@ -11,7 +11,7 @@ import libcst as cst
 from ..._atomic import atomic_file
 from ..console import make_console, print_json_document
 from . import to_apex, to_booster, to_torch
-from .code import Code, Spot
+from .code import Code, Refusal
 from .edits import Edits, Rewriter
 from .imports import tidied
 from .rules import ADVICE
@@ -24,7 +24,7 @@ class Migrated:
     path: str
     before: bytes
     after: bytes
-    refused: list[Spot] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
 
     @property
     def diff(self) -> str:
@@ -59,13 +59,15 @@ def _print(results: list[Migrated], changed: list[Migrated], written: bool) -> N
     for each in changed:
         console.out(f"wrote {each.path}\n" if written else each.diff, end="")
     for each in results:
-        for spot in each.refused:
-            messages.print(f"{each.path}:{spot.line}: {spot.rule}: {spot.advice}", soft_wrap=True)
-    spots = sum(len(each.refused) for each in results)
+        for refusal in each.refused:
+            messages.print(f"{each.path}:{refusal.line}: {refusal.rule}: {refusal.advice}", soft_wrap=True)
+    refusals = sum(len(each.refused) for each in results)
     if not results:
         messages.print("nothing to rewrite")
-    elif spots:
-        messages.print(f"{len(changed)} files {'rewritten' if written else 'change'}, {spots} places left as they are")
+    elif refusals:
+        messages.print(
+            f"{len(changed)} files {'rewritten' if written else 'change'}, {refusals} places left as they are"
+        )
 
 
 def found_files(paths: list[Path]) -> list[Path]:
@@ -97,15 +99,15 @@ def migrate(path: Path, *, to: str, device: str = "cuda") -> Migrated:
             result.after = _rewritten(code, to_torch.convert(code, device), ("apex",))
         else:
             result.after = _rewritten(code, to_apex.convert(code), (*to_apex.PACKAGES, "torch.autocast"))
-        if to == "booster" and not code.spots:
+        if to == "booster" and not code.refusals:
             code = Code(result.after)
             result.after = _rewritten(code, to_booster.convert(code), ("apex.amp",))
-            result.after = source if code.spots else result.after
+            result.after = source if code.refusals else result.after
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         line, problem = getattr(error, "raw_line", 1), getattr(error, "message", str(error)).splitlines()[0]
-        result.refused = [Spot(line, "syntax", ADVICE["syntax"].format(problem=problem))]
+        result.refused = [Refusal(line, "syntax", ADVICE["syntax"].format(problem=problem))]
         return result
-    result.refused = sorted(code.spots, key=lambda spot: spot.line)
+    result.refused = sorted(code.refusals, key=lambda refusal: refusal.line)
     return result
 
 

@@ -23,7 +23,7 @@ def convert(code: Code) -> Edits:
         return Edits()
     edits = TorchToAmp(code, casts, scalers).convert()
     edits.needed.add("from apex import amp")
-    return Edits() if code.spots else edits
+    return Edits() if code.refusals else edits
 
 
 class TorchToAmp:
@@ -58,9 +58,9 @@ class TorchToAmp:
         dtypes = {found: use for use in self._casts if (found := self._uncast(use))}
         for found, use in list(dtypes.items())[1:]:
             code.refuse(use.node, "autocast-type", found=found)
-        if not dtypes and not code.spots:
+        if not dtypes and not code.refusals:
             code.refuse((self._scalers or self._casts)[0].node, "autocast-elsewhere")
-        if code.spots:
+        if code.refusals:
             return self._edits
         dtype = next(iter(dtypes))
         if not self._scaler and dtype == "float16":
@@ -68,7 +68,7 @@ class TorchToAmp:
         options = [f'opt_level="{"O1" if dtype == "float16" else "O4"}"', *options]
         options += ['loss_scale="dynamic"'] if self._scaler and dtype == "bfloat16" else []
         optimizers = self._replace_scaler() if self._scaler else self._replace_backward()
-        if optimizers and not code.spots:
+        if optimizers and not code.refusals:
             self._initialize(optimizers, options)
         return self._edits
 

@@ -34,7 +34,7 @@ def convert(code: Code) -> Edits:
                 code.refuse(use.node, "several-models")
         elif use.last == "master_params" and use.call is not None:
             _clip(code, edits, use.call)
-    return Edits() if code.spots else edits
+    return Edits() if code.refusals else edits
 
 
 def _boost(code: Code, edits: Edits, call: Node) -> None:

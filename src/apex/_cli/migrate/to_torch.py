@@ -32,9 +32,9 @@ def convert(code: Code, device: str) -> Edits:
             amp.append(use)
         else:
             _exchange(code, edits, use, torch)
-    refused = len(code.spots)
+    refused = len(code.refusals)
     changes = AmpToTorch(code, device, torch, amp).convert() if amp else Edits()
-    if len(code.spots) == refused:
+    if len(code.refusals) == refused:
         edits.update(changes)
     if edits:
         edits.needed.add("import torch" if torch == "torch" else f"import torch as {torch}")
@@ -74,7 +74,7 @@ class AmpToTorch:
         self._steps: dict[Node, list[Node]] = {}  # by the block that they are in
 
     def convert(self) -> Edits:
-        code, uses, refused = self._code, self._uses, len(self._code.spots)
+        code, uses, refused = self._code, self._uses, len(self._code.refusals)
         for use in self._others:
             registers = use.last.startswith("register_") or use.last.endswith("_function")
             code.refuse(use.node, "registration" if registers else "amp-internals", name=code.text(use.node))
@@ -98,7 +98,7 @@ class AmpToTorch:
         for place, each in enumerate(backwards):
             if functions[place] in functions[:place] or each.loss_id != "0":
                 code.refuse(each.statement, "several-losses")
-        if len(code.spots) == refused and uses["initialize"]:
+        if len(code.refusals) == refused and uses["initialize"]:
             self._rewrite(uses["initialize"][0].call, backwards)
         return self._edits
 

@@ -21,8 +21,7 @@ from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
 from ._gradient_sync import GradientSync
-from ._messages import Kind as TensorKind
-from ._messages import Link, Transfer, announced, kind_of
+from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
 from ._schedule import Action, Kind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
@@ -112,13 +111,13 @@ class Step:
         if ranks > 1:
             self.link = Link(parallel_state.get_pipeline_model_parallel_group())
             self._start_communicator()
-        # By (microbatch, chunk): what has come or is coming, and what the backward pass needs.
-        self.arriving: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
+        # By (microbatch, chunk): inputs and gradients, received or on their way, and what the backward pass needs.
+        self.incoming: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
         self.inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
         self.weight_passes: dict[tuple[int, int], tuple[Callable[[], None], Tensor | None]] = {}
-        self.kinds: dict[int, list[TensorKind]] = {}  # what a stage sends forward
+        self.specs: dict[int, list[TensorSpec]] = {}  # what a stage sends forward
         self.synchronized: set[int] = set()
         self.backwards_left = Counter(
             action.chunk for action in self.actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -171,7 +170,7 @@ class Step:
         self._synchronize_parameters(chunk)
         inputs: list[Tensor | None] = [None]
         if stage:
-            inputs = self._arrived(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            inputs = self._received(Kind.RECEIVE_FORWARD, microbatch, chunk)
             if not self.options.forward_only:
                 for tensor in inputs:
                     if tensor is not None and tensor.is_floating_point():
@@ -239,7 +238,7 @@ class Step:
         inputs, outputs = self.inputs.pop((microbatch, chunk)), self.outputs.pop((microbatch, chunk))
         gradients: list[Any] = [None]
         if self.placement.stage(self.rank, chunk) + 1 < self.placement.stages:
-            gradients = self._arrived(Kind.RECEIVE_BACKWARD, microbatch, chunk)
+            gradients = self._received(Kind.RECEIVE_BACKWARD, microbatch, chunk)
         return inputs, outputs, gradients
 
     def _keep_gradients(self, microbatch: int, chunk: int, inputs: list[Any], found: list[Tensor | None]) -> None:
@@ -268,11 +267,11 @@ class Step:
             return False
         rank, chunk = self.placement.holder(stage)
         if rank == self.rank:
-            self.arriving[kind, microbatch, chunk] = [tensor.detach() for tensor in tensors]
+            self.incoming[kind, microbatch, chunk] = [tensor.detach() for tensor in tensors]
         return rank != self.rank
 
-    def _arrived(self, kind: Kind, microbatch: int, chunk: int) -> list[Any]:
-        tensors = self.arriving.pop((kind, microbatch, chunk))
+    def _received(self, kind: Kind, microbatch: int, chunk: int) -> list[Any]:
+        tensors = self.incoming.pop((kind, microbatch, chunk))
         return [each.wait() if isinstance(each, Transfer) else each for each in tensors]
 
     def _route(self, kind: Kind, microbatch: int, chunk: int) -> tuple[int, int, str]:
@@ -290,20 +289,20 @@ class Step:
         assert self.link is not None
         stage, outputs = self.placement.stage(self.rank, chunk), self.outputs[microbatch, chunk]
         peer, tag, what = self._route(Kind.SEND_FORWARD, microbatch, chunk)
-        kinds = [kind_of(tensor) for tensor in outputs]
-        if stage not in self.kinds:
-            self.kinds[stage] = kinds
-            said = self.link.announce(kinds, outputs[0].device, peer, tag, what)
+        specs = [spec_of(tensor) for tensor in outputs]
+        if stage not in self.specs:
+            self.specs[stage] = specs
+            said = self.link.announce(specs, outputs[0].device, peer, tag, what)
             self.link.flush()
             try:
-                self._check_shapes(stage, microbatch, kinds)
+                self._check_shapes(stage, microbatch, specs)
             except RuntimeError:
                 said.wait()  # so that the receiver can say as much
                 raise
-        elif kinds != self.kinds[stage]:
+        elif specs != self.specs[stage]:
             raise RuntimeError(
-                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(kinds)}, but that of earlier "
-                f"microbatches {_listed(self.kinds[stage])}: all microbatches of a step must have the same shape"
+                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(specs)}, but that of earlier "
+                f"microbatches {_listed(self.specs[stage])}: all microbatches of a step must have the same shape"
             )
         for place, tensor in enumerate(outputs, 1):
             self.link.send(tensor, peer, tag + place, what)
@@ -314,28 +313,28 @@ class Step:
     def receive_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
         stage = self.placement.stage(self.rank, chunk) - 1
-        if stage not in self.kinds:
-            coming = self.link.await_announced(
+        if stage not in self.specs:
+            coming = self.link.receive_announcement(
                 parameter_device(), *self._route(Kind.RECEIVE_FORWARD, microbatch, chunk)
             )
             self.link.flush()
-            self.kinds[stage] = announced(coming)
-            self._check_shapes(stage, microbatch, self.kinds[stage])
-        self._receive(Kind.RECEIVE_FORWARD, microbatch, chunk, self.kinds[stage])
+            self.specs[stage] = read_announcement(coming)
+            self._check_shapes(stage, microbatch, self.specs[stage])
+        self._receive(Kind.RECEIVE_FORWARD, microbatch, chunk, self.specs[stage])
 
-    def _receive(self, kind: Kind, microbatch: int, chunk: int, kinds: list[TensorKind]) -> None:
+    def _receive(self, kind: Kind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
         assert self.link is not None
         peer, tag, what = self._route(kind, microbatch, chunk)
-        self.arriving[kind, microbatch, chunk] = [
-            self.link.receive(each, parameter_device(), peer, tag + place, what) for place, each in enumerate(kinds, 1)
+        self.incoming[kind, microbatch, chunk] = [
+            self.link.receive(each, parameter_device(), peer, tag + place, what) for place, each in enumerate(specs, 1)
         ]
 
-    def _check_shapes(self, stage: int, microbatch: int, kinds: list[TensorKind]) -> None:
+    def _check_shapes(self, stage: int, microbatch: int, specs: list[TensorSpec]) -> None:
         """At both ends: what a stage sends has the shapes that the caller said it would have."""
         shapes = None if self.options.shapes is None else self.options.shapes(stage)
-        if shapes is not None and shapes != [kind.shape for kind in kinds]:
+        if shapes is not None and shapes != [spec.shape for spec in specs]:
             raise RuntimeError(
-                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(kinds)}, but stage "
+                f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(specs)}, but stage "
                 f"{stage + 1} expects {', '.join(map(str, shapes))}: see tensor_shape"
             )
 
@@ -346,12 +345,12 @@ class Step:
             self.link.send(tensor, peer, tag + place, what)
 
     def receive_backward(self, microbatch: int, chunk: int) -> None:
-        kinds = self.kinds[self.placement.stage(self.rank, chunk)]
-        self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, kinds)
+        specs = self.specs[self.placement.stage(self.rank, chunk)]
+        self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, specs)
 
 
 _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-def _listed(kinds: Sequence[TensorKind]) -> str:
-    return ", ".join(map(str, kinds))
+def _listed(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs))

@@ -28,7 +28,7 @@ DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
 MOST_TENSORS, MOST_DIMENSIONS = 4, 8
 
 
-class Kind(NamedTuple):
+class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -38,20 +38,20 @@ class Kind(NamedTuple):
         return f"{self.shape} {self.dtype}"
 
 
-def kind_of(tensor: Tensor) -> Kind:
+def spec_of(tensor: Tensor) -> TensorSpec:
     """A tensor's shape and dtype."""
-    return Kind(tuple(tensor.shape), tensor.dtype)
+    return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 class Transfer:
     """A tensor on its way, from here or to here."""
 
     def __init__(
-        self, link: Link, operation: Any, tensor: Tensor, there: Tensor, peer: int, tag: int, what: str
+        self, link: Link, operation: Any, tensor: Tensor, buffer: Tensor, peer: int, tag: int, what: str
     ) -> None:
-        # `there` is what travels: the tensor itself, or its copy in the host's memory.
-        self.tensor, self.there, self.what = tensor, there, what
-        self.operation = dist.P2POp(operation, there, peer, link.group, tag)
+        # `buffer` is what is sent or received into: the tensor itself, or its copy in the host's memory.
+        self.tensor, self.buffer, self.what = tensor, buffer, what
+        self.operation = dist.P2POp(operation, buffer, peer, link.group, tag)
         self.work: Any = None
         self._link = link
 
@@ -65,8 +65,8 @@ class Transfer:
             self._link.flush()
         with explained(self.what):
             self.work.wait()
-        if self.there is not self.tensor and self.operation.op is dist.irecv:
-            self.tensor.detach().copy_(self.there)
+        if self.buffer is not self.tensor and self.operation.op is dist.irecv:
+            self.tensor.detach().copy_(self.buffer)
         return self.tensor
 
 
@@ -79,23 +79,24 @@ class Link:
         self._posted: list[Transfer] = []
         self._sends: deque[Transfer] = deque()
 
-    def _travelling(self, tensor: Tensor) -> bool:
+    def _sends_directly(self, tensor: Tensor) -> bool:
+        """Whether the backend takes a tensor from where it is."""
         return on_host(tensor) or self.backend != dist.Backend.GLOO
 
     def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> Transfer:
         """Posts a tensor for the global rank `peer`; it is kept until it has been sent."""
         tensor = tensor.detach().contiguous()
-        there = tensor if self._travelling(tensor) else tensor.to(HOST)
-        transfer = Transfer(self, dist.isend, tensor, there, peer, tag, what)
+        buffer = tensor if self._sends_directly(tensor) else tensor.to(HOST)
+        transfer = Transfer(self, dist.isend, tensor, buffer, peer, tag, what)
         self._posted.append(transfer)
         self._sends.append(transfer)
         return transfer
 
-    def receive(self, kind: Kind, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+    def receive(self, spec: TensorSpec, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
         """Posts a place for a tensor of the global rank `peer`."""
-        tensor = torch.empty(kind.shape, dtype=kind.dtype, device=device)
-        there = tensor if self._travelling(tensor) else torch.empty_like(tensor, device=HOST)
-        transfer = Transfer(self, dist.irecv, tensor, there, peer, tag, what)
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        buffer = tensor if self._sends_directly(tensor) else torch.empty_like(tensor, device=HOST)
+        transfer = Transfer(self, dist.irecv, tensor, buffer, peer, tag, what)
         self._posted.append(transfer)
         return transfer
 
@@ -119,23 +120,23 @@ class Link:
 
     # What tensors will come ------------------------------------------------------------------------------------------
 
-    def announce(self, kinds: Sequence[Kind], device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+    def announce(self, specs: Sequence[TensorSpec], device: torch.device, peer: int, tag: int, what: str) -> Transfer:
         """Says which tensors will be sent: a message of always the same size."""
-        if len(kinds) > MOST_TENSORS or any(len(kind.shape) > MOST_DIMENSIONS for kind in kinds):
+        if len(specs) > MOST_TENSORS or any(len(spec.shape) > MOST_DIMENSIONS for spec in specs):
             raise ValueError(
                 f"{what}: at most {MOST_TENSORS} tensors of {MOST_DIMENSIONS} dimensions can be sent at once, got "
-                f"{', '.join(map(str, kinds))}"
+                f"{', '.join(map(str, specs))}"
             )
-        numbers = [len(kinds)]
-        for kind in kinds:
-            dimensions = [*kind.shape, *[0] * (MOST_DIMENSIONS - len(kind.shape))]
-            numbers += [DTYPES.index(kind.dtype), len(kind.shape), *dimensions]
+        numbers = [len(specs)]
+        for spec in specs:
+            dimensions = [*spec.shape, *[0] * (MOST_DIMENSIONS - len(spec.shape))]
+            numbers += [DTYPES.index(spec.dtype), len(spec.shape), *dimensions]
         numbers += [0] * (_ANNOUNCED - len(numbers))
         return self.send(torch.tensor(numbers, dtype=torch.int64, device=self._place(device)), peer, tag, what)
 
-    def await_announced(self, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
-        """Posts a place for such a message; `announced` reads it."""
-        return self.receive(Kind((_ANNOUNCED,), torch.int64), self._place(device), peer, tag, what)
+    def receive_announcement(self, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+        """Posts a place for such a message; `read_announcement` reads it."""
+        return self.receive(TensorSpec((_ANNOUNCED,), torch.int64), self._place(device), peer, tag, what)
 
     def _place(self, device: torch.device) -> torch.device:
         return HOST if self.backend == dist.Backend.GLOO else device
@@ -167,9 +168,9 @@ _ANNOUNCED = 1 + MOST_TENSORS * (2 + MOST_DIMENSIONS)
 _NEVER_SENT = 2**30
 
 
-def announced(transfer: Transfer) -> list[Kind]:
+def read_announcement(transfer: Transfer) -> list[TensorSpec]:
     """Which tensors will come; waits for the message."""
     count, *numbers = transfer.wait().tolist()
     each = 2 + MOST_DIMENSIONS
-    kinds = [numbers[index * each : (index + 1) * each] for index in range(count)]
-    return [Kind(tuple(shape[:dimensions]), DTYPES[code]) for code, dimensions, *shape in kinds]
+    specs = [numbers[index * each : (index + 1) * each] for index in range(count)]
+    return [TensorSpec(tuple(shape[:dimensions]), DTYPES[code]) for code, dimensions, *shape in specs]

@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from .. import parallel_state
 from .._groups.device import parameter_device
-from ._messages import Kind, Link, Transfer, announced, kind_of
+from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
 
 Shape: TypeAlias = "Sequence[int] | None"
 Dtype: TypeAlias = "torch.dtype | None"
@@ -72,8 +72,8 @@ def _neighbour(forward: bool, sending: bool) -> _Neighbour:
     return _Neighbour(rank, 2 * int(forward), f"pipeline stage {stage}: {verb} {words} {direction} the {side}")
 
 
-class _Arrival:
-    """A tensor on its way here, and what was said about it."""
+class _PostedReceive:
+    """A receive that has been posted, and the announcement of the tensor's shape and dtype that precedes it."""
 
     def __init__(self, link: Link, forward: bool, shape: Shape, dtype: Dtype) -> None:
         if shape is None:
@@ -82,18 +82,18 @@ class _Arrival:
         self._shape, self._dtype = tuple(shape), dtype
         device = parameter_device()
         rank, tag, words = self._neighbour
-        self._announcement: Transfer | None = link.await_announced(device, rank, tag, words)
+        self._announcement: Transfer | None = link.receive_announcement(device, rank, tag, words)
         self._transfer: Transfer | None = None
         if dtype is not None:
-            self._transfer = link.receive(Kind(self._shape, dtype), device, rank, tag + 1, words)
+            self._transfer = link.receive(TensorSpec(self._shape, dtype), device, rank, tag + 1, words)
 
     def wait(self) -> Tensor:
         """The tensor; an error where another shape or dtype comes than was asked for."""
         rank, tag, words = self._neighbour
         if self._announcement is not None:
-            (coming,) = announced(self._announcement)
+            (coming,) = read_announcement(self._announcement)
             self._announcement = None
-            expected = Kind(self._shape, coming.dtype if self._dtype is None else self._dtype)
+            expected = TensorSpec(self._shape, coming.dtype if self._dtype is None else self._dtype)
             if coming != expected:
                 raise RuntimeError(f"{words}: expected {expected}, but {coming} comes")
             if self._transfer is None:
@@ -124,22 +124,22 @@ def _communicate(
     for tensor, forward in zip(sent, (True, False), strict=True):
         if tensor is not None:
             rank, tag, words = _neighbour(forward, True)
-            handles.append(link.announce([kind_of(tensor)], tensor.device, rank, tag, words))
+            handles.append(link.announce([spec_of(tensor)], tensor.device, rank, tag, words))
             handles.append(link.send(tensor, rank, tag + 1, words))
-    arrivals = [
-        _Arrival(link, forward, tensor_shape, options.get("dtype")) if wanted else None
+    receives = [
+        _PostedReceive(link, forward, tensor_shape, options.get("dtype")) if wanted else None
         for wanted, forward in zip(received, (True, False), strict=True)
     ]
     link.flush()
     if async_comm or options.get("overlap_p2p_comm", False):
-        futures = [None if arrival is None else arrival.future() for arrival in arrivals]
-        handles += [arrival for arrival in arrivals if arrival is not None]
+        futures = [None if receive is None else receive.future() for receive in receives]
+        handles += [receive for receive in receives if receive is not None]
         _kept_until_sent(handles)
         if async_comm:
             return futures[0], futures[1], handles
         tensors = [None if future is None else future.tensor for future in futures]
         return tensors[0], tensors[1], handles
-    found = [None if arrival is None else arrival.wait().requires_grad_(True) for arrival in arrivals]
+    found = [None if receive is None else receive.wait().requires_grad_(True) for receive in receives]
     link.finish()
     return found[0], found[1], []
 
