@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from apex import amp, optimizers
 from apex.graphs import CapturedStep, capture
+from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC, DistributedDataParallel, convert_syncbn_model
 from tests.graphs.common import Training, assert_equal_bits, batches, small_model
@@ -445,3 +446,30 @@ def test_methods_and_functions_are_decorated() -> None:
 
     assert plain.__doc__ == "Adds one."
     assert math.isclose(float(plain(ones)[0]), 2.0)
+
+
+def test_kernels_that_finish_each_others_work_count_right_in_every_replay() -> None:
+    """Their counters are filled once: no replay may write to them, or leave them as they were not."""
+
+    def train(way: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        norms = nn.ModuleList([FusedLayerNorm(768, memory_efficient=True) for _ in range(3)]).cuda()
+        bias = nn.Parameter(torch.zeros(768, device="cuda"))
+        params = [*norms.parameters(), bias]
+        optimizer = FusedAdam(params, lr=0.01)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            branch, total = x, x
+            for norm in norms:
+                branch, total = norm(branch * 2 + 1, total, bias)
+            loss = (branch * total).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run, generator = way(step), torch.Generator(device="cuda").manual_seed(1)
+        losses = [run(torch.randn(2048, 768, device="cuda", generator=generator)).clone() for _ in range(12)]
+        return [*losses, *(param.detach().clone() for param in params)]
+
+    assert_equal_bits(train(lambda step: step), train(capture))

@@ -13,6 +13,7 @@ from apex.ops.norm import op
 from apex.ops.norm.config import (
     BACKWARD_ROWS_LIMIT,
     backward_config,
+    folds,
     forward_config,
     next_power_of_2,
     plain_programs,
@@ -54,6 +55,17 @@ def test_backward_without_parameters(rows: int, length: int, size: int, device: 
     config = backward_config(rows, length, size, False, device)
     programs = plain_programs(config, rows)
     assert config.programs <= programs <= -(-rows // config.rows_per_program)
+
+
+@given(ROWS, st.integers(1, BACKWARD_ROWS_LIMIT), SIZES, DEVICES)
+def test_rows_of_a_tile_are_added_up_at_once_where_threads_have_them(
+    rows: int, length: int, size: int, device: DeviceFacts
+) -> None:
+    config = backward_config(rows, length, size, True, device)
+    if folds(config, size, device):
+        assert config.block * size >= 16 * config.num_warps * device.warp_size
+    elif config.rows_per_program > 1:  # sums of every row fit into registers
+        assert config.rows_per_program * config.block <= 32 * config.num_warps * device.warp_size or length % 16
 
 
 @given(ROWS, LENGTHS, SIZES, st.booleans(), DEVICES)
