@@ -36,7 +36,7 @@ def block(facts: DeviceFacts, lists: int) -> int:
     return SINGLE_LIST_BLOCK if lists == 1 else BLOCK
 
 
-def blocks_together(facts: DeviceFacts, blocks: int, elements: int) -> int:
+def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
     """How many of the `blocks` a measuring program walks over, a power of two.
 
     A block has so many `elements` in all lists together.
@@ -48,6 +48,6 @@ def blocks_together(facts: DeviceFacts, blocks: int, elements: int) -> int:
     return max(least, 1 << max(0, wanted.bit_length() - 1))
 
 
-def last_block(partials: int) -> int:
+def sum_block(partials: int) -> int:
     """Of how many partial sums the program that adds them up loads at once."""
     return min(MOST_AT_ONCE, max(128, next_power_of_2(partials)))

@@ -135,14 +135,14 @@ def _round_stochastically(x, seed, tensor, index):
 
 
 @triton.jit
-def _not_finite(x):
+def _has_nonfinite(x):
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
 
 
 @triton.jit
-def _note(x, overflow, nonfinite_counts, tensor):
+def _flag_nonfinite(x, overflow, nonfinite_counts, tensor):
     """Raises the flag, and counts, where a number is not finite."""
-    if _not_finite(x) != 0:
+    if _has_nonfinite(x) != 0:
         tl.store(overflow, 1)
         if nonfinite_counts is not None:
             # Sums of integers are the same in any order.
@@ -208,9 +208,9 @@ def _block(
     p4, x4, place = _slot(table, place, offset, mask, TYPES[4], READS[4], ALIGNED, MASKED, BLOCK)
 
     if CHECKS[1]:
-        _note(x1, overflow, nonfinite_counts, tensor)
+        _flag_nonfinite(x1, overflow, nonfinite_counts, tensor)
     if CHECKS[2]:
-        if _not_finite(x2) != 0:
+        if _has_nonfinite(x2) != 0:
             tl.store(overflow, 1)
     if CHECKS[0] and QUANTITIES == 0:
         known = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
@@ -231,7 +231,7 @@ def _block(
 
     x0, x1, x2, x3, x4 = values
     if CHECKS[0] and QUANTITIES == 0:
-        _note(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
+        _flag_nonfinite(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
     if WRITES[0]:
         if TYPES[5] is not None:
             p5 = _pointer(table + place, TYPES[5], ALIGNED)
@@ -264,7 +264,7 @@ def _block_or_end(
 
 
 @triton.jit
-def _leave(partials, program, found, overflow, CONSTANTS: tl.constexpr):
+def _store_sums(partials, program, found, overflow, CONSTANTS: tl.constexpr):
     """Stores what this program measured."""
     CHECKS: tl.constexpr = CONSTANTS[4]
     QUANTITIES: tl.constexpr = CONSTANTS[5]
@@ -322,7 +322,7 @@ def apply_rule(
             offset += BLOCK
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     if QUANTITIES > 0:
-        _leave(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
+        _store_sums(partials, program, (q0, q1, q2, q3), overflow, CONSTANTS)
     if FINISH is not None:
         MAXIMUM: tl.constexpr = CONSTANTS[6]
         if FINISH[0]:

@@ -94,10 +94,10 @@ class TritonRowLists(TritonLists):
         average = sum(self.sizes) // max(1, len(self.sizes))
         return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
 
-    def _blocks_together(self, block: int, lists: int) -> int:
+    def _blocks_per_program(self, block: int, lists: int) -> int:
         """A program per row, so that nothing is left to add up, unless a row is very long."""
         needed = -(-max(self.sizes) // block)
-        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_together(block, lists)
+        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
 
     def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
         layout = self._layout(rule)

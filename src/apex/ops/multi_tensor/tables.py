@@ -107,21 +107,21 @@ def _low_bits(addresses: Sequence[int]) -> int:
 
 
 class Layout:
-    """Which program works on which blocks of which tensor, given the sizes of the tensors: `together` blocks each."""
+    """Which program works on which blocks of which tensor, given the sizes of the tensors."""
 
-    def __init__(self, sizes: Sequence[int], block: int, device: torch.device, together: int = 1) -> None:
+    def __init__(self, sizes: Sequence[int], block: int, device: torch.device, blocks_per_program: int = 1) -> None:
         self.block = block
-        self.together = together
+        self.blocks_per_program = blocks_per_program
         with _device.real_tensors():
-            counts = -(-torch.tensor(sizes, **INDICES) // (block * together))
+            counts = -(-torch.tensor(sizes, **INDICES) // (block * blocks_per_program))
             ends = counts.cumsum(0)
             self.count = int(ends[-1]) if len(sizes) else 0
             most = int(counts.max()) if len(sizes) else 0
             # How many sums the last program loads at once: of all tensors, of one.
-            self.last_block = config.last_block(self.count), config.last_block(most)
+            self.sum_block = config.sum_block(self.count), config.sum_block(most)
             if self.count >= 2**31:
                 raise ValueError(
-                    f"{self.count} blocks of {block * together} elements are more than one launch can take"
+                    f"{self.count} blocks of {block * blocks_per_program} elements are more than one launch can take"
                 )
             tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
             within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]

@@ -117,7 +117,7 @@ class TorchLists:
             if overflow is not None:
                 for slot in checks:
                     if slot:
-                        _note(values[slot], overflow, nonfinite_counts if slot == 1 else None, piece.index)
+                        _flag_nonfinite(values[slot], overflow, nonfinite_counts if slot == 1 else None, piece.index)
                 if 0 in checks and not rule.quantities:
                     finite = torch.isfinite(values[1]) & torch.isfinite(values[2])
             if grad_scale is not None:
@@ -133,7 +133,7 @@ class TorchLists:
             elif overflow is not None and 0 in checks:
                 assert piece.tensors[0] is not None
                 written = results[0].to(piece.tensors[0].dtype).to(torch.float32)
-                _note(torch.where(finite, written, 0.0), overflow, nonfinite_counts, piece.index)
+                _flag_nonfinite(torch.where(finite, written, 0.0), overflow, nonfinite_counts, piece.index)
             for slot in rule.writes:
                 value = results[slot]
                 if slot == 0 and seed is not None:
@@ -146,7 +146,7 @@ class TorchLists:
             return None
         found = found.to(torch.float32)
         if overflow is not None and 0 in checks:
-            _note(found[:, 0], overflow, None, 0)
+            _flag_nonfinite(found[:, 0], overflow, None, 0)
         return found
 
     def _number(self, value: Any) -> Any:
@@ -209,7 +209,7 @@ class TorchLists:
         before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 
 
-def _note(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:
+def _flag_nonfinite(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:
     """Raises the flag where a number is not finite, and counts such numbers of tensor `index`."""
     bad = ~torch.isfinite(values).all()
     overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))

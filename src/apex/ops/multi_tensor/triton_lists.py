@@ -64,7 +64,8 @@ class TritonLists:
         self._copied = copy is not None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
-        self._layouts: dict[Rule, Layout] = {}
+        # By rule, and by block size and blocks per program.
+        self._layouts: dict[Any, Layout] = {}
         # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
         self._finishes_all = publishes and max(self.sizes, default=0) > 0
@@ -170,11 +171,11 @@ class TritonLists:
             partials, tickets = partial_sums(layout.count * rule.quantities, self.device)
         if total is not None:
             out, per_tensor, root, average, factor, by = total
-            finishing = (per_tensor, root, average, total.columns, layout.last_block[per_tensor])
+            finishing = (per_tensor, root, average, total.columns, layout.sum_block[per_tensor])
             sums = (layout.bounds, tickets, out, factor)
         given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
         settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
-        _rule_launch(rule, layout.count, layout.block, layout.together, *settings)(
+        _rule_launch(rule, layout.count, layout.block, layout.blocks_per_program, *settings)(
             (*given, nonfinite_counts, partials, *sums),
             (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
         )
@@ -218,10 +219,10 @@ class TritonLists:
         """Elements of each of so many lists that a program handles at once."""
         return config.block(_device.facts(self.device), lists)
 
-    def _blocks_together(self, block: int, lists: int) -> int:
+    def _blocks_per_program(self, block: int, lists: int) -> int:
         """How many blocks of so many lists a program that measures walks over."""
         blocks = sum(-(-size // block) for size in self.sizes)
-        return config.blocks_together(_device.facts(self.device), blocks, lists * block)
+        return config.blocks_per_program(_device.facts(self.device), blocks, lists * block)
 
     def _layout(self, rule: Rule) -> Layout:
         """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
@@ -229,10 +230,10 @@ class TritonLists:
         if layout is None:
             lists = len(rule.slots) + (self._copied and 0 in rule.writes)
             block = self._block_for(lists)
-            together = self._blocks_together(block, lists) if rule.quantities else 1
-            same = (known for known in self._layouts.values() if (known.block, known.together) == (block, together))
-            layout = next(same, None) or Layout(self.sizes, block, self.device, together)
-            self._layouts[rule] = layout
+            shape = block, self._blocks_per_program(block, lists) if rule.quantities else 1
+            if shape not in self._layouts:
+                self._layouts[shape] = Layout(self.sizes, block, self.device, shape[1])
+            layout = self._layouts[rule] = self._layouts[shape]
         return layout
 
     def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
@@ -262,7 +263,7 @@ def _rule_launch(
     rule: Rule,
     programs: int,
     block: int,
-    together: int,
+    blocks_per_program: int,
     flags: tuple[bool, ...],
     on_device: tuple[int, ...],
     checks: tuple[int, ...],
@@ -289,6 +290,6 @@ def _rule_launch(
         ),
         FINISH=finishing,
         BLOCK=block,
-        BLOCKS=together,
+        BLOCKS=blocks_per_program,
         num_warps=config.WARPS,
     )

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
-from .._checks import check_optional_tensors, check_tensors
+from .._checks import check_floats, check_optional_tensors, check_parameters, check_tensors
 from . import config, reference
 from .op import FAMILY, check_labels, launch_forward, launch_in_place
 
@@ -89,18 +89,12 @@ def _check(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, s
         raise ValueError(
             f"target has shape {list(target.shape)}, expected {list(input.shape[:-1])} as the input's rows"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
     check_labels(target, input.device, spec.smoothing)
-    autocast = _library.autocast_dtype(input) is not None
-    for name, parameter in (("input", input), ("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.device != input.device:
-            raise ValueError(f"{name} is on {parameter.device}, the input on {input.device}")
-        if not parameter.is_floating_point():
-            raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
-        if parameter.dtype != input.dtype and not autocast:
+    check_floats(input=input)
+    check_parameters(input, weight.shape, weight=weight)
+    check_parameters(input, weight.shape[:1], bias=bias)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.dtype != input.dtype and _library.autocast_dtype(input) is None:
             raise TypeError(f"{name} is {parameter.dtype}, the input {input.dtype}; outside autocast they must agree")
 
 
