@@ -147,7 +147,7 @@ def fill_rest(batch_offset: Tensor | None, packed: Tensor, value: float) -> None
 def launch_forward(
     f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, noise: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    relu, dropout, scale, frames, tokens, packed_rows, want_mask = reference.JointOptions(*options)
+    relu, dropout, scale, frames, tokens, packed_rows, want_mask = options
     if not g.numel():
         return JOINT.run_reference(f, g, f_len, g_len, batch_offset, noise, *options)
     batch_offset, features = within_rows(batch_offset, packed_rows), f.shape[2]

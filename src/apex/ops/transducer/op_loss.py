@@ -99,7 +99,7 @@ def _can_walk() -> bool:
 def launch_forward(
     x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, ...]:
-    frames, blank_idx, softmax, want_nodes, want_scores = reference.LossOptions(*options)
+    frames, blank_idx, softmax, want_nodes, want_scores = options
     batches, tokens, words = len(f_len), label.shape[1] + 1, x.shape[-1]
     if not batches or not _can_walk():
         return LOSS.run_reference(x, label, f_len, y_len, batch_offset, *options)
@@ -153,8 +153,7 @@ def launch_forward(
 
 def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
     """`saved` is what `LOSS` saves beside x, then its settings."""
-    label, f_len, y_len, batch_offset, sums, shares, *options, _wanted = saved
-    given = reference.LossOptions(*options)
+    label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     if not x.numel():
         return torch.empty_like(x)
     batches, frames, tokens = shares.shape[1:]
@@ -164,8 +163,8 @@ def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
     kernels.transducer_loss_backward(
         (batches * frames * -(-tokens // tile.rows),),
         (grad, x, label, f_len, y_len, batch_offset, sums, shares, dx),
-        (batches, frames, tokens, x.shape[-1], given.blank_idx),
-        SOFTMAX=given.softmax,
+        (batches, frames, tokens, x.shape[-1], blank_idx),
+        SOFTMAX=softmax,
         GROUPS=tile.groups,
         ROWS=tile.rows,
         LANES=tile.lanes,
@@ -176,7 +175,7 @@ def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
 
 
 def _fake(x, label, f_len, y_len, batch_offset, *options):  # type: ignore[no-untyped-def]
-    max_f_len, _, softmax, want_nodes, want_scores = reference.LossOptions(*options)
+    max_f_len, _, softmax, want_nodes, want_scores = options
     nodes, compute = (label.shape[0], max_f_len, label.shape[1] + 1), _library.compute_dtype(x)
     return (
         x.new_empty(label.shape[0]),

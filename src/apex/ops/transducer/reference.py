@@ -1,6 +1,7 @@
 """Joint and loss of a transducer in PyTorch operators: the definition, and what runs where there is no kernel.
 
 `op_joint.py` explains letters and layouts. The joint is differentiable; the loss is not, its derivative is written out.
+`options` are what the schemas of `JOINT` and `LOSS` have behind their tensors, in that order.
 """
 
 from __future__ import annotations
@@ -28,23 +29,11 @@ def _in_sequence(f_len: Tensor, g_len: Tensor, frames: int, tokens: int) -> Tens
     return inside_frames[:, :, None] & (_range(tokens, g_len) < g_len[:, None])[:, None, :]
 
 
-class JointOptions(NamedTuple):
-    """What the joint takes beside tensors; functions take it as `*options`, one by one, as the operator has it."""
-
-    relu: bool
-    dropout: float
-    scale: float  # of what is not dropped
-    frames: int
-    tokens: int
-    packed_rows: int
-    want_mask: bool
-
-
 def joint(
     f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, noise: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """h, and if wanted one byte per element: 1 where it depends on f and g."""
-    relu, _, scale, frames, tokens, packed_rows, want_mask = JointOptions(*options)
+    relu, _, scale, frames, tokens, packed_rows, want_mask = options
     exists = _in_sequence(f_len, g_len, frames, tokens)
     h = f[:, :, None] + g[:, None]
     if batch_offset is not None:
@@ -67,15 +56,15 @@ def joint_backward(
     dh: Tensor, kept: Tensor | None, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
     """Gradients of f and g, from where `kept` is positive; differentiable with respect to dh."""
-    given = JointOptions(*options[:-1])  # without `wanted`
-    exists = _in_sequence(f_len, g_len, given.frames, given.tokens)[..., None]
+    _, _, scale, frames, tokens, *_ = options
+    exists = _in_sequence(f_len, g_len, frames, tokens)[..., None]
     if kept is not None:
         dh = torch.where(kept > 0, dh, 0.0)
     if batch_offset is None:
         dh = torch.where(exists, dh, 0.0)
     else:
         dh = dh.new_zeros((*exists.shape[:3], dh.shape[-1])).masked_scatter(exists, dh)
-    df, dg = (dh.sum(dim, dtype=compute_dtype(dh)) * given.scale for dim in (2, 1))
+    df, dg = (dh.sum(dim, dtype=compute_dtype(dh)) * scale for dim in (2, 1))
     return df.to(dh.dtype), dg.to(dh.dtype)
 
 
@@ -185,22 +174,12 @@ def shares_of_words(alpha: Tensor, beta: Tensor, of_blank: Tensor, of_label: Ten
     return torch.stack([torch.where(goes_on, by_blank, 0.0), torch.where(has_label, by_label, 0.0)])
 
 
-class LossOptions(NamedTuple):
-    """What the loss takes beside tensors, as `JointOptions` is for the joint."""
-
-    max_f_len: int
-    blank_idx: int
-    softmax: bool
-    want_nodes: bool
-    want_scores: bool
-
-
 @torch.no_grad()
 def loss(
     x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Any, ...]:
     """Losses in x's dtype, and what `LOSS` has beside them where it is wanted."""
-    max_f_len, blank_idx, softmax, want_nodes, want_scores = LossOptions(*options)
+    max_f_len, blank_idx, softmax, want_nodes, want_scores = options
     sizes = (max_f_len, label.shape[1] + 1)
     sums: Tensor | None
     if not len(label):
@@ -217,8 +196,7 @@ def loss(
 
 def loss_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
     """The gradient of the logits, or (not `softmax`) of the log-probabilities."""
-    label, f_len, y_len, batch_offset, sums, shares, *options, _wanted = saved
-    given = LossOptions(*options)
+    label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     compute, words = compute_dtype(x), x.shape[-1]
     flat = x.reshape(-1, words)
     gradient = torch.zeros_like(flat)
@@ -228,11 +206,11 @@ def loss_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
     rows = nodes.rows[nodes.exists]
     by_blank, by_label = (shares * grad.to(compute)[:, None, None])[:, nodes.exists]
     labels = pad(label.long(), (0, 1))[:, None, :].expand(nodes.rows.shape)[nodes.exists].clamp(0, words - 1)
-    if given.softmax:
+    if softmax:
         wide = flat[rows].to(compute)
         slope = (wide.exp() if sums is None else wide.softmax(1)) * (by_blank + by_label)[:, None]
     else:
         slope = torch.zeros((len(rows), words), dtype=compute, device=x.device)
-    slope[:, given.blank_idx] -= by_blank
+    slope[:, blank_idx] -= by_blank
     slope.scatter_add_(1, labels[:, None], -by_label[:, None])
     return gradient.index_copy_(0, rows, slope.to(x.dtype)).reshape(x.shape)
