@@ -153,9 +153,8 @@ def _pass(
     compute = spec.compute
     tensors = (input.to(compute), weight.to(compute), None if bias is None else bias.to(compute), labels, row_scale)
     settings = (spec.smoothing, spec.ignore_index, wanted, total, size)
-    if not torch.compiler.is_compiling():
-        return linear_xentropy(*tensors, *settings)
-    losses, *gradients = torch.ops.apex.linear_xentropy(*tensors, *settings)
+    compute = torch.ops.apex.linear_xentropy if torch.compiler.is_compiling() else linear_xentropy
+    losses, *gradients = compute(*tensors, *settings)
     found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return losses, *found
 
@@ -200,21 +199,19 @@ def linear_xentropy(
     wanted: Sequence[bool],
     accumulation_dtype: torch.dtype,
     chunk_rows: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses (N), and the gradients of sum(losses * row_scale) for input (N x H), weight (V x H) and bias (V).
 
     Without autograd. Input, weight and bias have one dtype; the gradients of the last two have `accumulation_dtype`.
+    Those that are not `wanted` have no elements.
     """
     rows, features = input.shape
     classes, device = weight.shape[0], input.device
     losses = torch.empty(rows, dtype=_library.compute_dtype(input), device=device)
-    input_gradient = torch.empty((rows, features), dtype=input.dtype, device=device) if wanted[0] else None
-    weight_gradient = bias_gradient = None
-    if wanted[1]:
-        allocate = torch.empty if rows else torch.zeros
-        weight_gradient = allocate((classes, features), dtype=accumulation_dtype, device=device)
-    if wanted[2]:
-        bias_gradient = torch.zeros(classes, dtype=losses.dtype, device=device)
+    allocate = torch.empty if rows else torch.zeros
+    input_gradient = torch.empty((rows, features) if wanted[0] else 0, dtype=input.dtype, device=device)
+    weight_gradient = allocate((classes, features) if wanted[1] else 0, dtype=accumulation_dtype, device=device)
+    bias_gradient = torch.zeros(classes if wanted[2] else 0, dtype=losses.dtype, device=device)
     stride = -(-classes // config.STRIDE_MULTIPLE) * config.STRIDE_MULTIPLE
     storage = torch.empty((min(chunk_rows, rows), stride), dtype=input.dtype, device=device)
     parts = config.parts_of_products(classes, input.dtype, _library.on_gpu(input))
@@ -231,18 +228,16 @@ def linear_xentropy(
                     torch.addmm(bias[chosen], x, weight[chosen].t(), out=logits[:, chosen])
             scale = None if row_scale is None else row_scale[part]
             _losses_and_gradient(logits, labels[part], losses[part], scale, smoothing, ignore_index, True in wanted)
-            if input_gradient is not None:
+            if wanted[0]:
                 # What is left apart first: the large product adds to it before it rounds.
                 for chosen in reversed(parts):
                     _add_product(input_gradient[part], logits[:, chosen], weight[chosen], first=chosen is parts[-1])
-            if weight_gradient is not None:
+            if wanted[1]:
                 for chosen in parts:
                     _add_product(weight_gradient[chosen], logits[:, chosen].t(), x, first=begin == 0)
-            if bias_gradient is not None:
+            if wanted[2]:
                 bias_gradient += logits.sum(0, dtype=bias_gradient.dtype)
-    if bias_gradient is not None:
-        bias_gradient = bias_gradient.to(accumulation_dtype)
-    return losses, input_gradient, weight_gradient, bias_gradient
+    return losses, input_gradient, weight_gradient, bias_gradient.to(accumulation_dtype)
 
 
 def _losses_and_gradient(
@@ -295,17 +290,11 @@ def _adds_to_float32(half: Tensor) -> bool:
     return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def _implementation(input, *arguments):  # type: ignore[no-untyped-def]
-    # An operator must return tensors; an empty one stands for a gradient that was not wanted.
-    return tuple(input.new_empty(0) if tensor is None else tensor for tensor in linear_xentropy(input, *arguments))
-
-
 def _fake(input, weight, bias, labels, row_scale, smoothing, ignore_index, wanted, accumulation_dtype, chunk_rows):  # type: ignore[no-untyped-def]
     losses = input.new_empty(labels.shape, dtype=_library.compute_dtype(input))
     like = ((input.shape, input.dtype), (weight.shape, accumulation_dtype), (weight.shape[:1], accumulation_dtype))
     gradients = (
-        input.new_empty(shape, dtype=dtype) if want else input.new_empty(0)
-        for (shape, dtype), want in zip(like, wanted, strict=True)
+        input.new_empty(shape if want else 0, dtype=dtype) for (shape, dtype), want in zip(like, wanted, strict=True)
     )
     return losses, *gradients
 
@@ -314,6 +303,6 @@ _library.register_op(
     "linear_xentropy(Tensor input, Tensor weight, Tensor? bias, Tensor labels, Tensor? row_scale, float smoothing, "
     "int ignore_index, bool[] wanted, ScalarType accumulation_dtype, SymInt chunk_rows) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _implementation,
+    linear_xentropy,
     _fake,
 )
