@@ -32,7 +32,9 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     with autocast_off(x):
         gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, (of_x, of_weight), scale)
     dx, dweight, dbias = gradients
-    return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape)
+    if dbias is not None and len(ctx.bias_shape) > 1:
+        dbias = dbias.view(ctx.bias_shape)
+    return dx, dweight, dbias
 
 
 class ConvBiasReLU_(torch.autograd.Function):

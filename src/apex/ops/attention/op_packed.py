@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors, values_at_hand
-from .._device import empty_on, facts, launch_rule
+from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
@@ -143,9 +143,11 @@ def _form(qkv: Tensor, cu_seqlens: Tensor, settings: tuple[Any, ...]) -> tuple[A
     return qkv.shape, qkv.stride(), qkv.dtype, cu_seqlens.shape[0], settings, qkv.device
 
 
-def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]]:
-    """The problem, the strides of query, key and value, and the floats of its launches."""
+def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]] | None:
+    """The problem, the strides of query, key and value, and the floats of its launches; None as `_takes` has it."""
     (total, _, heads, head_dim), strides, dtype, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
+    if head_dim > config.largest_head(dtype.itemsize, facts(device)) or min(total, heads, bounds - 1, length) < 1:
+        return None
     sizes, options = (bounds - 1, heads, length, length, head_dim), (total, zero_tail, dropout_p, cudnn_first)
     problem = Problem(*sizes, dtype, device, 0, 0, *options)
     return problem, (0, strides[2], strides[0]) * 3, (problem.scale, 0.0, 1 / (1 - dropout_p))
@@ -156,10 +158,11 @@ def launch_forward(
 ) -> tuple[Tensor | None, ...]:
     """Output and, if it `saves` them, statistics [1, H, total], whose order is cuDNN's own if it was asked."""
     max_seqlen, _, _, cudnn_first = settings
-    if not _takes(qkv, cu_seqlens, seed, max_seqlen):
-        return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
+    found = _forward_launch(_form(qkv, cu_seqlens, settings), saves)
+    if found is None:
+        return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
     total, _, heads, head_dim = qkv.shape
     if cudnn_first:
         # [sequences, H, length, D] each
@@ -172,28 +175,33 @@ def launch_forward(
         empty = empty_on(qkv.device)
         output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
         statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
-    launch, floats = _forward_launch(_form(qkv, cu_seqlens, settings), saves)
+    launch, floats = found
     launch((query, key, value, None, None, cu_seqlens, seed, output, statistics), floats)
     return output, statistics
 
 
 @launch_rule
-def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]]:
+def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]] | None:
     """The kernel, which lacks its tensors, and its floats."""
-    problem, strides, floats = _problem(form)
+    found = _problem(form)
+    if found is None:
+        return None
+    problem, strides, floats = found
     strides = (*strides, 0, problem.head_dim, problem.heads * problem.head_dim)
     return output_launch(problem, strides, saves, facts(problem.device)), floats
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
     """The gradient of qkv; `saved` is what `PACKED_ATTENTION` saves, then its settings."""
-    qkv, cu_seqlens, seed, output, statistics, *settings, wanted = saved
-    if not _takes(qkv, cu_seqlens, seed, *settings):
-        return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, wanted)
+    (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
-    of_query, of_key_value, floats = _backward_launches(_form(qkv, cu_seqlens, tuple(settings)))
-    dqkv, delta = torch.empty_like(qkv, memory_format=torch.contiguous_format), torch.empty_like(statistics)
+    found = _backward_launches(_form(qkv, cu_seqlens, settings))
+    if found is None:
+        return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
+    of_query, of_key_value, floats, of_gradient, of_delta = found
+    empty = empty_on(qkv.device)
+    dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
     dquery, dkey, dvalue = dqkv.unbind(1)
     tensors = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics, delta)
     of_query((*tensors, dquery), floats)
@@ -202,13 +210,21 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
 
 
 @launch_rule
-def _backward_launches(form: tuple[Any, ...]) -> tuple[Any, Any, tuple[float, ...]]:
-    """The kernels for the gradient of the queries, and for those of keys and values, and their floats."""
-    problem, strides, floats = _problem(form)
+def _backward_launches(form: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The kernels for the gradient of the queries and for those of keys and values, their floats and two layouts.
+
+    These are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.
+    """
+    found = _problem(form)
+    if found is None:
+        return None
+    problem, strides, floats = found
     heads, head_dim, here = problem.heads, problem.head_dim, facts(problem.device)
     strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
     of_query = dquery_launch(problem, (*strides, *of_result), here)
-    return of_query, dkey_dvalue_launch(problem, (*strides, *of_result, *of_result), None, here), floats
+    of_key_value = dkey_dvalue_launch(problem, (*strides, *of_result, *of_result), None, here)
+    layouts = [(sizes, contiguous_strides(sizes)) for sizes in (tuple(form[0]), (1, heads, problem.total))]
+    return of_query, of_key_value, floats, *layouts
 
 
 def _reference(qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others):  # type: ignore[no-untyped-def]

@@ -42,10 +42,10 @@ def conv_bias_relu(
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
-    shift: Tensor | None = bias.reshape(-1)
+    shift: Tensor | None = bias if bias.dim() == 1 else bias.reshape(-1)
     if scale is None and cudnn_does_it(input, weight, bias):
         stride, padding = (spec.stride,) * 2, (spec.padding,) * 2
-        output = torch.cudnn_convolution_relu(input, weight, bias.reshape(-1).contiguous(), stride, padding, (1, 1), 1)
+        output = torch.cudnn_convolution_relu(input, weight, shift.contiguous(), stride, padding, (1, 1), 1)
         if mask is None:
             return output
         fused, shift = True, None
@@ -75,11 +75,10 @@ def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return (
         input.is_cuda
         and torch.version.hip is None
-        and torch.backends.cudnn.enabled
-        and input.dtype in (torch.float16, torch.bfloat16, torch.float32)
-        and input.numel() > 0
+        and torch._C._get_cudnn_enabled()  # what torch.backends.cudnn.enabled asks
         and weight.dtype == bias.dtype == input.dtype
         and weight.device == input.device
+        and input.numel() > 0
         and weight.shape[1] == input.shape[1]
         and _library.runs_triton(FAMILY, input)
     )
@@ -90,7 +89,7 @@ def conv_bias_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias [C], the first two where they are `wanted`."""
     dbias = _bias_gradient(dy) if bias_grad else None
-    return *_spec_gradients(dy, input, weight, spec, wanted), dbias
+    return *conv_gradients(dy, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
 
 
 def conv_bias_relu_gradients(
@@ -108,10 +107,10 @@ def conv_bias_relu_gradients(
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
     dz, dbias = _relu_backward(dy, output, bias_grad)
     if scale is None:
-        return *_spec_gradients(dz, input, weight, spec, wanted), dbias
+        return *conv_gradients(dz, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
     factor = scale.reshape(-1, 1, 1, 1)
-    dx, dweight = _spec_gradients(dz, input, weight * factor, spec, wanted)
+    dx, dweight = conv_gradients(dz, input, weight * factor, (spec.padding,) * 2, wanted, spec.stride)
     return dx, None if dweight is None else dweight * factor, dbias
 
 
@@ -134,18 +133,12 @@ def conv_gradients(
     dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, wanted: tuple[bool, bool], stride: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of images and weight, where they are `wanted`."""
-    if not any(wanted):
+    if True not in wanted:
         return None, None
     dx, dweight, _ = _convolution_backward(
         dz, images, weight, None, (stride, stride), padding, (1, 1), False, (0, 0), 1, (*wanted, False)
     )
     return dx if wanted[0] else None, dweight if wanted[1] else None
-
-
-def _spec_gradients(
-    dz: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    return conv_gradients(dz, input, weight, (spec.padding, spec.padding), wanted, spec.stride)
 
 
 def _bias_gradient(dz: Tensor) -> Tensor:
@@ -161,15 +154,14 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
         )
     if spec.padding < 0 or spec.stride < 1:
         raise ValueError(f"padding={spec.padding}, stride={spec.stride}: at least 0 and 1 are needed")
-    if any(width > side + 2 * spec.padding for width, side in zip(weight.shape[2:], input.shape[2:], strict=True)):
+    (_, _, height, width), (channels, _, *window) = input.shape, weight.shape
+    if window[0] > height + 2 * spec.padding or window[1] > width + 2 * spec.padding:
         raise ValueError(
             f"weights {list(weight.shape)} reach beyond images {list(input.shape)} with padding={spec.padding}"
         )
     for name, values in per_channel.items():
-        if values is not None and values.numel() != weight.shape[0]:
-            raise ValueError(
-                f"{name} has shape {list(values.shape)}, expected a value for each of {weight.shape[0]} channels"
-            )
+        if values is not None and values.numel() != channels:
+            raise ValueError(f"{name} has shape {list(values.shape)}, expected a value for each of {channels} channels")
         if values is not None and values.device != input.device:
             raise ValueError(f"{name} is on {values.device}, the input on {input.device}")
 

@@ -112,7 +112,7 @@ def _check_layer(
     shape = weight.shape
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"weight{which} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
-    if bias is not None and bias.shape != shape[:1]:
+    if bias is not None and bias.shape != (shape[0],):  # a part of a torch.Size takes three times as long
         raise ValueError(f"bias{which} has shape {list(bias.shape)}, expected [{shape[0]}] beside weight{which}")
     if same_dtype and (weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype)):
         raise TypeError(

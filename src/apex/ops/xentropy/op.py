@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
-from .._device import facts, launch_rule
+from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from . import config, reference
 from .reference import NO_PADDING
@@ -103,13 +103,15 @@ def launch_backward(
     dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
     """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
-    rows, labels = _whole_rows(logits), labels.long()
+    rows, device = _whole_rows(logits), logits.device
     loss_stride = int(any(dlosses.stride()))
     if loss_stride and not dlosses.is_contiguous():
         dlosses = dlosses.contiguous()
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    sizes = (*rows.shape, rows.stride(0), padding_idx, loss_stride)
-    launch, is_short = _backward_launch(sizes, smoothing > 0, rows.dtype.itemsize, rows.device)
+    if labels.dtype is not torch.int64:
+        labels = labels.long()
+    sizes = (rows.stride(0), padding_idx, loss_stride)
+    launch, is_short, layout = _backward_launch(logits.shape, sizes, smoothing > 0, logits.dtype.itemsize, device)
+    gradient = empty_on(device)(*layout, logits.dtype)
     if is_short:
         launch((rows, labels, dlosses, log_sums, gradient), (smoothing,))
     else:
@@ -118,11 +120,14 @@ def launch_backward(
 
 
 @launch_rule
-def _backward_launch(sizes: tuple[int, ...], smoothed: bool, itemsize: int, device: torch.device) -> tuple[Any, bool]:
-    """The kernel, and whether it is that for short rows."""
-    rows, classes, row_stride, padding_idx, loss_stride = sizes
+def _backward_launch(
+    shape: torch.Size, sizes: tuple[int, int, int], smoothed: bool, itemsize: int, device: torch.device
+) -> tuple[Any, bool, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The kernel, whether it is that for short rows, and sizes and strides of the gradient."""
+    (*outer, classes), (row_stride, padding_idx, loss_stride) = shape, sizes
+    rows, layout = math.prod(outer), (tuple(shape), contiguous_strides(tuple(shape)))
     if classes <= config.SHORT_ROW:
-        return _short_rows(sizes, True, smoothed, itemsize, device), True
+        return _short_rows((rows, classes, *sizes), True, smoothed, itemsize, device), True, layout
     chosen = config.backward_config(rows, classes, itemsize, facts(device))
     launch = kernels.xentropy_backward.prepare(
         (rows * chosen.splits,),
@@ -134,7 +139,7 @@ def _backward_launch(sizes: tuple[int, ...], smoothed: bool, itemsize: int, devi
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
     )
-    return launch, False
+    return launch, False, layout
 
 
 def _whole_rows(logits: Tensor) -> Tensor:
