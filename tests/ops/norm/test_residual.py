@@ -100,6 +100,17 @@ def test_the_sum_is_normalised_as_it_is_returned(route: Route) -> None:
     assert_equal_bits([output], [again])
 
 
+@pytest.mark.parametrize("route", KERNELS)
+def test_parameters_that_kernels_do_not_take(route: Route) -> None:
+    branch, residual = torch.randn(2, 8, 64, device=route.device)
+    wide = torch.rand(128, device=route.device)
+    for weight in (wide[::2], wide[:64].double()):
+        with _library.implementation(route.implementation):
+            output, total = norm.add_norm(branch, residual, wide[1::2], 64, weight, subtract_mean=False)
+        assert_close(total, branch.double() + residual + wide[1::2])
+        assert_close(output, F.rms_norm(total.double(), (64,), weight.double(), 1e-5))
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     layer = FusedLayerNorm(8)
     with pytest.raises(ValueError, match=r"residual has shape \[3, 8\]"):

@@ -20,8 +20,6 @@ from .._device import empty_on
 from .._partial_sums import partial_sums
 from . import config, op, reference
 
-Settings = tuple[int, float, bool, bool]  # row_length, eps, subtract_mean, from_output
-
 
 def add_norm(
     branch: Tensor,
@@ -73,6 +71,9 @@ def _runs_kernels(
         return False
     if any(tensor is not None and tensor.dtype != branch.dtype for tensor in (residual, added)):
         return False
+    for parameter in (added, weight, bias):
+        if parameter is not None and (parameter.dtype in _library.TOO_WIDE or not parameter.is_contiguous()):
+            return False
     return branch.numel() > 0 and config.adds(shape[0], branch.dtype.itemsize, subtract_mean)
 
 
@@ -89,11 +90,12 @@ class AddNormFunction(torch.autograd.Function):
     @staticmethod
     @_library.once_differentiable
     def backward(ctx, dy, dsum):  # type: ignore[override]
-        arguments = (dy.contiguous(), dsum.contiguous(), *ctx.saved_tensors, ctx.has_added, *ctx.settings)
+        saved, weight, bias, statistics = ctx.saved_tensors
         run = torch.ops.apex.add_norm_backward if torch.compiler.is_compiling() else launch_backward
-        dx, dweight, dbias, dadded = run(*arguments)
-        dbias = None if ctx.saved_tensors[2] is None else dbias
-        return dx, dx, dadded if ctx.has_added else None, dweight, dbias, *(None,) * 4
+        dx, dweight, dbias, dadded = run(
+            dy.contiguous(), dsum.contiguous(), saved, weight, bias, statistics, ctx.has_added, *ctx.settings
+        )
+        return dx, dx, dadded if ctx.has_added else None, dweight, None if bias is None else dbias, *(None,) * 4
 
 
 _apply = _library.quick_apply(AddNormFunction)
