@@ -471,6 +471,17 @@ def test_what_torch_compile_sees(route: Route) -> None:
     assert graphs == [["batch_norm_statistics"], ["batch_norm_backward"]]
 
 
+def test_which_norms_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly large ones with something behind them; compiled also a shortcut's, and from a quarter of the size on."""
+    monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
+    large, small = (torch.empty(size, 16, 256, 64, device="meta").movedim(-1, 1) for size in (16, 4))
+    cases = [(large, True), (large, False), (small, True), (small, False), (small[:3], True)]
+    taken = lambda: [op.runs_kernels(x, None, BatchNormSpec(relu=relu)) for x, relu in cases]  # noqa: E731
+    assert taken() == [True, False, False, False, False]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert taken() == [True, True, True, True, False]
+
+
 @pytest.mark.parametrize("route", routes())
 def test_autocast_leaves_the_dtype_alone(route: Route) -> None:
     x = torch.randn(2, 8, 4, 4, device=route.device, dtype=BF16).to(memory_format=torch.channels_last)

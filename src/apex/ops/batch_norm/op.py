@@ -112,16 +112,16 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
 
 
 def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
-    """Not for few elements, nor where nothing follows the norm, unless it is one that PyTorch is slow or inexact at."""
+    """Not for few elements, nor eagerly where nothing follows the norm, unless PyTorch is slow or inexact at it."""
     if not _library.runs_triton(FAMILY, input):
         return False
     if _library.requested == "triton":
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
-    below = config.COMPILED_BELOW if torch.compiler.is_compiling() else config.NATIVE_BELOW
-    is_large = input.numel() >= below
-    if is_large and (spec.relu or z is not None):
+    compiling = torch.compiler.is_compiling()
+    is_large = input.numel() >= (config.COMPILED_BELOW if compiling else config.NATIVE_BELOW)
+    if is_large and (compiling or spec.relu or z is not None):
         return True
     if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
         return True  # its gradients would be inexact, or cost copies to be exact
