@@ -291,6 +291,6 @@ def test_gradients_that_need_no_copy() -> None:
     optimizer, expected = FusedSGD([param], lr=1.0), param.detach() - param.grad
     optimizer.step()
     assert torch.equal(param, expected)
-    gradients = optimizer._group_buckets[0].buckets[0].slots()[0][1]
+    gradients = optimizer._group_buckets[0].buckets[0]._gradients()
     assert gradients is not None
     assert gradients[0] is param.grad

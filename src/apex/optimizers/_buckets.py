@@ -67,7 +67,6 @@ class Bucket:
         self.states = states
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
-        self.is_low_precision = params[0].dtype in (torch.float16, torch.bfloat16)
         self._distributed = any(local(param) is not param for param in params)
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
@@ -80,7 +79,7 @@ class Bucket:
         self._looks_right: Callable[..., bool] = looks_like(self._held) if given else lambda *_: False
         self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
-        self._addresses = self._param_addresses()
+        self._addresses = list(map(_data_ptr, self._local_tensors()))
         self._state_checks: list[tuple[Callable[[dict[str, Any]], Any], list[Tensor]]] = []
         for key in self._keys:
             self.watch(key)
@@ -114,12 +113,8 @@ class Bucket:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
 
-    def slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
-        """The tensors of `lists` as they are now, and the list that gets a copy of slot 0."""
-        return self._slots(self._gradients())
-
-    def _param_addresses(self) -> list[int]:
-        return list(map(_data_ptr, map(local, self._located) if self._distributed else self._located))
+    def _local_tensors(self) -> list[Tensor]:
+        return list(map(local, self._located)) if self._distributed else self._located
 
     def watch(self, name: str) -> None:
         """The bucket is made anew when a parameter's state of this name is no longer the tensor that it is now."""
@@ -129,26 +124,21 @@ class Bucket:
         """Points the lists to where the tensors are now; False when the bucket must be made anew."""
         if not self._has_state():
             return False
-        lists = self.lists
-        if self._distributed or not isinstance(lists, TritonLists):
-            return self._refresh_slowly()
+        lists, gradients = self.lists, list(map(_grad_of, self._sources))
         try:
-            gradients = list(map(_grad_of, self._sources))
-            if not lie_at(self._located, self._addresses):
+            alike = self._looks_right(*gradients)
+            if not (alike or self._fit(gradients)) or not lie_at(self._local_tensors(), self._addresses):
                 return False
-            addresses = None if lists.table.has_gradients(gradients) else list(map(_data_ptr, gradients))
-            if not self._looks_right(*gradients):
-                if not self._fit(gradients):
-                    return False
-                plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
-                if not plain and list(map(Tensor.stride, gradients)) != self._strides:
-                    return self._refresh_slowly()
         except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
             return False
         if not lists.usable():
             return False
-        if addresses is not None:
-            lists.table.update_moving(addresses)
+        if isinstance(lists, TritonLists) and not self._distributed and (alike or self._laid_out_alike(gradients)):
+            if not lists.table.has_gradients(gradients):
+                lists.table.update_moving(list(map(_data_ptr, gradients)))
+            return True
+        self._held = gradients if alike else self._gradients()
+        lists.point_to(*self._slots(self._held))
         return True
 
     def _has_state(self) -> bool:
@@ -158,22 +148,17 @@ class Bucket:
             return False
 
     def _fit(self, gradients: list[Tensor]) -> bool:
-        """Whether gradients have the shapes and dtypes of the lists. An address does not say so: memory is reused."""
-        return list(map(_shape, gradients)) == self._shapes and set(map(_dtype, gradients)) == self._gradient_dtypes
+        """Whether gradients are dense, with the shapes and dtypes of the lists: others may be at their addresses."""
+        return (
+            all(gradient is not None and gradient.layout == torch.strided for gradient in gradients)
+            and list(map(_shape, gradients)) == self._shapes
+            and set(map(_dtype, gradients)) == self._gradient_dtypes
+        )
 
-    def _refresh_slowly(self) -> bool:
-        gradients = list(map(_grad_of, self._sources))
-        known = self._looks_right(*gradients)
-        if not known:
-            if any(gradient is None or gradient.layout != torch.strided for gradient in gradients):
-                return False
-            if not self._fit(gradients):
-                return False
-        if self._param_addresses() != self._addresses or not self.lists.usable():
-            return False
-        self._held = gradients if known else self._gradients()
-        self.lists.point_to(*self._slots(self._held))
-        return True
+    def _laid_out_alike(self, gradients: list[Tensor]) -> bool:
+        """Whether gradients are laid out like their parameters."""
+        is_plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
+        return is_plain or list(map(Tensor.stride, gradients)) == self._strides
 
     def release(self) -> None:
         """Lets go of the gradients, which whoever owns them may want to free."""
