@@ -4,155 +4,103 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from .parameter_sets import Shapes
-from .problems import copied, flat, gradients, make_parameters, timed_call
-from .registry import OURS, Call, Expected, Prepared
+from ..contrib.clip_grad import clip_grad_norm_
+from ..ops.multi_tensor import l2norm, scale
+from .problems import Algorithm, Maker, Running, gradients
 
 # Nearly 1, so that gradients which are scaled or clipped thousands of times stay in range.
 FACTOR = 1 - 2**-12
 
-# A pass over the gradients of these parameters, which returns what it found besides: a norm, a flag.
-Pass = Callable[[], Tensor]
-Maker = Callable[[list[nn.Parameter]], Pass]
+
+def _measuring(norm: Callable[[list[Tensor]], Tensor]) -> Maker:
+    def make(params: list[nn.Parameter]) -> Running:
+        grads, found = gradients(params), list[Tensor]()
+
+        def step() -> None:
+            found[:] = [norm(grads)]
+
+        return Running(step, lambda: [grads, found])
+
+    return make
 
 
-@dataclass(frozen=True)
-class ListPass:
-    """`exact` gives the right gradients and the right return value, both in float64, for float64 gradients."""
+def _scaling(start: Callable[[list[Tensor], Tensor], Callable[[], object]]) -> Maker:
+    """`start(grads, flag)` gives a step that multiplies by FACTOR and sets the flag where something is not finite."""
 
-    name: str
-    bytes_per_element: int
-    implementations: Mapping[str, Maker]
-    exact: Callable[[list[Tensor]], tuple[list[Tensor], Tensor]]
-    plants_overflow: bool = False
+    def make(params: list[nn.Parameter]) -> Running:
+        grads = gradients(params)
+        flag = torch.zeros(1, device=grads[0].device)
+        step = start(grads, flag)
 
+        def results() -> list[list[Tensor]]:
+            """Gradients and flag, and the flag after a step with an overflow."""
+            scaled, found = [grad.clone() for grad in grads], flag.clone()
+            grads[-1].view(-1)[-1] = math.inf
+            step()
+            return [scaled, [found], [flag]]
 
-def _l2norm(params: list[nn.Parameter]) -> Pass:
-    from ..ops.multi_tensor import l2norm
+        return Running(step, results)
 
-    grads = gradients(params)
-    return lambda: l2norm(grads)[0]
-
-
-def _torch_l2norm(params: list[nn.Parameter]) -> Pass:
-    grads = gradients(params)
-    return lambda: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return make
 
 
-def _scale(params: list[nn.Parameter]) -> Pass:
-    from ..ops.multi_tensor import scale
-
-    grads = gradients(params)
-    flag = torch.zeros(1, device=grads[0].device)
-
-    def call() -> Tensor:
-        scale(grads, grads, FACTOR, overflow=flag)
-        return flag
-
-    return call
-
-
-def _torch_scale(params: list[nn.Parameter]) -> Pass:
+def _torch_scaling(grads: list[Tensor], flag: Tensor) -> Callable[[], object]:
     """What torch.amp.GradScaler does."""
-    grads = gradients(params)
-    flag = torch.zeros(1, device=grads[0].device)
     factor = torch.full_like(flag, FACTOR)
-
-    def call() -> Tensor:
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor)
-        return flag
-
-    return call
+    return lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor)
 
 
-def _foreach_scale(params: list[nn.Parameter]) -> Pass:
-    grads = gradients(params)
-
-    def call() -> Tensor:
-        largest = torch.stack(torch._foreach_norm(grads, float("inf")))
+def _foreach_scaling(grads: list[Tensor], flag: Tensor) -> Callable[[], object]:
+    def step() -> None:
+        largest = torch.stack(torch._foreach_norm(grads, math.inf))
         torch._foreach_mul_(grads, FACTOR)
-        return (~torch.isfinite(largest).all()).float().reshape(1)
+        flag.copy_(~torch.isfinite(largest).all())
 
-    return call
+    return step
 
 
-def _clipping(clip: Callable[..., Tensor], params: list[nn.Parameter]) -> Pass:
+def _clipping(clip: Callable[..., Tensor]) -> Maker:
     """Clips to less at every call, so that there is always something to clip."""
-    limit = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(params)))
 
-    def call() -> Tensor:
-        nonlocal limit
-        limit *= FACTOR
-        return clip(params, limit)
+    def make(params: list[nn.Parameter]) -> Running:
+        limit, found = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(params))), list[Tensor]()
 
-    return call
+        def step() -> None:
+            nonlocal limit
+            limit *= FACTOR
+            found[:] = [clip(params, limit)]
 
+        return Running(step, lambda: [gradients(params), found])
 
-def _clip(params: list[nn.Parameter]) -> Pass:
-    from ..contrib.clip_grad import clip_grad_norm_
-
-    return _clipping(clip_grad_norm_, params)
+    return make
 
 
-def _torch_clip(params: list[nn.Parameter]) -> Pass:
-    return _clipping(functools.partial(nn.utils.clip_grad_norm_, foreach=True), params)
-
-
-def _exact_clip(grads: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-    norm = flat(grads).norm()
-    return [grad * (FACTOR * norm / (norm + 1e-6)) for grad in grads], norm
-
-
+_NORM = _measuring(lambda grads: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))))
+_SCALE = _scaling(_foreach_scaling)
+_TWO, _THREE = (torch.float32,) * 2, (torch.float32,) * 3
 PASSES = (
-    ListPass("l2norm", 4, {OURS: _l2norm, "torch_foreach": _torch_l2norm}, lambda grads: (grads, flat(grads).norm())),
-    ListPass(
+    Algorithm(
+        "l2norm", 4, _measuring(lambda grads: l2norm(grads)[0]), _NORM, {"torch_foreach": _NORM}, result_dtypes=_TWO
+    ),
+    Algorithm(
         "scale+overflow",
         8,
-        {OURS: _scale, "torch": _torch_scale, "torch_foreach": _foreach_scale},
-        lambda grads: ([grad * FACTOR for grad in grads], grads[0].new_zeros(1)),
-        plants_overflow=True,
+        _scaling(lambda grads, flag: lambda: scale(grads, grads, FACTOR, overflow=flag)),
+        _SCALE,
+        {"torch": _scaling(_torch_scaling), "torch_foreach": _SCALE},
+        result_dtypes=_THREE,
     ),
-    ListPass("clip_grad_norm", 12, {OURS: _clip, "torch": _torch_clip}, _exact_clip),
+    Algorithm(
+        "clip_grad_norm",
+        12,
+        _clipping(clip_grad_norm_),
+        _clipping(nn.utils.clip_grad_norm_),
+        {"torch": _clipping(functools.partial(nn.utils.clip_grad_norm_, foreach=True))},
+        result_dtypes=_TWO,
+    ),
 )
-
-
-def _check(which: ListPass, make: Maker, params: Sequence[nn.Parameter]) -> Call:
-    def call() -> Sequence[Tensor]:
-        twins = copied(params)
-        run = make(twins)
-        found = run().clone()
-        results = [flat(gradients(twins)), found.reshape(-1)]
-        if which.plants_overflow:
-            gradients(twins)[-1].view(-1)[-1] = float("inf")
-            results.append(run().clone().reshape(-1))
-        return results
-
-    return call
-
-
-def prepare_pass(which: ListPass, timed_shapes: Shapes, checked_shapes: Shapes, device: torch.device) -> Prepared:
-    """The pass checked on gradients of some shapes and timed on others."""
-    checked = make_parameters(checked_shapes, device)
-    exact, found = which.exact([grad.double() for grad in gradients(checked)])
-    # A norm is a sum; PyTorch's own adds up without pairing, which costs it 2e-6 of the norm of 1.6 million elements.
-    summands = 1 if which.plants_overflow else sum(map(Tensor.numel, exact))
-    expected = [Expected(flat(exact), torch.float32), Expected(found.reshape(-1), torch.float32, summands)]
-    if which.plants_overflow:
-        expected.append(Expected(found.new_ones(1), torch.float32))
-    params = functools.cache(functools.partial(make_parameters, timed_shapes, device))
-
-    def time(make: Maker) -> Call:
-        return timed_call(make(params()))
-
-    makers = which.implementations
-    return Prepared(
-        {name: functools.partial(_check, which, make, checked) for name, make in makers.items()},
-        expected,
-        {name: functools.partial(time, make) for name, make in makers.items()},
-    )

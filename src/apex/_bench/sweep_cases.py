@@ -24,7 +24,7 @@ from ..ops.norm import layer_norm, rms_norm
 from ..ops.softmax import masked_softmax
 from .cases import attention, dense, focal_loss, glu, optimizers, rope
 from .directions import compared, long_name, times, without_kink
-from .list_passes import PASSES, prepare_pass
+from .list_passes import PASSES
 from .problems import make_parameters, prepared_steps
 from .registry import Prepared
 
@@ -272,8 +272,7 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
     shapes: list[tuple[int, ...]] = [(draw.size(1, max(2, draw.most // (2 * count)), 4),) for _ in range(count)]
     words = f"{count} tensors {sum(map(math.prod, shapes))} elements"
     if draw.random() < 0.3:
-        chosen = draw.choice(PASSES)
-        return f"{chosen.name} {words}", lambda: {"": prepare_pass(chosen, shapes, shapes, device)}
+        algorithm = draw.choice(PASSES)
     parameters = functools.partial(make_parameters, shapes, device, algorithm.dtype)
     makers, dtypes = algorithm.implementations(device), algorithm.result_dtypes
     return f"{algorithm.name} {words}", lambda: {

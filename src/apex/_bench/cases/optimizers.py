@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,10 +11,10 @@ from torch import nn
 
 from ...ops import _library
 from .. import parameter_sets
-from ..list_passes import PASSES, prepare_pass
+from ..list_passes import PASSES
 from ..parameter_sets import SETS, Shapes, elements
-from ..problems import Maker, Running, gradients, make_parameters, prepared_steps
-from ..registry import OURS, Case, Family, Prepared, register
+from ..problems import Algorithm, Maker, Running, gradients, make_parameters, prepared_steps
+from ..registry import Case, Family, Prepared, register
 
 LR = 0.01
 GPU_SETS = ("gpt1.3b", "resnet50")
@@ -97,24 +96,6 @@ def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
     return Running(step, lambda: [list(masters), list(params)])
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """A row per parameter set: `bytes_per_element` must move in a step; `exact` is run in float64."""
-
-    name: str
-    bytes_per_element: int
-    ours: Maker
-    exact: Maker
-    peers: Mapping[str, Maker] = field(default_factory=dict)
-    cpu_peers: Mapping[str, Maker] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    result_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-
-    def implementations(self, device: torch.device) -> dict[str, Maker]:
-        """Ours first."""
-        return {OURS: self.ours, **(self.cpu_peers if device.type == "cpu" else {}), **self.peers}
-
-
 def _against_torch(
     name: str, moved: int, ours: str, torchs: str, *flavours: str, cpu_flavours: tuple[str, ...] = (), **options: Any
 ) -> Algorithm:
@@ -192,12 +173,10 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     timing: Literal["device", "wall"] = "wall" if device.type == "cpu" else "device"
     found = []
     for name in _set_names(device, quick):
-        shapes, (checked, note) = SETS[name](), _checked_shapes(name, device)
-        made = [(algorithm, functools.partial(_prepare, algorithm, name)) for algorithm in ALGORITHMS]
-        made += [(each, functools.partial(prepare_pass, each, shapes, checked)) for each in PASSES]
+        count, note = elements(SETS[name]()), _checked_shapes(name, device)[1]
         found += [
-            Case(f"{what.name} {name}", what.bytes_per_element * elements(shapes), make, timing, note)
-            for what, make in made
+            Case(f"{a.name} {name}", a.bytes_per_element * count, functools.partial(_prepare, a, name), timing, note)
+            for a in (*ALGORITHMS, *PASSES)
         ]
     return found
 
