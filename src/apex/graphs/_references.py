@@ -39,7 +39,7 @@ class References:
 
     def places(self) -> list[Place]:
         """Where all of this is, and modes of modules."""
-        found = [*self.plain, *self._tensors, *(Place.of(param, "requires_grad") for param in self.parameters())]
+        found = [*self.plain, *self._tensors]
         for module in self._modules.values():
             found.append(Place.of(module, "training"))
             entries = {**vars(module), **module._buffers}

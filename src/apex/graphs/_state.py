@@ -6,7 +6,6 @@ copied into them; after it the graph's results are put there, as the function it
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import random
@@ -46,25 +45,27 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""
-        return functools.reduce(_get, self.path, self.root)
+        found = self.root
+        try:
+            for key in self.path:
+                if isinstance(found, dict):
+                    found = found.get(key, MISSING)
+                elif key is len:
+                    found = len(found)
+                else:
+                    found = found[key] if isinstance(found, list) else getattr(found, key)
+        except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
+            return MISSING
+        return found
 
     def put(self, value: Any) -> None:
         """Changes it."""
-        owner = functools.reduce(_get, self.path[:-1], self.root)
+        owner = self._replace(path=self.path[:-1]).read()
         (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, self.path[-1], value)
 
     def has(self, value: Any) -> bool:
         """Whether something equal to `value` is there."""
         return Guard(self.name, self.read, value).holds()
-
-
-def _get(owner: Any, key: Any) -> Any:
-    if isinstance(owner, dict):
-        return owner.get(key, MISSING)
-    try:
-        return len(owner) if key is len else owner[key] if isinstance(owner, list) else getattr(owner, key)
-    except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
-        return MISSING
 
 
 def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
@@ -88,7 +89,6 @@ def _training_places(optimizers: Sequence[Any]) -> list[Place]:
     """Every place of these optimizers and of amp, and the gradients of all tensors of the process."""
     stepped = {id(param): param for param in parameters(optimizers)}
     found = hyperparameters(optimizers)
-    found += [Place.of(param, "requires_grad") for param in stepped.values()]
     found += [Place.of(param, "grad", temporary=True) for param in stepped.values()]
     # An optimizer may step outside of the function, and a backward pass may come through another's parameters.
     leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
@@ -190,7 +190,7 @@ class State:
 
     def __init__(self, before: Snapshot, params: Iterable[Tensor], recording: Recording) -> None:
         before.check()
-        self.params = list(params)
+        self.params = list({id(param): param for param in params}.values())
         # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
         # these, so that they must be in the place, too.
         self._needs: list[tuple[Place, Any, bool]] = []
@@ -206,7 +206,6 @@ class State:
                 raise NotImplementedError(f"every call changes {place.name}, which no graph can")
             if place.optional and place.temporary:
                 self.params.append(place.root)
-                self._needs.append((Place.of(place.root, "requires_grad"), True, True))
             if is_replaced and after is not MISSING:
                 self._results.append((place, after))
                 if place.temporary and isinstance(value, Tensor) and id(value) not in recording.reads:
@@ -214,6 +213,7 @@ class State:
             if value is not MISSING:
                 self._needs.append((place, value, is_written or not place.variable))
         self._addresses = [param.data_ptr() for param in self.params]
+        self._are_trained = [param.requires_grad for param in self.params]
 
     def is_stale(self) -> bool:
         """Whether a parameter has other memory now, so that the graph is of no use any more."""
@@ -222,6 +222,8 @@ class State:
     @torch.no_grad()
     def bring(self) -> str | None:
         """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
+        if [param.requires_grad for param in self.params] != self._are_trained:
+            return "which parameters require gradients"
         moved = []
         for place, need, is_changed in self._needs:
             found = place.read()
