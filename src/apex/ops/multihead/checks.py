@@ -19,11 +19,13 @@ def check_dropout(dropout: float) -> None:
 
 def check_attention(inputs: Sequence[Tensor], weights: Sequence[Tensor], heads: int, dropout: float) -> None:
     """`inputs` are one that attends to itself, or queries and keys; `weights` those of each and of the outputs."""
-    width = _check_inputs("query", inputs[0])
+    for name, tensor in zip(("query", "key"), inputs, strict=False):
+        if tensor.dim() != 3:
+            raise ValueError(f"the {name} has shape {list(tensor.shape)}, expected [length, batch, embed_dim]")
+    width = inputs[0].shape[2]
     names, parts = ("input_weights", "output_weights"), (3, 1)
     if len(inputs) == 2:
         names, parts = ("input_weights_q", "input_weights_kv", "output_weights"), (1, 2, 1)  # type: ignore[assignment]
-        _check_inputs("key", inputs[1])
         if inputs[0].shape[1:] != inputs[1].shape[1:]:
             shapes = [list(each.shape) for each in inputs]
             raise ValueError(f"query {shapes[0]} and key {shapes[1]} must agree in batch and embedding")
@@ -33,10 +35,3 @@ def check_attention(inputs: Sequence[Tensor], weights: Sequence[Tensor], heads: 
         if weight.shape != (count * width, width):
             expected = [count * width, width]
             raise ValueError(f"{name} has shape {list(weight.shape)}, expected {expected} for this query")
-
-
-def _check_inputs(name: str, tensor: Tensor) -> int:
-    """The size of the embedding."""
-    if tensor.dim() != 3:
-        raise ValueError(f"the {name} has shape {list(tensor.shape)}, expected [length, batch, embed_dim]")
-    return tensor.shape[2]

@@ -144,9 +144,12 @@ def backward(
 
 
 def split(packed: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """Queries, keys and values as views [length, B*H, D]; those of one head lie beside each other in `packed`."""
+    """Queries, keys and values as views [length, B*H, D]; those of one head lie beside each other in `packed`.
+
+    Split along a dimension of their own, so that their gradients are put together in one pass.
+    """
     views: list[Tensor] = []
     for each, parts in zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True):
         length, batch, width = each.shape
-        views += each.view(length, batch * heads, parts, width // (parts * heads)).unbind(2)
+        views += each.reshape(length, batch * heads, parts, width // (parts * heads)).unbind(2)
     return views

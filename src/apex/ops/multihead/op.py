@@ -20,6 +20,7 @@ from .._tolerance import excess_of_norm
 from ..norm import layer_norm
 from . import reference
 from .checks import check_attention, check_dropout
+from .explicit import split
 from .masks import Mask, MaskKind, added_logits, check_mask
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -39,10 +40,15 @@ NATIVE_BELOW = 1 << 23
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
     """[S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; a query that may see nothing gets zeros."""
-    batch_heads, size = queries.shape[1:]
-    shape = (1, batch_heads) if _folds(queries, batch_heads, keys.shape[0]) else (batch_heads // heads, heads)
-    queries, keys, values = (part.reshape(len(part), *shape, size) for part in (queries, keys, values))
-    return _attend(queries, keys, values, heads, mask, dropout)
+    length, batch_heads, size = queries.shape
+    batch = batch_heads // heads
+    check_mask(mask, length, keys.shape[0], batch, queries.device)
+    shape = (1, batch_heads) if _folds(queries, batch_heads, keys.shape[0]) else (batch, heads)
+    added = added_logits(mask, heads, queries.dtype, folded=shape[1] != heads)
+    causal = mask is not None and mask.kind is MaskKind.CAUSAL
+    given = [part.reshape(part.shape[0], *shape, size).permute(1, 2, 0, 3) for part in (queries, keys, values)]
+    context = dot_product_attention(*given, added, dropout, causal)
+    return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
 
 
 def _folds(queries: Tensor, batch_heads: int, keys: int) -> bool:
@@ -55,18 +61,6 @@ def _folds(queries: Tensor, batch_heads: int, keys: int) -> bool:
     """
     is_long_half = queries.is_cuda and queries.dtype.itemsize == 2 and (len(queries) > SHORT or keys > SHORT)
     return batch_heads <= MOST_HEADS and not is_long_half
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
-    """As `attend`, from [S, B, H, D] and [T, B, H, D] or, folded, from [S, 1, B*H, D] and [T, 1, B*H, D]."""
-    length, first, second, size = queries.shape
-    batch = first * second // heads
-    check_mask(mask, length, keys.shape[0], batch, queries.device)
-    added = added_logits(mask, heads, queries.dtype, folded=second != heads)
-    causal = mask is not None and mask.kind is MaskKind.CAUSAL
-    q, k, v = queries.permute(1, 2, 0, 3), keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
-    context = dot_product_attention(q, k, v, added, dropout, causal)
-    return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
 
 
 def dot_product_attention(
@@ -102,16 +96,6 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _split(packed: Tensor, heads: int, parts: int, folded: bool) -> tuple[Tensor, ...]:
-    """Views [length, B, H, D] (folded: [length, 1, B*H, D]) of the `parts` that lie beside each other per head.
-
-    Split along their own dimension, so that their gradients are put together in one pass.
-    """
-    length, batch, width = packed.shape
-    shape = (1, batch * heads) if folded else (batch, heads)
-    return packed.reshape(length, *shape, parts, width // (parts * heads)).unbind(3)
-
-
 def attention(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -136,10 +120,8 @@ def attention(
         normed = layer_norm(first, (first.shape[2],), gamma, beta, NORM_EPS)
     given = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
     packed = [F.linear(*each) for each in given]
-    folded = _folds(packed[0], first.shape[1] * heads, inputs[-1].shape[0])
-    counted = zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True)
-    queries, keys, values = [part for each, count in counted for part in _split(each, heads, count, folded)]
-    context = _attend(queries, keys, values, heads, mask, dropout)
+    queries, keys, values = split(packed, heads)
+    context = attend(queries, keys, values, heads, mask, dropout)
     outputs = F.linear(context, weights[-1], biases[-1] if biases else None)
     return dropout_add(outputs, first, dropout) if norm else outputs
 
@@ -155,14 +137,11 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
     if dropout == 0.0:
         return residual + x
     is_large = x.numel() >= NATIVE_BELOW or (x.numel() > 0 and _library.requested == "triton")
-    if torch.compiler.is_compiling() or not is_large or not _takes_kernel(x, residual):
+    takes_kernel = x.device == residual.device and all(_library.runs_triton(FAMILY, each) for each in (x, residual))
+    if torch.compiler.is_compiling() or not is_large or not takes_kernel:
         return residual + F.dropout(x, dropout)
     seed = torch.empty(1, dtype=torch.int64, device=x.device).random_()
     return DropoutAdd.apply(x, residual, seed, dropout, torch.promote_types(x.dtype, residual.dtype))
-
-
-def _takes_kernel(x: Tensor, residual: Tensor) -> bool:
-    return x.device == residual.device and _library.runs_triton(FAMILY, x) and _library.runs_triton(FAMILY, residual)
 
 
 class DropoutAdd(torch.autograd.Function):
