@@ -28,9 +28,8 @@ def check_optional_tensors(**arguments: Any) -> None:
 
 def check_floats(**arguments: Any) -> None:
     """Raises for the first argument, given by name, that is no floating-point tensor."""
+    check_tensors(**arguments)
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
         if not value.is_floating_point():
             raise TypeError(f"{name} must be floating-point, got {value.dtype}")
 

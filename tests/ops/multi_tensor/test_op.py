@@ -53,7 +53,7 @@ def test_scale_finds_what_is_not_finite(where: tuple[int, int], bad: float, rout
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("mixed", [False, True])
-def test_culprits_are_counted(mixed: bool, route: Route) -> None:
+def test_nonfinite_elements_are_counted(mixed: bool, route: Route) -> None:
     """Per tensor, infinite elements and NaNs; also where tensors of several dtypes go separate ways."""
     inputs = make(route.device, torch.float16)
     if mixed:
@@ -68,11 +68,11 @@ def test_culprits_are_counted(mixed: bool, route: Route) -> None:
         lambda **options: axpby(inputs, outputs, outputs, 0.5, 0.0, checks="x", **options),
     ):
         flag = torch.zeros(1, device=route.device)
-        culprits = torch.zeros(len(inputs), 2, dtype=torch.int32, device=route.device)
+        counts = torch.zeros(len(inputs), 2, dtype=torch.int32, device=route.device)
         with _library.implementation(route.implementation):
-            call(overflow=flag, nonfinite_counts=culprits)
+            call(overflow=flag, nonfinite_counts=counts)
         assert flag.item() == 1
-        assert culprits.tolist() == [[0, 0], [2, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
+        assert counts.tolist() == [[0, 0], [2, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("route", routes())
@@ -136,14 +136,14 @@ def test_axpby_finds_sums_that_overflow(sum_is_checked: bool, route: Route) -> N
     for a, b, overflows in ((1.0, 1.0, True), (1.0, 0.5, False), (*factors, False)):
         outputs = [torch.empty_like(tensor) for tensor in x]
         flag = torch.zeros(1, device=route.device)
-        culprits = torch.zeros(len(x), 2, dtype=torch.int32, device=route.device)
+        counts = torch.zeros(len(x), 2, dtype=torch.int32, device=route.device)
         with _library.implementation(route.implementation):
-            axpby(x, y, outputs, a, b, overflow=flag, nonfinite_counts=culprits, checks="x", checks_sum=sum_is_checked)
+            axpby(x, y, outputs, a, b, overflow=flag, nonfinite_counts=counts, checks="x", checks_sum=sum_is_checked)
         for output, first, second in zip(outputs, x, y, strict=True):
             torch.testing.assert_close(output, (float(a) * first.float() + float(b) * second.float()).half())
         assert bool(flag.item()) == (sum_is_checked and overflows)
-        assert culprits[1].tolist() == [2 * (sum_is_checked and overflows), 0]
-        assert culprits.sum() == culprits[1].sum()
+        assert counts[1].tolist() == [2 * (sum_is_checked and overflows), 0]
+        assert counts.sum() == counts[1].sum()
 
 
 @pytest.mark.parametrize("route", routes())

@@ -21,18 +21,14 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def _tile(width: int, elements: int, per_thread: int, device: DeviceFacts) -> Tile:
+# Elements of a tile, and of each of its threads.
+FORWARD, BACKWARD = (1024, 8), (512, 4)
+
+
+def tile(width: int, elements: int, per_thread: int, device: DeviceFacts) -> Tile:
     block = min(1024, 1 << max(0, width - 1).bit_length())
     rows = max(1, elements // block)
     return Tile(rows, block, max(1, min(512, rows * block // per_thread) // device.warp_size))
-
-
-def forward_tile(width: int, device: DeviceFacts) -> Tile:
-    return _tile(width, 1024, 8, device)
-
-
-def backward_tile(width: int, device: DeviceFacts) -> Tile:
-    return _tile(width, 512, 4, device)
 
 
 def finish_warps(block: int, device: DeviceFacts) -> int:

@@ -83,7 +83,7 @@ def launch_forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     out = torch.empty_like(in2)
     if not count:
         return out
-    tile = config.forward_tile(width, facts(in2.device))
+    tile = config.tile(width, *config.FORWARD, facts(in2.device))
     column_blocks = -(-width // tile.block)
     kernels.index_mul_forward(
         (-(-count // tile.rows) * column_blocks,),
@@ -119,7 +119,7 @@ def launch_sums(
     grad1 = torch.empty_like(in1)
     grad2 = torch.empty_like(in2) if need2 else None
     grad_grad_out = torch.empty_like(grad_out) if grad_grads else None
-    tile, steps = config.backward_tile(width, device), config.backward_steps(count, device)
+    tile, steps = config.tile(width, *config.BACKWARD, device), config.backward_steps(count, device)
     chunks, column_blocks = -(-count // steps), -(-width // tile.block)
     partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=in2.device)
     sizes, shared = (count, in1_rows, width, column_blocks), {"ALIGN": math.gcd(width, 16), "STEPS": steps}

@@ -185,9 +185,9 @@ def _fake(x, label, f_len, y_len, batch_offset, *options):  # type: ignore[no-un
     )
 
 
-# `sums` are the logarithms of the sums of the logits' exponentials, per node and zero where there is none; `shares`,
-# 2 x B x T x U, the parts of the probability of all right alignments that go on from a node by blank, and by label;
-# `scores` are alpha and beta, 2 x B x T x U.
+# `sums` are the logarithms of the sums of the logits' exponentials, per node and zero where there is none. `shares`,
+# 2 x B x T x U, are the posterior probabilities of a node's two transitions: which part of the probability of all right
+# alignments goes on from there by blank, and by label. `scores` are alpha and beta, 2 x B x T x U.
 LOSS = Op(
     FAMILY,
     "transducer_loss(Tensor x, Tensor label, Tensor f_len, Tensor y_len, Tensor? batch_offset, SymInt max_f_len, "
