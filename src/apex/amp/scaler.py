@@ -323,7 +323,7 @@ class OverflowMessages:
 
     def read(self) -> None:
         """Reports what has arrived; events of earlier steps are asked, which must not be while a graph is captured."""
-        if _recording.captures():
+        if _recording.current is not None and _recording.current.captures:
             return
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())
