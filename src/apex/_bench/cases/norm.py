@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def _prepare(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: s
     leaves = (values.requires_grad_(), *parameters)
     liger = None if direction == "step" else functools.partial(_liger, *parameters)
     makers = with_peers(ours, torchs, device, compile=direction != "step", liger=liger)
-    function = nn.functional.layer_norm if norm == "layer_norm" else nn.functional.rms_norm
+    function: Any = nn.functional.layer_norm if norm == "layer_norm" else nn.functional.rms_norm
     expected = exact(
         lambda x, *parameters: function(x, (columns,), *parameters, eps=EPS),
         leaves,

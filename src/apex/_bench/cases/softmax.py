@@ -113,6 +113,7 @@ def _prepare(kind: str, dtype: torch.dtype, shape: Shape, direction: str, device
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    rows: list[tuple[str, torch.dtype, Shape, tuple[str, ...]]]
     rows = [(*shape, ("fwd", "bwd")) for shape in (shapes[:1] if quick else shapes)]
     rows += [(*step, ("step",)) for step in (STEPS[:1] if quick else STEPS)]
     found = []
