@@ -178,7 +178,7 @@ def passes(
             f"{name} {way}",
             size,
             functools.partial(prepare, *arguments, way),
-            "wall" if way == "step" else "device",
+            "wall" if way.endswith("step") else "device",
             note,
         )
         for way, size in moved.items()

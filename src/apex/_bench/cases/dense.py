@@ -6,7 +6,9 @@ Matrix products, not memory, are the limit of most of these cases: their notes c
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,48 +133,33 @@ def _floating_point(operations: float) -> str:
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """The same few cases everywhere; a processor gets smaller ones."""
-    on_gpu = device.type == "cuda"
+    on_gpu, found = device.type == "cuda", list[Case]()
+
+    def add(
+        name: str, moved: int, operations: float, make: Any, note: str = "", recorded_as: str | None = None
+    ) -> None:
+        found.append(Case(name, moved, make, note=_floating_point(operations) + note, recorded_as=recorded_as))
+
     dtype, rows, outer, inner = GPU_GELU if on_gpu else CPU_GELU
-    size = dtype.itemsize
-    found = []
-    for zero, direction, products in (
-        (False, "fwd", 2),
-        (False, "bwd", 4),
-        *(((True, "fwd", 2), (True, "bwd", 4)) if on_gpu else ()),
-    ):
+    name = f"dense_gelu_dense {SHORT[dtype]} {rows}x{outer}x{inner}"
+    for zero, (way, products) in itertools.product((False, True)[: 1 + on_gpu], (("fwd", 2), ("bwd", 4))):
         # Activations and weights once each, and those of the layer between, which the backward pass reads.
-        moved = size * (2 * rows * outer + (2 + products // 4) * rows * inner + products * outer * inner)
-        name = f"dense_gelu_dense {SHORT[dtype]} {rows}x{outer}x{inner}"
-        found.append(
-            Case(
-                f"{name}{' zero weights' if zero else ''} {direction}",
-                moved,
-                functools.partial(_prepare_gelu, dtype, rows, outer, inner, zero, direction),
-                note=_floating_point(products * 2.0 * rows * outer * inner) + (UNFILLED if on_gpu and not zero else ""),
-                recorded_as=f"{name} {direction}",
-            )
-        )
+        moved = 2 * rows * outer + (2 + products // 4) * rows * inner + products * outer * inner
+        make = functools.partial(_prepare_gelu, dtype, rows, outer, inner, zero, way)
+        note = UNFILLED if on_gpu and not zero else ""
+        words, operations = " zero weights" * zero, products * 2.0 * rows * outer * inner
+        add(f"{name}{words} {way}", dtype.itemsize * moved, operations, make, note, f"{name} {way}")
     dtype, rows, sizes = GPU_MLP if on_gpu else CPU_MLP
-    size, layers, width = dtype.itemsize, len(sizes) - 1, sizes[0]
-    for direction, products in (("fwd", layers), ("bwd", 2 * layers)):
-        moved = size * ((products + 1) * rows * width + products * width * width)
-        found.append(
-            Case(
-                f"mlp relu {SHORT[dtype]} {rows}x[{width}]*{len(sizes)} {direction}",
-                moved,
-                functools.partial(_prepare_mlp, dtype, rows, sizes, direction),
-                note=_floating_point(products * 2.0 * rows * width * width),
-            )
-        )
+    layers, width = len(sizes) - 1, sizes[0]
+    for way, products in (("fwd", layers), ("bwd", 2 * layers)):
+        moved = dtype.itemsize * ((products + 1) * rows * width + products * width * width)
+        name = f"mlp relu {SHORT[dtype]} {rows}x[{width}]*{len(sizes)} {way}"
+        make = functools.partial(_prepare_mlp, dtype, rows, sizes, way)
+        add(name, moved, products * 2.0 * rows * width * width, make)
     dtype, rows, ins, outs = GPU_ACCUMULATION if on_gpu else CPU_ACCUMULATION
-    found.append(
-        Case(
-            f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}",
-            dtype.itemsize * rows * (ins + outs) + 8 * ins * outs,
-            functools.partial(_prepare_accumulation, dtype, rows, ins, outs),
-            note=_floating_point(2.0 * rows * ins * outs),
-        )
-    )
+    moved = dtype.itemsize * rows * (ins + outs) + 8 * ins * outs
+    make = functools.partial(_prepare_accumulation, dtype, rows, ins, outs)
+    add(f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}", moved, 2.0 * rows * ins * outs, make)
     return found[-3:] if quick and on_gpu else found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...contrib.index_mul_2d import index_mul_2d
 from ...ops.index_mul import reference
-from ..directions import SHORT, Maker, Random, exact, prepare, with_peers
+from ..directions import SHORT, Maker, Random, exact, passes, prepare, with_peers
 from ..registry import Call, Case, Expected, Family, Prepared, register
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,17 +81,16 @@ def _prepare(shape: Shape, direction: str, device: torch.device) -> Prepared:
     )
 
 
-def _case(shape: Shape, direction: str) -> Case:
-    make = functools.partial(_prepare, shape, direction)
-    timing = "wall" if direction == "force step" else "device"
-    return Case(f"{shape} {direction}", shape.bytes_moved(direction), make, timing)  # type: ignore[arg-type]
-
-
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     """Large shapes in both directions, then a small step with second derivatives."""
     shapes, steps = (GPU_SHAPES, GPU_STEPS) if device.type == "cuda" else (CPU_SHAPES, CPU_SHAPES[:1])
-    apart = [_case(shape, way) for shape in (shapes[:1] if quick else shapes) for way in ("fwd", "bwd")]
-    return apart if quick else apart + [_case(shape, "force step") for shape in steps]
+    rows: list[tuple[Shape, tuple[str, ...]]] = [(shape, ("fwd", "bwd")) for shape in (shapes[:1] if quick else shapes)]
+    rows += [(shape, ("force step",)) for shape in (() if quick else steps)]
+    return [
+        case
+        for shape, ways in rows
+        for case in passes(str(shape), {way: shape.bytes_moved(way) for way in ways}, _prepare, shape)
+    ]
 
 
 register(Family("index_mul", "products with indexed rows", cases))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from ... import _env
 from ..._atomic import atomic_file, make_folder
@@ -133,15 +133,12 @@ def tune(
 ) -> tuple[list[Search], bool]:
     """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
     outcomes: list[Search] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     try:
-        with Progress(*columns, console=messages, disable=not messages.is_terminal, transient=True) as progress:
-            shown = progress.add_task("launches", total=len(questions))
-            for outcome in search(questions, device, seconds):
-                outcomes.append(outcome)
-                if outcome.config:
-                    write_entries(output, facts(device).name, [outcome.entry()])
-                progress.update(shown, advance=1, description=outcome.question.op)
+        for outcome in track(search(questions, device, seconds), "launches", len(questions), **shown):
+            outcomes.append(outcome)
+            if outcome.config:
+                write_entries(output, facts(device).name, [outcome.entry()])
     except KeyboardInterrupt:
         return outcomes, True
     finally:
