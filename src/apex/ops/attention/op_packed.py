@@ -200,7 +200,7 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
     if found is None:
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
     of_query, of_key_value, floats, of_gradient, of_delta = found
-    empty = empty_on(qkv.device)
+    empty: Any = empty_on(qkv.device)
     dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
     dquery, dkey, dvalue = dqkv.unbind(1)
     tensors = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics, delta)

@@ -42,7 +42,7 @@ def conv_bias_relu(
 ) -> Tensor:
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
-    shift: Tensor | None = bias if bias.dim() == 1 else bias.reshape(-1)
+    shift: Any = bias if bias.dim() == 1 else bias.reshape(-1)
     if scale is None and cudnn_does_it(input, weight, bias):
         stride, padding = (spec.stride,) * 2, (spec.padding,) * 2
         output = torch.cudnn_convolution_relu(input, weight, shift.contiguous(), stride, padding, (1, 1), 1)

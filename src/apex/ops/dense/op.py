@@ -343,7 +343,8 @@ def mlp_backward(
             break
         backward = launched_backward if launches and dy.numel() else activation_backward
         # In place, but not of the gradient that we were given.
-        dy, dbias = backward(dy, outputs[layer], activation, of_biases[layer], in_place=layer + 1 < layers)
+        given: Any = outputs[layer]
+        dy, dbias = backward(dy, given, activation, of_biases[layer], in_place=layer + 1 < layers)
         if dbias is not None:
             gradients[1 + layers + layer] = dbias
         if of_weights[layer]:

@@ -211,7 +211,7 @@ class TritonLists:
         )
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return _device.empty_on(self.device)(shape, (*shape[1:], 1), torch.float32)
 
     # What launches depend on ------------------------------------------------------------------------------------------
 
