@@ -150,9 +150,22 @@ class Arena:
             torch._foreach_copy_(filled, sources)
         return missing
 
-    def flat_params(self) -> list[Tensor]:
-        """Each parameter's elements in the order of its memory."""
-        return [flat(param.detach()) for param in self.params]
+
+class ParameterViews:
+    """Views of pieces of parameters, which are kept for as long as the parameters stay where they are."""
+
+    def __init__(self, arena: Arena, pieces: Sequence[Piece]) -> None:
+        self._members = [(arena.params[piece.param], slice(piece.start, piece.stop)) for piece in pieces]
+        self._addresses: list[int] = []
+        self._views: list[Tensor] = []
+
+    def __call__(self) -> list[Tensor]:
+        """A vector for each piece."""
+        addresses = [param.data_ptr() for param, _ in self._members]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._views = [flat(param.detach())[elements] for param, elements in self._members]
+        return self._views
 
 
 def laid_out_like(tensor: Tensor, param: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...._distributed.collectives import Done, Work, all_gather
-from .arena import Arena
+from .arena import Arena, ParameterViews
 from .groups import Groups
 
 _Key = tuple[int, int]
@@ -40,13 +40,15 @@ class ParameterSync:
         # Buckets that an update has changed and that have not been sent, in the order in which they will be.
         self._waiting: deque[_Key] = deque()
         self._under_way: deque[_Gathered] = deque()
-        # Of each bucket where its elements go, while the parameters are at these addresses.
-        self._targets: dict[_Key, tuple[list[int], list[Tensor]]] = {}
+        # Of each bucket where its elements go.
+        self._targets: dict[_Key, ParameterViews] = {}
 
     def add(self, arena: Arena) -> None:
         """Adds an arena."""
         if self.contiguous:
             self.make_buffer(arena)
+        for number, pieces in enumerate(arena.layout.pieces):
+            self._targets[len(self.arenas), number] = ParameterViews(arena, pieces)
         self.arenas.append(arena)
 
     @torch.no_grad()
@@ -127,21 +129,9 @@ class ParameterSync:
         if arena.sent_bytes is not None:
             bucket = _extended(bucket, arena.sent_bytes, arena.dtypes.parameters)
         if arena.parameter_buffer is None:
-            torch._foreach_copy_(self._targets_of(gathered.key), list(arena.layout.cut(bucket, number)))
+            torch._foreach_copy_(self._targets[gathered.key](), list(arena.layout.cut(bucket, number)))
         elif arena.sent_bytes is not None:
             arena.bucket(arena.parameter_buffer.values, number).copy_(bucket)
-
-    def _targets_of(self, key: _Key) -> list[Tensor]:
-        place, number = key
-        arena = self.arenas[place]
-        pieces = arena.layout.pieces[number]
-        addresses = [arena.params[piece.param].data_ptr() for piece in pieces]
-        known = self._targets.get(key)
-        if known is None or known[0] != addresses:
-            params = arena.flat_params()
-            targets = [params[piece.param][piece.start : piece.stop] for piece in pieces]
-            known = self._targets[key] = addresses, targets
-        return known[1]
 
 
 def _truncated(values: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor.packed_floats import join_remainders, split_remainders
-from .arena import Arena
+from .arena import Arena, ParameterViews
 from .layout import Piece, cuts, pick
 
 
@@ -50,9 +50,8 @@ class Weights:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self._addresses: list[int] = []
-        self._flat_params: list[Tensor] = []
-        self._parts: list[Tensor] = []
+        # The parts of parameters that this rank owns, in the parameters themselves.
+        self._views = ParameterViews(arena, arena.parts)
         self._cuts = cuts([(part.flat, part.size) for part in arena.parts], arena.layout.shard_size)
 
     def connect(self) -> None:
@@ -89,21 +88,21 @@ class Weights:
         """Flat shards that stay from step to step, by the name that buckets have them under."""
         return {}
 
-    def flat_params(self) -> list[Tensor]:
-        """Each parameter's elements in the order of memory, remembered for as long as they stay where they are."""
-        addresses = list(map(Tensor.data_ptr, self.arena.params))
-        if addresses != self._addresses:
-            self._addresses, params = addresses, self.arena.flat_params()
-            self._flat_params = params
-            self._parts = [params[part.param][part.start : part.stop] for part in self.arena.parts]
-        return self._flat_params
+    def params_of(self, units: Sequence[Piece]) -> list[Tensor]:
+        """The parameters of units as vectors; for one process, of which each unit is a parameter."""
+        views = dict(zip((part.param for part in self.arena.parts), self._views(), strict=True))
+        return [views[unit.param] for unit in units]
 
     def gather(self, values: Tensor) -> Tensor:
         """Fills a flat shard with what this rank owns of the parameters."""
-        self.flat_params()
-        if self._parts:
-            torch._foreach_copy_(list(values.split(self._cuts)[1::2]), self._parts)
+        if self.arena.parts:
+            torch._foreach_copy_(list(values.split(self._cuts)[1::2]), self._views())
         return values
+
+    def scatter(self, values: Tensor) -> None:
+        """Gives the parameters the values of a flat shard."""
+        if self.arena.parts:
+            torch._foreach_copy_(self._views(), list(values.split(self._cuts)[1::2]))
 
     def make_outgoing(self) -> Tensor | list[Tensor]:
         """Shards in the dtype that parameters travel in, with what these are now: a skipped update sends that.
@@ -128,16 +127,13 @@ class Weights:
 
 class InPlace(Weights):
     def slot(self, units: Sequence[Piece]) -> list[Tensor]:
-        params = self.flat_params()
-        return [params[unit.param] for unit in units]
+        return self.params_of(units)
 
     def read(self) -> Tensor:
         return self.gather(self.arena.new_shard(self.arena.dtypes.state))
 
     def write(self, values: Tensor) -> None:
-        params = self.flat_params()
-        for part in self.arena.parts:
-            params[part.param][part.start : part.stop].copy_(values[part.flat : part.flat + part.size])
+        self.scatter(values)
 
 
 class Stored(Weights):
@@ -162,8 +158,7 @@ class Stored(Weights):
 
     def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
         if self._writes_params:
-            params = self.flat_params()
-            return [params[unit.param] for unit in units]
+            return self.params_of(units)
         return None if self._outgoing is None else pick(self._outgoing, units)
 
     def read(self) -> Tensor:
@@ -175,9 +170,7 @@ class Stored(Weights):
             if shard.data_ptr() != value.data_ptr():
                 shard.copy_(value)
         if self._writes_params:
-            params = self.flat_params()
-            for part in self.arena.parts:
-                params[part.param].copy_(self.values[part.flat : part.flat + part.size])
+            self.scatter(self.values)
 
     def stored(self) -> dict[str, Tensor]:
         return {"params_shard": self.values}
