@@ -46,6 +46,7 @@ class MaskSoftmaxDropout(torch.autograd.Function):
     def backward(ctx, output_grads: Tensor):  # type: ignore[override]
         gradient = output_grads.reshape(ctx.saved_tensors[0].shape)
         (dx,) = softmax.SOFTMAX.backward_from_saved(ctx, gradient, wanted=(True,))
+        assert dx is not None
         return None, None, dx.view(output_grads.shape), None, None, None
 
 

@@ -46,8 +46,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask
     shape = (1, batch_heads) if _folds(queries, batch_heads, keys.shape[0]) else (batch, heads)
     added = added_logits(mask, heads, queries.dtype, folded=shape[1] != heads)
     causal = mask is not None and mask.kind is MaskKind.CAUSAL
-    given = [part.reshape(part.shape[0], *shape, size).permute(1, 2, 0, 3) for part in (queries, keys, values)]
-    context = dot_product_attention(*given, added, dropout, causal)
+    q, k, v = [part.reshape(part.shape[0], *shape, size).permute(1, 2, 0, 3) for part in (queries, keys, values)]
+    context = dot_product_attention(q, k, v, added, dropout, causal)
     return context.permute(2, 0, 1, 3).reshape(length, batch, heads * size)
 
 

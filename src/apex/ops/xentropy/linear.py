@@ -153,8 +153,8 @@ def _pass(
     compute = spec.compute
     tensors = (input.to(compute), weight.to(compute), None if bias is None else bias.to(compute), labels, row_scale)
     settings = (spec.smoothing, spec.ignore_index, wanted, total, size)
-    compute = torch.ops.apex.linear_xentropy if torch.compiler.is_compiling() else linear_xentropy
-    losses, *gradients = compute(*tensors, *settings)
+    run: Any = torch.ops.apex.linear_xentropy if torch.compiler.is_compiling() else linear_xentropy
+    losses, *gradients = run(*tensors, *settings)
     found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return losses, *found
 
