@@ -295,8 +295,8 @@ def _backward_launches(
         return BackwardLaunches(*results, whole=whole)
     measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
     sums = _finishing(kernels.batch_norm_sums, parts, channels)
-    flags = {"RELU": relu and not write_dz, "BATCH": training}
-    apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, **flags)
+    relu = relu and not write_dz
+    apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, RELU=relu, BATCH=training)
     return BackwardLaunches(*results, parts * 2 * channels, None, measure, sums, apply)
 
 

@@ -43,8 +43,8 @@ def statistics(
     running = (running_mean, running_var)
     if exchange is None and _takes_kernels(input):
         if torch.compiler.is_compiling():
-            return scaled_statistics(input, Channels(*running, None, None), spec)[:2]
-        return launch_statistics(input, spec, Channels(*running, None, None), False)  # type: ignore[return-value]
+            return scaled_statistics(input, Channels(*running), spec)[:2]
+        return launch_statistics(input, spec, Channels(*running), False)  # type: ignore[return-value]
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
     if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
@@ -64,7 +64,9 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
     if not _takes_kernels(input):
         return reference.rank_statistics(input, channel_dim)
     if torch.compiler.is_compiling():
-        return torch.ops.apex.batch_norm_rank_statistics(input, channel_dim)
+        mean, variance, _ = scaled_statistics(input, Channels(None, None), BatchNormSpec(channel_dim=channel_dim))
+        count = values_per_channel(input, channel_dim)
+        return torch.cat((mean, variance * count, mean.new_full((1,), count)))
     return launch_rank_statistics(input, channel_dim)
 
 
@@ -140,13 +142,9 @@ def gradient_sums(
 def input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient."""
-    if not _takes_kernels(input):
-        return reference.input_gradient(dy, input, output, channels, sums, spec)
-    if torch.compiler.is_compiling():
-        flags = (spec.eps, spec.training, spec.relu, spec.channel_dim)
-        return torch.ops.apex.batch_norm_input_gradient(dy, input, output, *channels, *sums, *flags)
-    return launch_input_gradient(dy, input, output, channels, sums, spec)
+    """The input's gradient; torch.compile sees PyTorch's operators."""
+    compute = launch_input_gradient if launches(input) else reference.input_gradient
+    return compute(dy, input, output, channels, sums, spec)
 
 
 def _takes_kernels(input: Tensor) -> bool:
@@ -226,10 +224,12 @@ def _statistics_fake(input, *rest):  # type: ignore[no-untyped-def]
 def _backward(dy, input, output, *rest):  # type: ignore[no-untyped-def]
     *channels, eps, training, relu, channel_dim, wants_input = rest
     spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
-    dx, _, sum_dy_xhat, sum_dy = local_gradients(
-        dy, input, output, Channels(*channels), spec, wants_input, wants_z=False
-    )
-    return input.new_empty(0) if dx is None else _laid_out_like(input, dx), sum_dy, sum_dy_xhat
+    dx, _, sum_dy_xhat, sum_dy = local_gradients(dy, input, output, Channels(*channels), spec, wants_input, False)
+    if dx is None:
+        dx = input.new_empty(0)
+    elif dx.stride() != input.stride():
+        dx = like(torch.empty_like(input), dx)
+    return dx, sum_dy, sum_dy_xhat
 
 
 def _backward_fake(dy, input, output, mean, *rest):  # type: ignore[no-untyped-def]
@@ -237,22 +237,6 @@ def _backward_fake(dy, input, output, mean, *rest):  # type: ignore[no-untyped-d
     return torch.empty_like(input) if rest[-1] else input.new_empty(0), sum_dy, torch.empty_like(sum_dy)
 
 
-def _laid_out_like(input: Tensor, tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride() == input.stride() else like(torch.empty_like(input), tensor)
-
-
-def _input_gradient(dy, input, output, *rest):  # type: ignore[no-untyped-def]
-    eps, training, relu, channel_dim = rest[-4:]
-    spec = BatchNormSpec(eps, 0.0, training, relu, channel_dim)
-    channels, sums = Channels(*rest[:4]), GradientSums(*rest[4:7])
-    return _laid_out_like(input, input_gradient(dy, input, output, channels, sums, spec))
-
-
-_library.register_op(
-    "batch_norm_rank_statistics(Tensor input, int channel_dim) -> Tensor",
-    rank_statistics,
-    lambda input, channel_dim: input.new_empty(2 * input.shape[channel_dim] + 1, dtype=_library.compute_dtype(input)),
-)
 _library.register_op(
     "batch_norm_statistics(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, "
     "Tensor? bias, float momentum, float eps, int channel_dim) -> (Tensor, Tensor, Tensor)",
@@ -264,11 +248,4 @@ _library.register_op(
     "Tensor? bias, float eps, bool training, bool relu, int channel_dim, bool wants_input) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
-)
-_library.register_op(
-    "batch_norm_input_gradient(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
-    "Tensor? bias, Tensor sum_dy, Tensor? sum_dy_xhat, float inverse_count, float eps, bool training, bool relu, "
-    "int channel_dim) -> Tensor",
-    _input_gradient,
-    lambda dy, input, *_: torch.empty_like(input),
 )
