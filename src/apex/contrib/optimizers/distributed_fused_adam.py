@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...optimizers._checks import check_options
 from ._zero import checkpoints
-from ._zero.arena import Arena, Dtypes
-from ._zero.groups import Groups, own_world
+from ._zero.arena import Arena
 from ._zero.layout import Piece
 from ._zero.optimizer import ZeroOptimizer
 
@@ -83,65 +81,6 @@ class DistributedFusedAdam(ZeroOptimizer):
         def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
             """Of state, gradients and parameters."""
             return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        dtype: torch.dtype = torch.float32,
-        grad_sync_dtype: torch.dtype | None = None,
-        param_sync_dtype: torch.dtype | None = None,
-        device: Any = None,
-        process_group: Any = None,
-        distributed_process_group: Any = None,
-        redundant_process_group: Any = None,
-        average_grad_sync: bool = True,
-        overlap_grad_sync: bool = True,
-        overlap_param_sync: bool = False,
-        bucket_cap_mb: float = 100.0,
-        pipeline_size: int = 2,
-        contiguous_param_buffer: bool = False,
-        contiguous_grad_buffer: bool = False,
-        store_params: bool = True,
-        store_param_remainders: bool = False,
-        with_scaled_states: bool = False,
-        nccl_ub: bool = False,
-        capturable: bool = False,
-    ) -> None:
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        check_options(defaults)
-        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
-        _check_options(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
-        if nccl_ub and not contiguous_grad_buffer:
-            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
-        super().__init__(
-            params,
-            defaults,
-            Groups(process_group or own_world(), distributed_process_group, redundant_process_group),
-            dtypes,
-            device=device,
-            adam_w_mode=adam_w_mode,
-            amsgrad=amsgrad,
-            average_grad_sync=average_grad_sync,
-            overlap_grad_sync=overlap_grad_sync,
-            overlap_param_sync=overlap_param_sync,
-            bucket_cap_mb=bucket_cap_mb,
-            pipeline_size=pipeline_size,
-            contiguous_param_buffer=contiguous_param_buffer,
-            contiguous_grad_buffer=contiguous_grad_buffer,
-            store_params=store_params,
-            store_param_remainders=store_param_remainders,
-            with_scaled_states=with_scaled_states,
-            nccl_ub=nccl_ub,
-            capturable=capturable,
-        )
-        self.state["buckets"] = []
 
     def parameter(self, *args: Any) -> Any:
         """A parameter: of a fragment, or of a parameter group's number and its own in it."""
@@ -215,20 +154,3 @@ class DistributedFusedAdam(ZeroOptimizer):
         self.grad_sync()
         self.param_sync()
         self._steps.settle()
-
-
-def _check_options(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, capturable: bool) -> None:
-    if remainders and stores:
-        raise ValueError("store_param_remainders=True takes the place of store_params, which must be False")
-    if remainders and (dtypes.state, dtypes.parameters) != (torch.float32, torch.bfloat16):
-        raise ValueError(
-            "store_param_remainders is for bfloat16 parameters with float32 state: dtype must be float32 and "
-            f"param_sync_dtype bfloat16, not {dtypes.state} and {dtypes.parameters}"
-        )
-    if scaled and (not stores or dtypes.state == torch.float32):
-        raise ValueError(
-            f"with_scaled_states needs store_params=True and dtype float16 or bfloat16, not store_params={stores} and "
-            f"dtype={dtypes.state}"
-        )
-    if capturable and (scaled or remainders):
-        raise ValueError("capturable works with neither with_scaled_states nor store_param_remainders")

@@ -12,5 +12,5 @@ wait_on_use     parameters that wait for their values when they are first used
 checkpoints     state dicts, of shards, whole tensors and sharded tensors
 base            what DistributedFusedAdam and DistributedFusedLAMB have in common
 lamb            what DistributedFusedLAMB has instead: gradients that stay with parameters, norms of whole parameters
-optimizer       DistributedFusedAdam but for its arguments and state dicts
+optimizer       DistributedFusedAdam but for its state dicts
 """

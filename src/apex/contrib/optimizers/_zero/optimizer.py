@@ -1,4 +1,4 @@
-"""DistributedFusedAdam but for its arguments, its state dicts, and what it shows of its buckets.
+"""DistributedFusedAdam but for its state dicts, and what it shows of its buckets.
 
 A subclass for another algorithm says which state a parameter has (`_state_names`) and how lists of tensors are updated
 (`_update`).
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
+from ....optimizers._checks import check_options
 from .arena import Arena, Dtypes, allocator
 from .base import GradientHooks, ShardedOptimizer, StepCount
 from .gradients import GradientSync
-from .groups import Groups
+from .groups import Groups, own_world
 from .layout import check_fill
 from .norms import Norms
 from .parameters import ParameterSync
 from .scaled_state import ScaledState
 from .state import ArenaState, start_from
 from .wait_on_use import is_pending, postpone, release
-from .weights import weights_of
+from .weights import check_storage, weights_of
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -42,39 +43,64 @@ class ZeroOptimizer(ShardedOptimizer):
     _takes_gradients = True
     # Set by apex.amp: the float32 values of a parameter that was cast before it got state, or None.
     _exact_value: Callable[[Tensor], Tensor | None] | None = None
-    adam_w_mode: bool
-    amsgrad: bool
-    average_grad_sync: bool
-    overlap_grad_sync: bool
-    overlap_param_sync: bool
-    bucket_cap_mb: float
-    pipeline_size: int
-    contiguous_param_buffer: bool
-    contiguous_grad_buffer: bool
-    store_params: bool
-    store_param_remainders: bool
-    with_scaled_states: bool
-    nccl_ub: bool
-    capturable: bool
     # Set during a step: 1 where it is to be skipped.
     found_inf: Tensor | None = None
 
     def __init__(
         self,
         params: Any,
-        defaults: dict[str, Any],
-        groups: Groups,
-        dtypes: Dtypes,
-        *,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        dtype: torch.dtype = torch.float32,
+        grad_sync_dtype: torch.dtype | None = None,
+        param_sync_dtype: torch.dtype | None = None,
         device: Any = None,
-        **options: Any,
+        process_group: Any = None,
+        distributed_process_group: Any = None,
+        redundant_process_group: Any = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        overlap_param_sync: bool = False,
+        bucket_cap_mb: float = 100.0,
+        pipeline_size: int = 2,
+        contiguous_param_buffer: bool = False,
+        contiguous_grad_buffer: bool = False,
+        store_params: bool = True,
+        store_param_remainders: bool = False,
+        with_scaled_states: bool = False,
+        nccl_ub: bool = False,
+        capturable: bool = False,
     ) -> None:
-        """`options` are those that are annotated above; `groups` divide the state."""
-        vars(self).update(options)
-        if self.bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb} must be positive")
-        if self.pipeline_size < 1:
-            raise ValueError(f"pipeline_size={self.pipeline_size} must be at least 1")
+        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_options(defaults)
+        dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
+        check_storage(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
+        if nccl_ub and not contiguous_grad_buffer:
+            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
+        if pipeline_size < 1:
+            raise ValueError(f"pipeline_size={pipeline_size} must be at least 1")
+        self.adam_w_mode = adam_w_mode
+        self.amsgrad = amsgrad
+        self.average_grad_sync = average_grad_sync
+        self.overlap_grad_sync = overlap_grad_sync
+        self.overlap_param_sync = overlap_param_sync
+        self.bucket_cap_mb = bucket_cap_mb
+        self.pipeline_size = pipeline_size
+        self.contiguous_param_buffer = contiguous_param_buffer
+        self.contiguous_grad_buffer = contiguous_grad_buffer
+        self.store_params = store_params
+        self.store_param_remainders = store_param_remainders
+        self.with_scaled_states = with_scaled_states
+        self.nccl_ub = nccl_ub
+        self.capturable = capturable
+        groups = Groups(process_group or own_world(), distributed_process_group, redundant_process_group)
         self._groups = groups
         self._dtypes = dtypes
         self.process_group = groups.process_group
@@ -87,9 +113,9 @@ class ZeroOptimizer(ShardedOptimizer):
         self.dtype, self.grad_sync_dtype, self.param_sync_dtype = dtypes
         self.greedy_grad_copy = True
         self._gradients = GradientSync(
-            groups, average=self.average_grad_sync, in_flight=self.pipeline_size, contiguous=self.contiguous_grad_buffer
+            groups, average=average_grad_sync, in_flight=pipeline_size, contiguous=contiguous_grad_buffer
         )
-        self._parameters = ParameterSync(groups, in_flight=self.pipeline_size, contiguous=self.contiguous_param_buffer)
+        self._parameters = ParameterSync(groups, in_flight=pipeline_size, contiguous=contiguous_param_buffer)
         self._states: list[ArenaState | ScaledState] = []
         # Where each parameter is: the number of its arena, and its own in it.
         self._places: dict[Tensor, tuple[int, int]] = {}
@@ -104,7 +130,8 @@ class ZeroOptimizer(ShardedOptimizer):
         self.device = first.device
         _check_device(device, first.device)
         self._norms = Norms(self._gradients, first.device)
-        self._steps = StepCount(self.state, first.device, self.capturable)
+        self._steps = StepCount(self.state, first.device, capturable)
+        self.state["buckets"] = []
         self._take_params_of_first(0)
         self._gradient_hooks.register(self.parameters())
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor.packed_floats import join_remainders, split_remainders
-from .arena import Arena, ParameterViews
+from .arena import Arena, Dtypes, ParameterViews
 from .layout import Piece, cuts, pick
 
 
@@ -261,3 +261,21 @@ def weights_of(arena: Arena, store_params: bool, store_remainders: bool) -> Weig
         weights = Stored(arena) if store_params or store_remainders else Gathered(arena)
     weights.connect()
     return weights
+
+
+def check_storage(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, capturable: bool) -> None:
+    """Raises for options of DistributedFusedAdam that do not go together."""
+    if remainders and stores:
+        raise ValueError("store_param_remainders=True takes the place of store_params, which must be False")
+    if remainders and (dtypes.state, dtypes.parameters) != (torch.float32, torch.bfloat16):
+        raise ValueError(
+            "store_param_remainders is for bfloat16 parameters with float32 state: dtype must be float32 and "
+            f"param_sync_dtype bfloat16, not {dtypes.state} and {dtypes.parameters}"
+        )
+    if scaled and (not stores or dtypes.state == torch.float32):
+        raise ValueError(
+            f"with_scaled_states needs store_params=True and dtype float16 or bfloat16, not store_params={stores} and "
+            f"dtype={dtypes.state}"
+        )
+    if capturable and (scaled or remainders):
+        raise ValueError("capturable works with neither with_scaled_states nor store_param_remainders")
