@@ -15,8 +15,9 @@ from apex.contrib.multihead_attn.fast_self_multihead_attn_norm_add_func import f
 from apex.contrib.multihead_attn.self_multihead_attn_func import self_attn_func
 from apex.ops import _library
 from apex.ops._tolerance import excess_of_norm
-from apex.ops.multihead import Mask, MaskKind, reference
+from apex.ops.multihead import Mask, MaskKind
 from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.ops.multihead import exact
 from tests.ops.multihead.cases import make_mask
 
 LENGTH, KEYS, BATCH, HEADS, WIDTH = 6, 9, 3, 2, 16
@@ -48,7 +49,7 @@ def expected_self(module: SelfMultiheadAttn, x: Tensor, mask: Mask | None) -> Te
     else:
         weight, bias = parameters["in_proj_weight"], parameters.get("in_proj_bias")
     weights, biases = (weight, module.out_proj_weight), (bias, module.out_proj_bias)
-    attended = reference.attention([expected_norm(module, x)], weights, biases, HEADS, mask)
+    attended = exact.attention([expected_norm(module, x)], weights, biases, HEADS, mask)
     return x + attended if module.include_norm_add else attended
 
 
@@ -110,7 +111,7 @@ def test_encdec_attention(impl: str, bias: bool, norm_add: bool, kind: str) -> N
     mask = make_mask(kind, LENGTH, KEYS, BATCH, "cpu", blind=True)
     output, weights = module(query, key, key, **arguments(mask))
     assert weights is None
-    expected = reference.attention(
+    expected = exact.attention(
         (expected_norm(module, query), key),
         (module.in_proj_weight_q, module.in_proj_weight_kv, module.out_proj_weight),
         (module.in_proj_bias_q, module.in_proj_bias_kv, module.out_proj_bias),
@@ -304,7 +305,7 @@ def test_sizes_of_one_and_none(impl: str, norm_add: bool, shape: tuple) -> None:
     weights = module.in_proj_weight_q, module.in_proj_weight_kv, module.out_proj_weight
     expected = torch.zeros_like(query)
     if query.numel() and keys:
-        expected = reference.attention([normed, key], weights, [None] * 3, heads)
+        expected = exact.attention([normed, key], weights, [None] * 3, heads)
     still, _ = module(query, key, key, is_training=False)
     torch.testing.assert_close(still, query + expected if norm_add else expected)
     dropped, _ = module(query, key, key)

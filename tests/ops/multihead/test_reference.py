@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from apex.ops.multihead import Mask, MaskKind, reference
+from tests.ops.multihead import exact
 
 LENGTH, KEYS, BATCH, HEADS, SIZE = 6, 4, 3, 2, 5
 WIDTH = HEADS * SIZE
@@ -47,7 +48,7 @@ def test_self_attention_is_torchs_but_for_the_order_of_rows(kind: str, bias: boo
     mask, arguments = masks(kind)
     weights = theirs.in_proj_weight[order], theirs.out_proj.weight
     biases = (theirs.in_proj_bias[order], theirs.out_proj.bias) if bias else (None, None)
-    actual = reference.attention([x], weights, biases, HEADS, mask)
+    actual = exact.attention([x], weights, biases, HEADS, mask)
     torch.testing.assert_close(actual, theirs(x, x, x, need_weights=False, **arguments)[0])
 
 
@@ -71,7 +72,7 @@ def test_encdec_attention_written_out() -> None:
                     context[i, rows] += weight / sum(weights) * (wkv[v_rows] @ key[t, b])
         expected[:, b] = context @ wo.T
     mask = Mask(MaskKind.PADDING, hidden)
-    actual = reference.attention([query, key], [wq, wkv, wo], [None] * 3, HEADS, mask)
+    actual = exact.attention([query, key], [wq, wkv, wo], [None] * 3, HEADS, mask)
     torch.testing.assert_close(actual, expected)
 
 
