@@ -105,11 +105,13 @@ def test_the_file_is_whole_after_every_case(tmp_path, monkeypatch):
 def test_summary_counts_and_orders(capsys):
     from apex._cli.console import make_console
 
-    passes = [
-        sweep.Pass(f"case {ratio}", "glu", gpu={"ours": 100 * ratio, "torch": 100.0, "torch_foreach": 300.0})
+    rows = [
+        {"case": f"case {ratio}", "gpu": {"ours": 100 * ratio, "torch": 100.0}, "gpu_ratio": ratio}
+        | {"events_ratio": None, "error": None}
         for ratio in (0.4, 1.3, 1.05, 2.0)
     ]
-    sweep.print_summary("glu", passes, 1.0, make_console())
+    assert sweep._ratio({"ours": 1.0, "torch": 4.0, "torch_foreach": 2.0}) == 0.5
+    sweep.print_summary("glu", rows, 1.0, make_console())
     printed = capsys.readouterr().out
     assert "on the GPU: to 0.5: 1  to 0.7: 0  to 0.9: 0  to 1: 0  to 1.05: 1  to 1.2: 0  to 1.5: 1  more: 1" in printed
     assert "over 1.05: 2 of 4 (50.0%)" in printed

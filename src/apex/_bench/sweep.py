@@ -13,7 +13,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,26 +40,9 @@ WORST = 12  # cases that are printed
 CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # the most that a case may have
 TIMES = {"gpu": "on the GPU", "events": "between events"}
 
-
-@dataclass
-class Pass:
-    """One direction of one case: microseconds by implementation, and what was wrong with ours, if anything."""
-
-    case: str
-    family: str
-    gpu: dict[str, float] = field(default_factory=dict)
-    events: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-
-    def ratio(self, kind: str) -> float | None:
-        """Our time over the best of PyTorch's; `kind` is "gpu" or "events"."""
-        times: dict[str, float] = getattr(self, kind)
-        peers = [value for name, value in times.items() if name != OURS]
-        return times[OURS] / min(peers) if OURS in times and peers else None
-
-    def as_json(self) -> str:
-        ratios = {f"{kind}_ratio": ratio and round(ratio, 3) for kind in TIMES for ratio in [self.ratio(kind)]}
-        return json.dumps({**asdict(self), **ratios})
+# One direction of one case, as it is written to the file: microseconds by implementation in "gpu" and "events", ours
+# over the best of PyTorch's in "gpu_ratio" and "events_ratio", and in "error" what was wrong with ours, if anything.
+Row = dict[str, Any]
 
 
 def sweep_families(names: str) -> list[str]:
@@ -103,46 +85,51 @@ def run_sweep(
     its head.
     """
     head = json.dumps({**describe(device), **about})[:-1]
-    passes: list[Pass] = []
-    lines: list[str] = []
+    rows: list[Row] = []
     on_one_core = device.type == "cuda" and not all_cores and cores.may_be_chosen()
     for family, cases in itertools.groupby(drawn, key=lambda case: case[0]):
-        begin, first = time.perf_counter(), len(passes)
+        begin, first = time.perf_counter(), len(rows)
         for _, name, make in cases:
             with cores.one_core() if on_one_core else contextlib.nullcontext():
-                found = _measure(name, family, make, device)
-            passes += found
-            lines += [each.as_json() for each in found]
+                rows += _measure(name, family, make, device)
             with atomic_file(path, "w") as file:
-                file.write(head + ',\n"passes": [' + ",\n".join(lines) + "]}\n")
-        print_summary(family, passes[first:], time.perf_counter() - begin, console)
+                file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
+        print_summary(family, rows[first:], time.perf_counter() - begin, console)
         console.print(f"results: {path}", markup=False)
-    return int(any(each.error is not None for each in passes))
+    return int(any(row["error"] is not None for row in rows))
 
 
-def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.device) -> list[Pass]:
+def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.device) -> list[Row]:
     """Both passes of a case; one that fails has its error in place of times."""
+    nothing: Row = {"family": family, "gpu": {}, "events": {}, "gpu_ratio": None, "events_ratio": None, "error": None}
     try:
         prepared = make()
     except Exception as error:
-        return [Pass(name, family, error=_describe(error))]
-    found = []
+        return [{"case": name, **nothing, "error": _describe(error)}]
+    rows = []
     for direction, each in prepared.items():
-        result = Pass(f"{name} {direction}".strip(), family)
-        found.append(result)
+        row = {"case": f"{name} {direction}".strip(), **nothing}
+        rows.append(row)
         try:
             excess = worst_excess(each.implementations[OURS]()(), each.expected)
             if not excess <= 1:
-                result.error = f"error is {excess:.3g} times the tolerance"
+                row["error"] = f"error is {excess:.3g} times the tolerance"
                 continue
             calls = {peer: make() for peer, make in (each.timed or each.implementations).items()}
             for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
-                result.gpu, result.events = compare(calls, device, rounds)
-                if (result.ratio("gpu") or 0.0) <= LIMIT:
+                row["gpu"], row["events"] = compare(calls, device, rounds)
+                row["gpu_ratio"], row["events_ratio"] = _ratio(row["gpu"]), _ratio(row["events"])
+                if (row["gpu_ratio"] or 0.0) <= LIMIT:
                     break
         except Exception as error:
-            result.error = _describe(error)
-    return found
+            row["error"] = _describe(error)
+    return rows
+
+
+def _ratio(times: Mapping[str, float]) -> float | None:
+    """Our time over the best of PyTorch's."""
+    peers = [value for name, value in times.items() if name != OURS]
+    return round(times[OURS] / min(peers), 4) if OURS in times and peers else None
 
 
 def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -170,24 +157,23 @@ def _host(call: Call, device: torch.device) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def print_summary(family: str, passes: Sequence[Pass], seconds: float, console: Console) -> None:
+def print_summary(family: str, rows: Sequence[Row], seconds: float, console: Console) -> None:
     """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong."""
-    console.print(f"\n{family}: {len(passes)} passes in {seconds:.0f} s", style="bold", markup=False)
+    console.print(f"\n{family}: {len(rows)} passes in {seconds:.0f} s", style="bold", markup=False)
     for kind, words in TIMES.items():
-        rated = sorted(
-            ((ratio, each) for each in passes if (ratio := each.ratio(kind)) is not None), key=lambda r: -r[0]
-        )
+        rated = [row for row in rows if row[f"{kind}_ratio"] is not None]
+        rated.sort(key=lambda row: -row[f"{kind}_ratio"])
         if not rated:
             continue
-        counts = Counter(bisect.bisect_left(BINS, ratio) for ratio, _ in rated)
+        counts = Counter(bisect.bisect_left(BINS, row[f"{kind}_ratio"]) for row in rated)
         bounds = [*(f"to {bound:g}" for bound in BINS), "more"]
         histogram = "  ".join(f"{bound}: {counts[index]}" for index, bound in enumerate(bounds))
-        slower = sum(ratio > LIMIT for ratio, _ in rated)
+        slower = sum(row[f"{kind}_ratio"] > LIMIT for row in rated)
         console.print(f"ours / torch {words}: {histogram}", markup=False)
         console.print(f"  over {LIMIT}: {slower} of {len(rated)} ({100 * slower / len(rated):.1f}%)")
-        for ratio, each in rated[:WORST]:
-            times = "  ".join(f"{name} {value:.0f}" for name, value in getattr(each, kind).items())
-            console.print(f"  {ratio:5.2f}  {each.case}  us: {times}", markup=False)
-    for each in passes:
-        if each.error is not None:
-            console.print(f"  wrong: {each.case}: {each.error}", style="red", markup=False)
+        for row in rated[:WORST]:
+            times = "  ".join(f"{name} {value:.0f}" for name, value in row[kind].items())
+            console.print(f"  {row[f'{kind}_ratio']:5.2f}  {row['case']}  us: {times}", markup=False)
+    for row in rows:
+        if row["error"] is not None:
+            console.print(f"  wrong: {row['case']}: {row['error']}", style="red", markup=False)
