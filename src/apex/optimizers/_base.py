@@ -307,10 +307,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
         if kept is None or kept.names != names or not kept.refresh(group["params"]):
             self._before_buckets(index, group)
-            prepare = lambda param: self._prepare(param, group, names)  # noqa: E731
-            kept = self._group_buckets[index] = GroupBuckets(
-                group["params"], prepare, names, self._make_lists, self._model_params, self._takes_model_grads
-            )
+            kept = self._group_buckets[index] = GroupBuckets(self, group, names)
             self._states = list(self.state.values())
         return kept.buckets
 

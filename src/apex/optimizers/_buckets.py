@@ -9,14 +9,13 @@ anew only where something moved.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.multi_tensor import Lists, make_lists
+from ..ops.multi_tensor import Lists
 from ..ops.multi_tensor.flat import overlapping
 from ..ops.multi_tensor.op import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.rule import SLOTS
@@ -51,10 +50,10 @@ class Bucket:
         params: list[Tensor],
         states: list[dict[str, Any]],
         names: Sequence[str],
-        make: Callable[..., Lists] = make_lists,
-        kind: Any = None,
-        models: list[Tensor] | None = None,
-        of_models: bool = False,
+        make: Callable[..., Lists],
+        kind: Any,
+        models: list[Tensor] | None,
+        of_models: bool,
     ) -> None:
         self.params = params
         self._models = models
@@ -170,29 +169,21 @@ class Bucket:
 class GroupBuckets:
     """All buckets of a parameter group."""
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        prepare: Callable[[Tensor], tuple[dict[str, Any], Any]],
-        names: Sequence[str],
-        make: Callable[..., Lists] = make_lists,
-        models: Mapping[Tensor, Tensor] = MappingProxyType({}),
-        of_models: bool = False,
-    ) -> None:
-        """`models` has tensors that get a copy of an updated parameter; their gradients are used if `of_models`."""
+    def __init__(self, optimizer: Any, group: dict[str, Any], names: tuple[str, ...]) -> None:
+        params, models, of_models = group["params"], optimizer._model_params, optimizer._takes_model_grads
         self._all = list(params)
         sources = [models.get(param, param) for param in params] if of_models else self._all
         present = [(index, source.grad.dtype) for index, source in enumerate(sources) if source.grad is not None]
         self._absent = [source for source in sources if source.grad is None]
         for index, source in enumerate(sources):
             check_parameter(source, index)
-        self.names = tuple(names)
+        self.names = names
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
         # Parameters that share memory must not be updated at the same time.
         shared = overlapping([local(params[index]) for index, _ in present])
         for position, (index, gradient_dtype) in enumerate(present):
             param = params[index]
-            state, kind = prepare(param)
+            state, kind = optimizer._prepare(param, group, names)
             check_state(param, index, state, (*names, MASTER) if MASTER in state else names)
             copies = (models[param],) if param in models else ()
             tensors = [local(tensor) for tensor in (param, *(state[name] for name in names), *copies)]
@@ -211,7 +202,7 @@ class GroupBuckets:
         self.buckets = []
         for (kind, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
-            self.buckets.append(Bucket(params, states, names, make, kind, copied, of_models))
+            self.buckets.append(Bucket(params, states, names, optimizer._make_lists, kind, copied, of_models))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Points every bucket to where its tensors are now; False when the buckets must be made anew."""
