@@ -46,7 +46,7 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.zeros_like(found_inf)
         for flag in found.values():
             total += flag.to(total.device).reshape(total.shape)
-        _agreed(total)
+        agreed(total)
         return {device: total.to(device) for device in found or [total.device]}
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class GradScaler(torch.amp.GradScaler):
             self.unscale_(optimizer)
         elif state["stage"] is OptState.UNSCALED:  # by the optimizer, perhaps
             state["found_inf_per_device"] = {
-                device: _agreed(flag) for device, flag in state["found_inf_per_device"].items()
+                device: agreed(flag) for device, flag in state["found_inf_per_device"].items()
             }
         else:
             raise RuntimeError("step() has already been called since the last update().")
@@ -73,19 +73,11 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
 
 
-def _agreed(flag: torch.Tensor) -> torch.Tensor:
-    """The sum of a flag over all processes that must take the same decision."""
-    for group in _agreeing_groups():
-        collectives.all_reduce(flag, group, "agreeing on an overflow").wait()
+def agreed(flag: torch.Tensor) -> torch.Tensor:
+    """The sum of a flag over all processes that must take the same decision, in place."""
+    if parallel_state.model_parallel_is_initialized():
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for group in (parallel_state.get_model_parallel_group(), replicas):
+            if dist.get_world_size(group) > 1:
+                collectives.all_reduce(flag, group, "agreeing on an overflow").wait()
     return flag
-
-
-def _agreeing_groups() -> list[Any]:
-    """The groups over which processes must take the same decision."""
-    if parallel_state.is_unitialized():
-        return []
-    groups = (
-        parallel_state.get_model_parallel_group(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-    return [group for group in groups if dist.get_world_size(group) > 1]
