@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apex import amp
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel
 from apex.transformer import finalize_model_grads, parallel_state
 from apex.transformer.amp import GradScaler
+from apex.transformer.amp.loss_scaler import agree_on_overflows
 
 
 def overflow_on_one_rank_skips_on_all(rank: int) -> None:
@@ -38,6 +40,26 @@ def check_skipping(rank: int, make: object, unscale_first: bool) -> None:
         assert torch.equal(before, parameter) == (bad is not None)
         scales.append(scaler.get_scale())
     assert scales == [8.0, 4.0, 4.0, 8.0]
+
+
+def overflow_under_amp_skips_on_all(rank: int) -> None:
+    for sizes in ({"tensor_model_parallel_size_": 2}, {"context_parallel_size": 4}):
+        parallel_state.initialize_model_parallel(**sizes)
+        layer = nn.Linear(3, 1)
+        model, optimizer = amp.initialize(
+            layer, torch.optim.SGD(layer.parameters(), lr=1.0), opt_level="O2", verbosity=0
+        )
+        agree_on_overflows()
+        for bad in (None, 2):
+            before = layer.weight.detach().clone()
+            loss = model(torch.ones(1, 3)).sum() * (float("inf") if rank == bad else 0.25)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(before, layer.weight) == (bad is not None), sizes
+        amp.shutdown()
+        parallel_state.destroy_model_parallel()
 
 
 def shards_of_the_optimizer(rank: int) -> None:
@@ -122,6 +144,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         overflow_on_one_rank_skips_on_all,
+        overflow_under_amp_skips_on_all,
         shards_of_the_optimizer,
         sums_and_means,
         wrapped_models_are_reduced_once,
