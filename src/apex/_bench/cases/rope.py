@@ -59,39 +59,17 @@ class Kind:
         return RopeSpec(layouts.get(self.kind, self.kind), width=self.shape[2] if self.kind == "2d" else 0)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Tensors to rotate, gradients of the results, tables of angles or of cosines and sines, cu_seqlens."""
-
-    kind: Kind
-    tensors: tuple[Tensor, ...]
-    gradients: tuple[Tensor, ...]
-    tables: tuple[Tensor, ...]
-    cu_seqlens: Tensor | None
-
-
-def make_problem(kind: Kind, device: torch.device) -> Problem:
-    """Normal inputs, the angles of RoFormer and (packed) sequences of different lengths."""
-    random = Random(device)
-    shapes = [kind.shape]
-    if kind.kind == "2d":
-        shapes = [(kind.shape[0], kind.shape[1] * kind.shape[2], *kind.shape[3:])]
-    elif kind.key_heads:
-        shapes.append((*kind.shape[:2], kind.key_heads, kind.shape[3]))
-    tensors, gradients = (tuple(random.normal(*shape, dtype=kind.dtype) for shape in shapes) for _ in range(2))
+def _tables(kind: Kind, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The angles of RoFormer, or their cosines and sines, and the cu_seqlens of packed sequences."""
     channels = kind.shape[-1]
-    tables: tuple[Tensor, ...]
     if kind.kind == "2d":
         rows, columns = (_angles(n, channels // 2, device).transpose(0, 1) for n in kind.shape[1:3])
-        tables = (rows.cos(), rows.sin(), columns.cos(), columns.sin())
-    else:
-        angles = _angles(kind.shape[1 if kind.kind == "qk" else 0], channels, device)
-        tables = (angles,) if kind.kind in ("sbhd", "thd") else (angles.cos(), angles.sin())
-    edges = None
-    if kind.kind == "thd":
-        cuts = torch.randperm(kind.shape[0], generator=torch.Generator().manual_seed(0))[:10].sort().values
-        edges = torch.tensor([0, *cuts.tolist(), kind.shape[0]], dtype=torch.int32, device=device)
-    return Problem(kind, tuple(t.requires_grad_() for t in tensors), gradients, tables, edges)
+        return (rows.cos(), rows.sin(), columns.cos(), columns.sin()), None
+    angles = _angles(kind.shape[1 if kind.kind == "qk" else 0], channels, device)
+    if kind.kind != "thd":
+        return ((angles,) if kind.kind == "sbhd" else (angles.cos(), angles.sin())), None
+    cuts = torch.randperm(kind.shape[0], generator=torch.Generator().manual_seed(0))[:10].sort().values
+    return (angles,), torch.tensor([0, *cuts.tolist(), kind.shape[0]], dtype=torch.int32, device=device)
 
 
 def _angles(positions: int, channels: int, device: torch.device) -> Tensor:
@@ -101,14 +79,12 @@ def _angles(positions: int, channels: int, device: torch.device) -> Tensor:
     return torch.cat((half, half), -1)[:, None, None]
 
 
-def _ours(problem: Problem) -> Rotate:
-    kind, tables = problem.kind, problem.tables
+def _ours(kind: Kind, tables: tuple[Tensor, ...], edges: Tensor | None) -> Rotate:
     if kind.kind == "sbhd":
         return lambda t: (fused_apply_rotary_pos_emb(t, tables[0]),)
     if kind.kind == "cached":
         return lambda t: (fused_apply_rotary_pos_emb_cached(t, tables[0], tables[1]),)
     if kind.kind == "thd":
-        edges = problem.cu_seqlens
         assert edges is not None
         return lambda t: (fused_apply_rotary_pos_emb_thd(t, edges, *tables),)
     if kind.kind == "2d":
@@ -121,9 +97,8 @@ def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return t * cos + torch.cat((-second, first), -1) * sin
 
 
-def _eager(problem: Problem) -> Rotate:
+def _eager(kind: Kind, tables: tuple[Tensor, ...], edges: Tensor | None) -> Rotate:
     """The formula as models write it: cosines and sines in the dtype of the input."""
-    kind, tables, edges = problem.kind, problem.tables, problem.cu_seqlens
 
     def cosines_and_sines(dtype: torch.dtype) -> list[Tensor]:
         if len(tables) == 1:
@@ -149,11 +124,11 @@ def _eager(problem: Problem) -> Rotate:
     return rotate
 
 
-def _liger(problem: Problem) -> Rotate:
+def _liger(tables: tuple[Tensor, ...]) -> Rotate:
     """Rotates in place, with heads before tokens."""
     from liger_kernel.ops.rope import LigerRopeFunction  # type: ignore[import-not-found]
 
-    cos, sin = (table[None, :, 0, 0] for table in problem.tables)
+    cos, sin = (table[None, :, 0, 0] for table in tables)
 
     def rotate(query: Tensor, key: Tensor) -> Sequence[Tensor]:
         results = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
@@ -162,39 +137,39 @@ def _liger(problem: Problem) -> Rotate:
     return rotate
 
 
-def expected_results(problem: Problem) -> list[Expected]:
-    """The rotated tensors or (other directions than "fwd") gradients, in float64."""
-    forward = problem.kind.direction == "fwd"
-    spec = problem.kind.spec._replace(inverse=not forward)
-    tables = [table.double() for table in problem.tables]
-    return [
-        Expected(reference.rotate(t.detach().double(), tables, spec, problem.cu_seqlens), problem.kind.dtype)
-        for t in (problem.tensors if forward else problem.gradients)
-    ]
-
-
 def _prepare(kind: Kind, device: torch.device) -> Prepared:
-    problem = make_problem(kind, device)
-    makers = with_peers(_ours(problem), _eager(problem), device, compile=kind.direction != "step")
-    prepared = prepare(makers, problem.tensors, problem.gradients, kind.direction, expected_results(problem))
-    if kind.kind == "qk" and has_liger(device):
-        return _with_liger(prepared, problem)
-    return prepared
+    random, shapes = Random(device), [kind.shape]
+    if kind.kind == "2d":
+        shapes = [(kind.shape[0], kind.shape[1] * kind.shape[2], *kind.shape[3:])]
+    elif kind.key_heads:
+        shapes.append((*kind.shape[:2], kind.key_heads, kind.shape[3]))
+    tensors, gradients = ([random.normal(*shape, dtype=kind.dtype) for shape in shapes] for _ in range(2))
+    tables, edges = _tables(kind, device)
+    forward, wide = kind.direction == "fwd", [table.double() for table in tables]
+    spec = kind.spec._replace(inverse=not forward)
+    expected = [
+        Expected(reference.rotate(t.double(), wide, spec, edges), kind.dtype)
+        for t in (tensors if forward else gradients)
+    ]
+    makers = with_peers(
+        _ours(kind, tables, edges), _eager(kind, tables, edges), device, compile=kind.direction != "step"
+    )
+    leaves = [t.requires_grad_() for t in tensors]
+    prepared = prepare(makers, leaves, gradients, kind.direction, expected)
+    if kind.kind != "qk" or not has_liger(device):
+        return prepared
 
-
-def _with_liger(prepared: Prepared, problem: Problem) -> Prepared:
-    """Liger-Kernel rotates in place: it is checked on copies, and timed on one that it goes on turning."""
-
+    # Liger-Kernel rotates in place: it is checked on copies, and timed on one that it goes on turning.
     def check() -> Call:
-        rotate = _liger(problem)
-        return lambda: rotate(*(t.detach().clone() for t in problem.tensors))
+        rotate = _liger(tables)
+        return lambda: rotate(*(t.detach().clone() for t in leaves))
 
     def time() -> Call:
-        rotate, tensors = _liger(problem), [t.detach().clone() for t in problem.tensors]
-        return lambda: rotate(*tensors)
+        rotate, own = _liger(tables), [t.detach().clone() for t in leaves]
+        return lambda: rotate(*own)
 
     calls = prepared.implementations
-    return Prepared({**calls, "liger": check}, prepared.expected, {**calls, "liger": time})
+    return Prepared({**calls, "liger": check}, expected, {**calls, "liger": time})
 
 
 _BF16, _HALF, _F32 = torch.bfloat16, torch.float16, torch.float32
