@@ -56,7 +56,8 @@ def launch_gelu(input: Tensor) -> Tensor:
 
 def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """A layer, for an `input` of two dimensions."""
-    if bias is not None and _library.on_gpu(input):  # elsewhere the product is followed by another operator anyway
+    # Elsewhere the product is followed by another operator anyway.
+    if bias is not None and (input.is_cuda or _library.is_stand_in(input)):
         if activation == "relu":
             return torch._addmm_activation(bias, input, weight.t())
         if activation == "gelu":
