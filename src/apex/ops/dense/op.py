@@ -335,7 +335,7 @@ def mlp_backward(
     gradients: list[Tensor | None] = [None] * len(wanted)
     if not dy.is_contiguous():
         dy = dy.contiguous()
-    last = outputs[-1]
+    last = None if activation == "none" else outputs[-1]
     launches = last is not None and not torch.compiler.is_compiling() and takes_kernel(dy, last)
     for layer in reversed(range(layers)):
         below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
