@@ -122,13 +122,13 @@ class CapturedStep:
         """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
         references = References(self._function, tree_leaves(arguments))
         places = (*references.plain, *hyperparameters(list(self._optimizers.values())))
-        before = [place.read() for place in places]
+        before = [(place, place.read()) for place in places]
         outputs = self._eagerly(arguments, device)
         if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
             self._calls = {known: count for known, count in self._calls.items() if known in self._graphs}
             self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
         self._calls[kind] = self._calls.get(kind, 0) + 1
-        changed = [place for place, value in zip(places, before, strict=True) if not place.has(value)]
+        changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
         if changed and self._calls[kind] == self._warmup:
             is_rate = isinstance(changed[0].root, torch.optim.Optimizer)
             cure = "call the scheduler" if is_rate else "make it a tensor, or do this"
