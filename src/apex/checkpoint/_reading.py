@@ -65,7 +65,8 @@ def check_metadata(path: pathlib.Path) -> None:
     """Raises `DamagedCheckpoint` unless the metadata of a folder is such, and of files that its manifest lists."""
     try:
         found = metadata_of(path)
-        others = {info.relative_path for info in found.storage_data.values()} - set(_manifest_of(path))
+        listed = json.loads((path / MANIFEST).read_text())
+        others = {info.relative_path for info in found.storage_data.values()} - set(listed)
     except Exception as error:  # a pickle can fail in any way
         reason = f"{type(error).__name__}: {error}"
     else:
@@ -73,10 +74,6 @@ def check_metadata(path: pathlib.Path) -> None:
             return
         reason = f"{METADATA} names files that {MANIFEST} does not list: {sorted(map(str, others))[:3]}"
     raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {reason}")
-
-
-def _manifest_of(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads((path / MANIFEST).read_text())
 
 
 def metadata_of(path: pathlib.Path) -> metadata.Metadata:

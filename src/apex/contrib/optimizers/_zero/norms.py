@@ -80,19 +80,13 @@ class Norms:
         version = self._gradients.version
         if chosen is None and not force and self._cached is not None and self._cached[:2] == (version, order):
             return self._cached[2]
-        tensors = [
-            gradient
-            for arena in self._gradients.arenas
-            for gradient in (
-                [self._gradients.shards(arena)]
-                if chosen is None and not self._gradients.groups.is_one
-                else [
-                    gradient
-                    for part, gradient in zip(arena.parts, self._gradients.local(arena), strict=True)
-                    if chosen is None or arena.params[part.param] in chosen
-                ]
-            )
-        ]
+        tensors: list[Tensor] = []
+        for arena in self._gradients.arenas:
+            if chosen is None and not self._gradients.groups.is_one:
+                tensors.append(self._gradients.shards(arena))
+                continue
+            parts = zip(arena.parts, self._gradients.local(arena), strict=True)
+            tensors += [each for part, each in parts if chosen is None or arena.params[part.param] in chosen]
         found = norm_over_ranks(tensors, self._gradients.groups, self._device, order)
         if chosen is None:
             self._cached = version, order, found
