@@ -33,7 +33,7 @@ class _Bucket:
         self._narrow_pieces = list(map(self.cut, stored))
         self._wide_pieces = list(map(self.cut, self.wide))
         self._stream: int | None = None
-        # By owner: which pieces are its own; the lists of them, and the dtype of gradients that they are for.
+        # By parameter group: which pieces belong to it; lists of them, and the dtype of gradients that they are for.
         self.members: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
             self.members.setdefault(arena.group_of[piece.param], []).append(number)
@@ -65,17 +65,17 @@ class _Bucket:
         self._to_narrow[column].apply(rules.SCALE_EACH, {}, whole=_twice(inverse), noop=noop)
         before.copy_(scale if noop is None else torch.where(noop.reshape(()) != 0, before, scale))
 
-    def lists_of(self, owner: int, gradients: list[Tensor]) -> Lists:
+    def lists_of(self, group: int, gradients: list[Tensor]) -> Lists:
         """The lists of a parameter group, for the pieces' gradients."""
-        members = self.members[owner]
+        members = self.members[group]
         given = [gradients[member] for member in members]
-        known = self._updates.get(owner)
+        known = self._updates.get(group)
         if known is not None and known[0] == given[0].dtype and isinstance(known[1], TritonLists):
             known[1].table.update_moving(list(map(Tensor.data_ptr, given)))
             return known[1]
         weights, *state = ([pieces[member] for member in members] for pieces in self._wide_pieces)
         lists = make_lists(in_slots(weights, given, state))
-        self._updates[owner] = given[0].dtype, lists
+        self._updates[group] = given[0].dtype, lists
         return lists
 
 
@@ -131,8 +131,8 @@ class ScaledState:
                 given = [whole[piece.param][piece.start : piece.stop] for piece in bucket.pieces]
             else:
                 given = bucket.cut(arena.shard(gradients.shards(arena), number))
-            for owner in bucket.members:
-                function(owner, bucket.lists_of(owner, given))
+            for group in bucket.members:
+                function(group, bucket.lists_of(group, given))
             sent, updated = arena.outgoing[number], bucket.wide[0]
             sent.copy_(updated if noop is None else torch.where(noop.reshape(()) != 0, sent.float(), updated))
             for column in range(len(self._flats)):

@@ -82,8 +82,8 @@ class ArenaState:
         """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
         self.weights.begin(skips=noop is not None)
         keeps = gradients.stay_in_place(self.arena) and self.weights.are_fixed
-        for owner, lists in self.lists(gradients).items():
-            function(owner, lists)
+        for group, lists in self.lists(gradients).items():
+            function(group, lists)
             if isinstance(lists, TorchLists) and not keeps:
                 lists.slots = ()
         self._held.clear()
@@ -92,11 +92,11 @@ class ArenaState:
     def lists(self, gradients: Gradients) -> dict[int, Lists]:
         """The lists of each parameter group; between `weights.begin` and `weights.end`."""
         where = (current_stream(self.arena.device), self.weights.addresses())
-        return {owner: self._lists_of(owner, units, gradients, where) for owner, units in self.units.items()}
+        return {group: self._lists_of(group, units, gradients, where) for group, units in self.units.items()}
 
-    def _lists_of(self, owner: int, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
+    def _lists_of(self, group: int, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
         """The lists of a parameter group: as they are, with other gradients, or, where weights have moved, new ones."""
-        known = self._lists.get(owner)
+        known = self._lists.get(group)
         if known is not None and known.where != where:
             known = None
         if known is not None and gradients.stay_in_place(self.arena) and known.has_tensors:
@@ -105,7 +105,7 @@ class ArenaState:
         self._held.append(given)
         if known is None or known.dtype != given[0].dtype:
             lists = make_lists(*self._slots(units, given))
-            self._lists[owner] = _CachedLists(lists, where, given[0].dtype)
+            self._lists[group] = _CachedLists(lists, where, given[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
             known.lists.table.update_moving(list(map(Tensor.data_ptr, given)))
