@@ -108,9 +108,7 @@ class Op:
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
-        self._node = _library.eager_apply(
-            _node_of(self, lambda ctx, *arguments: self.forward_and_save(ctx, *arguments[:-1], *arguments[-1]))
-        )
+        self._node = _library.eager_apply(_node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])))
         self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
@@ -122,7 +120,7 @@ class Op:
         if output is not None:
             return output
         if self._reference_backward and self._needs_grad(arguments) and _library.is_eager(arguments[0]):
-            return self._node(*arguments[: self.tensors], arguments[self.tensors :])
+            return self._node(*arguments[: self.tensors], arguments)
         return _as_tuple(self._reference(*arguments))[0]
 
     def with_kernels(self, arguments: tuple) -> Any:
@@ -135,7 +133,7 @@ class Op:
         if not arguments[0].numel():
             return _as_tuple(self._reference(*arguments))[0]
         if self._needs_grad(arguments):
-            return self._launching_node(*arguments[: self.tensors], arguments[self.tensors :])
+            return self._launching_node(*arguments[: self.tensors], arguments)
         return self._launch(arguments)[0]
 
     def _needs_grad(self, arguments: tuple) -> bool:
@@ -155,7 +153,7 @@ class Op:
             return _as_tuple(self._library_op(*arguments))[0]
         if _library.sees_operators_only():
             return _as_tuple(self._reference(*arguments))[0]
-        return self._node(*arguments[: self.tensors], arguments[self.tensors :])
+        return self._node(*arguments[: self.tensors], arguments)
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """All results, without autograd."""
@@ -219,16 +217,15 @@ class Op:
         if torch.compiler.is_compiling():
             return self.save(ctx, arguments, _as_tuple(self._library_op(*arguments)))
         if self._fit(arguments, self.tensors) and arguments[0].numel():
-            return self._launch_and_save(ctx, *arguments[: self.tensors], arguments[self.tensors :])
+            return self._launch_and_save(ctx, arguments)
         return self.save(ctx, arguments, self.run_reference(*arguments))
 
-    def _launch_and_save(self, ctx: Any, *tensors_and_settings: Any) -> Any:
-        """The same where kernels take the arguments, of which the settings are one tuple."""
-        *tensors, settings = tensors_and_settings
-        arguments = (*tensors, *settings)
+    def _launch_and_save(self, ctx: Any, *given: Any) -> Any:
+        """The same where kernels take the arguments, which are the last that is given."""
+        arguments = given[-1]
         results = self._launch(arguments)
         ctx.save_for_backward(*self._save(arguments, results))
-        ctx.settings, ctx.launched = settings, True
+        ctx.settings, ctx.launched = arguments[self.tensors :], True
         return results[0]
 
     def backward_from_saved(
@@ -430,7 +427,7 @@ class Op:
 
 
 def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
-    """The node of eager autograd, whose arguments are an op's tensors and one tuple of its settings."""
+    """The node of eager autograd, which is given an op's tensors, for autograd, and one tuple of all its arguments."""
     padding = (None,) * (op.tensors - len(op.gradients) + 1)
 
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
