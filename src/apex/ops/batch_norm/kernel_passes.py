@@ -82,7 +82,8 @@ def launch_forward(
         rank_stats = _rank_statistics(x, launches.statistics)
         mean, variance = launch_combine(exchange.gather(rank_stats), mean, variance, momentum)
     elif training:
-        mean, variance, _ = _statistics(x, launches.statistics, running, momentum)
+        parts = launches.statistics
+        mean, variance, _ = _combine(_measure(x, parts), parts.finish, parts.channels, running, momentum)
     else:
         mean, variance = _contiguous(mean), _contiguous(variance)
     launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
@@ -138,7 +139,9 @@ def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels, sca
 
     Where `scaled`, also [2, C]: what an input is to be multiplied by, and what is added then.
     """
-    found = _statistics(*_dense_and_launches(input, spec.channel_dim), running, spec.momentum, spec.eps, scaled)
+    x, launches = _dense_and_launches(input, spec.channel_dim)
+    rest = (launches.finish, launches.channels, running, spec.momentum, spec.eps, scaled)
+    found = _combine(_measure(x, launches), *rest)
     return found if scaled else found[:2]
 
 
@@ -166,10 +169,6 @@ def _rank_statistics(x: Tensor, launches: StatisticsLaunches) -> Tensor:
     rank_stats = empty_on(x.device)((2 * launches.channels + 1,), (1,), torch.float32)
     launches.finish((partials, rank_stats, *[None] * 6), (0.0, 0.0))
     return rank_stats
-
-
-def _statistics(x: Tensor, launches: StatisticsLaunches, running: Channels, *rest: Any) -> Any:
-    return _combine(_measure(x, launches), launches.finish, launches.channels, running, *rest)
 
 
 def _measure(x: Tensor, launches: StatisticsLaunches) -> Tensor:

@@ -79,7 +79,8 @@ def batch_norm_with_statistics(
     elif spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
     if torch.is_grad_enabled():
-        output = _apply_node(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, output))
+        apply = _apply_node if output is None else _apply_eagerly
+        output = apply(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, output))
     elif output is None:
         output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
     return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
@@ -255,3 +256,4 @@ def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 _node_gradients_once = _library.once_differentiable(_node_gradients)
 _apply_node = _library.quick_apply(BatchNormFunction)
+_apply_eagerly = _library.eager_apply(BatchNormFunction)
