@@ -16,6 +16,7 @@ _CASES = [
     ((32, 256, 56, 56), True, torch.float16, torch.float32, True),
     ((32, 256, 56, 56), False, torch.bfloat16, torch.bfloat16, False),
     ((64, 120, 28, 28), True, torch.float16, torch.float32, False),
+    ((64, 75, 29, 29), True, torch.float16, torch.float32, False),  # nothing to copy to shared memory
     ((2, 120, 14, 14), True, torch.float16, torch.float32, True),
     ((1, 200, 90, 90), False, torch.bfloat16, torch.float32, False),
 ]
