@@ -175,6 +175,19 @@ def test_a_batch_is_looked_for_where_nobody_asks_for_zeros(monkeypatch: pytest.M
         packed_attention(qkv, bounds, 4, 0.5, zero_tail=False)
 
 
+def test_a_batch_of_tensors_without_an_address_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch.func on a GPU, for which a subclass stands here."""
+
+    class WithoutAddress(torch.Tensor):
+        is_cuda = True
+
+        def data_ptr(self) -> int:
+            pytest.fail("asked")
+
+    monkeypatch.setattr(op_packed, "_cudnn_takes", lambda *form: True)
+    assert not op_packed.asks_cudnn(torch.empty(8, 3, 1, 16).half().as_subclass(WithoutAddress), 2, 4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head", [64, 128])

@@ -107,10 +107,10 @@ def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
         qkv.is_cuda
         and not torch.compiler.is_compiling()
         and _cudnn_takes(qkv.shape, qkv.dtype, sequences, length, qkv.device)
+        and _library.runs_triton_now(FAMILY, qkv)  # before the address, which not all that it refuses have
         and qkv.is_contiguous()
         and qkv.data_ptr() % 16 == 0
         and torch.backends.cuda.cudnn_sdp_enabled()
-        and _library.runs_triton_now(FAMILY, qkv)
     )
 
 
