@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
+from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists, row_count, rows_are_stretches
 from apex.ops.multi_tensor.rule import Rule
 from tests.harness import Route, routes
@@ -46,6 +47,23 @@ def test_rows_are_measured_and_get_their_own_numbers(route: Route) -> None:
         numbers = whole[owner == index].double()
         expected = p + numbers[:, :1] * g + numbers[:, 1:]
         torch.testing.assert_close(as_rows(params[index]).cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_totals_and_averages_of_rows(route: Route) -> None:
+    """Also where every row has a program of its own, whose sum is not yet what is asked for."""
+    params, grads = make(((3, 5), (2,)), route.device)
+    rows = [row for grad in grads for row in as_rows(grad.double().cpu())]
+    norms = torch.stack([row.norm() for row in rows])
+    with implementation(route.implementation):
+        lists = make_row_lists([params, grads, None, None, None])
+        total = lists.measured_total(rules.SQUARE_SUM, {}, root=True)
+        norm, factor = lists.measured_clip(rules.SQUARE_SUM, 0.5, 0.0)
+        averages = torch.ones(len(rows), 1, device=route.device)
+        lists.measured_average(rules.SQUARE_SUM, averages, 0.25)
+    for found, exact in ((total, norms.norm()), (norm, norms.norm()), (factor, 0.5 / norms.norm())):
+        torch.testing.assert_close(found.cpu().double(), exact.reshape(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(averages.cpu().double()[:, 0], 0.75 + 0.25 * norms**2, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("route", routes())

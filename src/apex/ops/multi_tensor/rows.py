@@ -101,7 +101,8 @@ class TritonRowLists(TritonLists):
 
     def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
         layout = self._layout(rule)
-        if layout.count != len(self.sizes) or rule.quantities != total.columns:
+        is_one_each = layout.count == len(self.sizes) and rule.quantities == total.columns
+        if not (is_one_each and total.per_tensor) or total.average:
             return super()._measured(rule, hyper, flags, total, **given)
         # A program per row, whose sums are the row's: nothing is left to add up.
         self._run(rule, hyper, flags, partials=total.out, **given)
