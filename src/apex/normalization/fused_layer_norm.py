@@ -206,9 +206,9 @@ class _Norm(nn.Module):
         if self.bias is not None:
             init.zeros_(self.bias)
 
-    def _add(self, input: Tensor, residual: Tensor, input_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _add(self, input: Tensor, residual: Any, input_bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `FusedLayerNorm`."""
-        check_tensors(input=input, residual=residual)
+        norm.check_addends(input, residual, input_bias)
         if torch._C._is_any_autocast_enabled():  # the sum in the residual's dtype, its norm in autocast's
             total = residual + (input if input_bias is None else input + input_bias)
             return self.forward(total), total
@@ -241,7 +241,7 @@ class FusedLayerNorm(_Norm):
     _has_bias = True
 
     def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
-        if residual is not None:
+        if residual is not None or input_bias is not None:
             return self._add(input, residual, input_bias)
         parameters = self._parameters  # where `self.weight` would take a microsecond more to look
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -258,7 +258,7 @@ class FusedRMSNorm(_Norm):
     """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable. `residual`: see `FusedLayerNorm`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
-        if residual is not None:
+        if residual is not None or input_bias is not None:
             return self._add(input, residual, input_bias)
         weight = self._parameters.get("weight")
         if weight is None:

@@ -119,6 +119,24 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         layer(torch.ones(2, 8), torch.ones(2, 8), torch.ones(4))
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_addends_that_do_not_fit_are_refused(autocast: bool) -> None:
+    """Under autocast too, where PyTorch would broadcast them; and a bias is not forgotten where it has no residual."""
+    x = torch.ones(2, 8)
+    for layer in (FusedLayerNorm(8), FusedRMSNorm(8)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            with pytest.raises(ValueError, match=r"residual has shape \[8\]"):
+                layer(x, x[0])
+            with pytest.raises(ValueError, match="residual is on meta, the input on cpu"):
+                layer(x, x.to("meta"))
+            with pytest.raises(ValueError, match="input_bias is on meta, the input on cpu"):
+                layer(x, x, x[0].to("meta"))
+            with pytest.raises(TypeError, match="residual must be a tensor, got NoneType"):
+                layer(x, input_bias=x[0])
+            with pytest.raises(TypeError, match="input_bias must be a tensor or None, got float"):
+                layer(x, x, 1.0)
+
+
 def test_autocast_adds_in_the_dtype_of_the_residual() -> None:
     layer, branch, residual = FusedLayerNorm(8), torch.randn(2, 8).bfloat16(), torch.randn(2, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
+from .._checks import check_optional_tensors, check_tensors
 from .._device import empty_on
 from .._partial_sums import partial_sums
 from . import config, op, reference
@@ -38,12 +39,7 @@ def add_norm(
     `memory_efficient` saves the norm's output for the backward pass instead of the sum.
     """
     shape = op.checked_shape(branch, normalized_shape, weight, bias)
-    if residual.shape != branch.shape or (added is not None and added.shape != branch.shape[-1:]):
-        raise ValueError(
-            f"residual has shape {list(residual.shape)} and the added bias "
-            f"{None if added is None else list(added.shape)}; expected {list(branch.shape)} and "
-            f"{list(branch.shape[-1:])}, as the input has them"
-        )
+    check_addends(branch, residual, added)
     is_large = memory_efficient or branch.numel() >= config.NATIVE_BELOW or _library.requested != "auto"
     if is_large and _runs_kernels(branch, residual, added, shape, weight, bias, subtract_mean):
         arguments = (branch, residual, added, weight, bias, shape[0], eps, subtract_mean, memory_efficient)
@@ -52,6 +48,22 @@ def add_norm(
     norm: Any = op.layer_norm if subtract_mean else op.rms_norm
     parameters = (weight, bias) if subtract_mean else (weight,)
     return norm(total, shape, *parameters, eps, memory_efficient=memory_efficient), total
+
+
+def check_addends(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> None:
+    """Refuses what cannot be added to an input, in clear words."""
+    check_tensors(input=input, residual=residual)
+    check_optional_tensors(input_bias=input_bias)
+    shape = input.shape
+    if residual.shape != shape or (input_bias is not None and input_bias.shape != shape[-1:]):
+        raise ValueError(
+            f"residual has shape {list(residual.shape)} and the added bias "
+            f"{None if input_bias is None else list(input_bias.shape)}; expected {list(shape)} and "
+            f"{list(shape[-1:])}, as the input has them"
+        )
+    for name, tensor in (("residual", residual), ("input_bias", input_bias)):
+        if tensor is not None and tensor.device != input.device:
+            raise ValueError(f"{name} is on {tensor.device}, the input on {input.device}")
 
 
 def _runs_kernels(
