@@ -146,11 +146,20 @@ def real_tensors() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
     """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
-    global _pretended
-    previous, _pretended = _pretended, other
     forget_launches()
+    try:
+        with stand_ins(other):
+            yield
+    finally:
+        forget_launches()
+
+
+@contextlib.contextmanager
+def stand_ins(device: DeviceFacts) -> Iterator[None]:
+    """Lets tensors without memory stand for those of a device, about which launch rules learn nothing new."""
+    global _pretended
+    previous, _pretended = _pretended, device
     try:
         yield
     finally:
         _pretended = previous
-        forget_launches()

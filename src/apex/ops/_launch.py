@@ -25,6 +25,7 @@ from ._device import current_device, current_stream
 KERNELS: dict[str, Kernel] = {}
 
 _recorder: MutableSequence[Launch] | None = None
+_recorded_type: str | None = None
 
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -145,7 +146,7 @@ class PreparedLaunch:
 
     def _launch_first(self, key: tuple, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
-        if _recorder is not None:
+        if _recorder is not None and _recorded_type in (None, device.type):
             _recorder.append(Launch(self, device, tensors, floats))
             return
         compiled = self._launch_plainly(tensors, floats)
@@ -201,14 +202,16 @@ def kernel(function: Any) -> Kernel:
 
 
 @contextlib.contextmanager
-def recording(keep: bool = True) -> Iterator[MutableSequence[Launch]]:
+def recording(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
     """Collects launches instead of running them, so that they can be compiled for a GPU that is not there.
 
-    Without `keep` they are forgotten at once, and so are their tensors.
+    Without `keep` they are forgotten at once, and so are their tensors. With a `device_type` those on others are run:
+    they are other threads'.
     """
-    global _recorder
-    previous, _recorder = _recorder, [] if keep else deque(maxlen=0)
+    global _recorder, _recorded_type
+    previous = _recorder, _recorded_type
+    _recorder, _recorded_type = [] if keep else deque(maxlen=0), device_type
     try:
         yield _recorder
     finally:
-        _recorder = previous
+        _recorder, _recorded_type = previous

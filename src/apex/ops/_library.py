@@ -290,12 +290,15 @@ def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def register_op(schema: str, implementation: Callable, fake: Callable, **derivative: Callable) -> None:
+def register_op(
+    schema: str, implementation: Callable, fake: Callable, replayed_in: OpFamily | None = None, **derivative: Callable
+) -> None:
     """Registers `torch.ops.apex.<name>` from a schema, its implementation, its shape rule and its derivative.
 
     The derivative is `backward` and, where it needs tensors, `setup_context`, as for `torch.library.register_autograd`.
     `define` + `impl` because `custom_op` costs 2.5 times as much per call. Code that Inductor wrote calls the
-    implementation without PyTorch's dispatcher, by `_quick_call`.
+    implementation without PyTorch's dispatcher, by `_quick_call`. An operator that is `replayed_in` a family is called
+    once for arguments that look alike: its settings, and what tensors look like, must decide all that it launches.
     """
     name = schema.split("(", 1)[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -305,7 +308,7 @@ def register_op(schema: str, implementation: Callable, fake: Callable, **derivat
         torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
     overload = getattr(torch.ops.apex, name).default
     if "Tensor[]" not in schema:  # of which the types would have to be looked at one by one
-        overload._op = _quick_call(overload._op, implementation)
+        overload._op = _quick_call(overload._op, implementation, replayed_in)
 
 
 _QUICK_TYPES = frozenset({*PLAIN, torch.dtype, type(None), bool, int, float, str, list})
@@ -313,11 +316,13 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _profiles = torch.autograd._profiler_enabled
 
 
-def _quick_call(dispatch: Callable, implementation: Callable) -> Callable:
+def _quick_call(dispatch: Callable, implementation: Callable, family: OpFamily | None = None) -> Callable:
     """`dispatch`, what an operator's call does, or its implementation where the dispatcher would do no more than that.
 
-    It takes the dispatcher 6 us to come to an implementation in Python, and 17 us where there is a derivative.
+    It takes the dispatcher 6 us to come to an implementation in Python, and 17 us where there is a derivative. With a
+    family what the implementation does is replayed.
     """
+    replay = LazyModule(f"{__package__}._replay")
 
     def call(*arguments, **keywords):  # type: ignore[no-untyped-def]
         if (
@@ -331,6 +336,8 @@ def _quick_call(dispatch: Callable, implementation: Callable) -> Callable:
             or _profiles()
         ):
             return dispatch(*arguments, **keywords)
+        if family is not None and runs_triton_now(family, arguments[0]):
+            return replay.run(implementation, arguments, family.name)
         return implementation(*arguments)
 
     return call

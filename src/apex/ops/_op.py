@@ -55,7 +55,8 @@ class Op:
     kernel; without one autograd differentiates the reference, and it does so for second derivatives. `formula` takes
     the reference's place there if PyTorch has no second derivative of the reference. `once` gives the reason why there
     is no second derivative with these settings. `sums_rounded_products` lets the check of `apex doctor` measure errors
-    against the largest element of a result, because single elements may cancel to nothing.
+    against the largest element of a result, because single elements may cancel to nothing. An op is `replayed` in
+    compiled code if its settings, and what tensors look like, decide all that it launches.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Op:
         formula: Callable[..., Results] | None = None,
         once: Callable[..., str | None] | None = None,
         sums_rounded_products: bool = False,
+        replayed: bool = False,
         checks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.family = family
@@ -111,7 +113,7 @@ class Op:
         self._node = _library.eager_apply(_node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])))
         self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
-        self._register(schema, fake, backward_fake or self._like_saved)
+        self._register(schema, fake, backward_fake or self._like_saved, family if replayed else None)
         family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -333,7 +335,7 @@ class Op:
             for name, needed in zip(self.gradients, wanted, strict=True)
         )
 
-    def _register(self, schema: str, fake: Callable, backward_fake: Callable) -> None:
+    def _register(self, schema: str, fake: Callable, backward_fake: Callable, family: Any) -> None:
         """Defines `torch.ops.apex.<name>` and `<name>_backward`, of which an empty tensor stands for None."""
         settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
         tensors = ["Tensor grad_output", *(f"Tensor? {name}" for name in self.saves)]
@@ -378,6 +380,7 @@ class Op:
             schema,
             implementation,
             lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0], kept),
+            family,
             backward=op_backward,
             setup_context=setup_context,
         )
@@ -385,6 +388,7 @@ class Op:
             backward_schema,
             backward_implementation,
             lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0], kept_gradients),
+            family,
             backward=refuse,
         )
         self._library_op = getattr(torch.ops.apex, self.name).default

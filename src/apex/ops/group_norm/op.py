@@ -315,5 +315,6 @@ GROUP_NORM = Op(
     strided=("input", "output"),
     same_layout=("input", "output"),
     # One program takes a group of the first, several that of the second.
+    replayed=True,
     checks=[_check_case(6, 2, 60, 5, 7), _check_case(3, 2, 24, 70, 70)],
 )

@@ -393,5 +393,6 @@ NORM = Op(
     reference_backward=reference.backward,
     backward_fake=_backward_fake,
     once=_no_second_derivative,
+    replayed=True,
     checks=[_check(True), _check(False)],
 )
