@@ -93,6 +93,8 @@ def other_buckets(rank: int) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"rank 0 and rank 1 differ: .*Rank 0 has the options \(.*, rank 1 \("):
             kind(net().parameters(), **(other if rank == 1 else mine))
+    # The same, written differently.
+    DistributedFusedAdam(net().parameters(), bucket_cap_mb=1 if rank else 1.0)
 
 
 CHECKS: dict[str, Check] = {
