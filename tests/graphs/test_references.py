@@ -75,6 +75,18 @@ def test_methods_that_a_function_calls() -> None:
     assert names(lambda x: trainer.train(x)) == {"self.alpha"}
 
 
+def test_attributes_and_items_of_attributes() -> None:
+    models = [nn.Dropout(), nn.Dropout()]
+    config = SimpleNamespace(loss=SimpleNamespace(weight=1.0, other=2.0), rates={"first": 0.5, "last": 0.25})
+
+    def train(x: Tensor) -> Tensor:
+        return sum(model(x) for model in models) * config.loss.weight * config.rates["first"]
+
+    numbers = {"config.loss.weight", "config.rates['first']"}
+    assert names(train) == {"the length of models", "models[0]", "models[1]"} | numbers
+    assert sum(place.name == "Dropout.training" for place in References(train).places()) == 2
+
+
 def test_values_are_read_anew() -> None:
     alpha = 0.5
     model = first = nn.Dropout()

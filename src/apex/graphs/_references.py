@@ -22,8 +22,9 @@ class References:
     """What a function reads from outside: numbers, flags and strings, tensors, modules.
 
     Looked at: variables of enclosing functions, globals of its file, attributes of `self` and of other objects that it
-    names, items of dicts and lists; also of functions and methods that it calls, if they are in the same file. Of
-    modules, also among its `arguments`: their mode, and the tensors that they hold. Not: numbers in modules and lists.
+    names, items of dicts and lists, and attributes and items of these; also of functions and methods that it calls, if
+    they are in the same file. Of modules, also among its `arguments`: their mode, and the tensors that they hold. Not:
+    numbers in modules, in lists and in objects that are arguments.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
@@ -78,9 +79,10 @@ class References:
             places.append(Place(name, cell, ("cell_contents",)))
         if isinstance(function, MethodType):
             places.append(Place(code.co_varnames[0] if code.co_varnames else "self", function, ("__self__",)))
-        for place in places:
-            for part in (place, *_parts(place, names)):
-                self._add(part._replace(variable=True), code.co_filename)
+        for _ in range(3):  # variables; their attributes and items; and what these have
+            for place in places:
+                self._add(place._replace(variable=True), code.co_filename)
+            places = [part for place in places for part in _parts(place, names)]
 
     def _add(self, place: Place, file: str) -> None:
         value = place.read()
@@ -95,11 +97,11 @@ class References:
 
 
 def _parts(place: Place, names: _Names) -> Iterator[Place]:
-    """Attributes and methods of an object, and items of a dict, that a function names; tensors in a dict or list."""
+    """Attributes and methods of an object, and items of a dict, named by a function; tensors and modules in a list."""
     value = place.read()
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in names.strings or _holds_tensors(item):
+            if key in names.strings or _holds_tensors(item) or isinstance(item, nn.Module | torch.optim.Optimizer):
                 yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key))
     elif not isinstance(value, ModuleType | type | nn.Module | torch.Tensor | torch.optim.Optimizer):
         for variable, attribute in sorted(names.attributes):
@@ -137,7 +139,10 @@ class _Names:
             # Two variables may be loaded by one instruction.
             last = each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval
             is_variable = each.opname.startswith("LOAD_") and each.opname != "LOAD_CONST" and not is_attribute
-            variable = last if is_variable and isinstance(last, str) else None
+            if is_attribute and variable is not None:
+                variable = f"{variable}.{each.argval}"
+            else:
+                variable = last if is_variable and isinstance(last, str) else None
         for inner in (_Names(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
             self.globals |= inner.globals
             self.attributes |= inner.attributes
