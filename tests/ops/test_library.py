@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import _env
-from apex.ops import _device, _library, all_families, batch_norm, group_norm, norm
+from apex.ops import _device, _library, all_families, attention, batch_norm, dense, group_norm, norm
 
 CPU = torch.device("cpu")
 
@@ -167,17 +167,21 @@ def test_an_operator_is_called_without_the_dispatcher_where_nothing_looks_on() -
     assert not [name for name in frames if name.endswith("_library/autograd.py")]
 
 
-NORMS = {
+PASSES = {
     "layer norm": lambda x, weight, bias: norm.layer_norm(x, x.shape[-1], weight, bias),
     "layer norm that keeps its output": lambda x, weight, bias: norm.layer_norm(
         x, x.shape[-1], weight, bias, memory_efficient=True
     ),
     "batch norm": lambda x, weight, bias: batch_norm.batch_norm(x, None, None, weight, bias, channel_dim=-1),
     "group norm": lambda x, weight, bias: group_norm.group_norm(x.movedim(-1, 1), 2, weight, bias),
+    "perceptron": lambda x, weight, bias: dense.mlp(x, [torch.outer(weight, weight)] * 3, [bias] * 3),
+    "packed attention": lambda x, weight, bias: attention.packed_attention(
+        (x * weight + bias).reshape(4, 3, 1, 16), torch.tensor([0, 4]), 4, zero_tail=False
+    ),
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", PASSES)
 def test_a_pass_asks_the_dispatch_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question takes the host half a microsecond, as long as a tensor's address and dtype for a launch."""
     x, weight, bias = torch.randn(4, 6, 8), torch.ones(8), torch.zeros(8)
@@ -191,7 +195,7 @@ def test_a_pass_asks_the_dispatch_once(name: str, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_library, "runs_triton_now", noting)
     with _library.implementation("triton"):
-        output = NORMS[name](*leaves)
+        output = PASSES[name](*leaves)
         assert len(asked) == 1
         torch.autograd.grad(output.square().sum(), leaves)
         assert len(asked) == 2
