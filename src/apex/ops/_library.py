@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -303,12 +304,32 @@ def register_op(
     name = schema.split("(", 1)[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"apex::{name}", fake, lib=library)
+    overload = getattr(torch.ops.apex, name).default
+
+    def shape_rule(*arguments, **keywords):  # type: ignore[no-untyped-def]
+        _make_known_to_inductor(overload)
+        return fake(*arguments, **keywords)
+
+    torch.library.register_fake(f"apex::{name}", shape_rule, lib=library)
     if derivative:
         torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
-    overload = getattr(torch.ops.apex, name).default
     if "Tensor[]" not in schema:  # of which the types would have to be looked at one by one
         overload._op = _quick_call(overload._op, implementation, replayed_in)
+
+
+def _make_known_to_inductor(overload: Any) -> None:
+    """Has Inductor call an operator before it first meets it.
+
+    When it meets one that it does not know, PyTorch up to 2.12 writes out all that leads to it, for a log: behind 24
+    norms with residuals, of which each has two results and two arguments, in hours.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or overload in getattr(lowering, "lowerings", (overload,)):
+        return
+    constraint = getattr(lowering, "tag_to_layout_constraint", None)
+    find_tag = getattr(torch._library.utils, "get_layout_constraint_tag", None)
+    if constraint is not None and find_tag is not None:
+        lowering.make_fallback(overload, layout_constraint=constraint(find_tag(overload, with_default=True)))
 
 
 _QUICK_TYPES = frozenset({*PLAIN, torch.dtype, type(None), bool, int, float, str, list})

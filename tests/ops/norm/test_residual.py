@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _library, norm
@@ -143,3 +144,15 @@ def test_autocast_adds_in_the_dtype_of_the_residual() -> None:
         output, total = layer(branch, residual)
     assert (output.dtype, total.dtype) == (torch.bfloat16, torch.float32)
     assert_close(total, branch.double() + residual.double())
+
+
+def test_inductor_need_not_write_out_what_leads_to_an_operator() -> None:
+    """It does, before PyTorch 2.13, for operators that it does not know, in time that doubles with every such norm."""
+    lowering = pytest.importorskip("torch._inductor.lowering")
+    if not hasattr(lowering, "tag_to_layout_constraint"):
+        pytest.skip("PyTorch 2.6 and 2.7 have no such layout constraints")
+    lowering.lowerings.pop(torch.ops.apex.add_norm.default, None)
+    with FakeTensorMode():
+        x, weight = torch.empty(6, 40), torch.empty(40)
+        torch.ops.apex.add_norm(x, x, None, weight, None, 40, 1e-5, False, True)
+    assert torch.ops.apex.add_norm.default in lowering.lowerings
