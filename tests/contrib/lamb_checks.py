@@ -301,6 +301,9 @@ def refuses(rank: int) -> None:
         optimizer.load_state_dict({**state, "fp32_m": state["fp32_m"][:-1]})
     with pytest.raises(KeyError, match="fp32_v"):
         optimizer.load_state_dict({name: value for name, value in state.items() if name != "fp32_v"})
+    with pytest.raises(TypeError):
+        optimizer.load_state_dict({**state, "fp32_p": state["fp32_p"] + 1, "step": None})
+    assert torch.equal(optimizer.state_dict()["fp32_p"], state["fp32_p"])
     assert all(map(torch.equal, params, before))
     assert torch.equal(optimizer.state_dict()["fp32_m"], state["fp32_m"])
 

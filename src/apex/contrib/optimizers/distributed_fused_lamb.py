@@ -389,6 +389,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         missing = [name for name in ("step", *_NAMES) if name not in state_dict]
         if missing:
             raise KeyError(f"the state dict has no {', '.join(missing)}; it has {', '.join(map(str, state_dict))}")
+        step = int(state_dict["step"])
         layout = self._layout()
         if state_dict.get("layout", layout) != layout:
             raise ValueError(
@@ -406,7 +407,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         for name, own in _NAMES.items():
             for state, part in zip(self._states, state_dict[name].split(sizes), strict=True):
                 state.write(own, part)
-        self._steps.set(int(state_dict["step"]))
+        self._steps.set(step)
         for group, values in zip(self.param_groups, groups or (), strict=groups is not None):
             group.update(values)
 
