@@ -92,7 +92,7 @@ def _memory(tensor: Tensor) -> int:
 
 @_device.launch_rule
 def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Plan | None:
-    """What an implementation does; None where it computes something by PyTorch's operators."""
+    """What an implementation does; None where it computes by PyTorch's operators, or launches with parts of tensors."""
     arguments = [
         torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
         if isinstance(each, tuple) and each and isinstance(each[0], torch.Size)
@@ -103,10 +103,10 @@ def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Plan 
     planned = _device.stand_ins(_device.facts(device)), _library.implementation(_library.requested)
     with planned[0], planned[1], recording(device_type="meta") as launches, _Noted() as noted:
         results = implementation(*arguments)
-    if noted.computes:
-        return None
     found = results if isinstance(results, tuple) else (results,)
     used = [*found, *(tensor for launch in launches for tensor in launch.tensors if tensor is not None)]
+    if noted.computes or any(tensor.storage_offset() for tensor in used):  # places are those of whole tensors
+        return None
     made = {memory: noted.made[memory] for memory in map(_memory, used) if memory in noted.made}
     places = {
         _memory(each): place

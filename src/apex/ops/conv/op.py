@@ -75,7 +75,7 @@ def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     return (
         input.is_cuda
         and torch.version.hip is None
-        and torch._C._get_cudnn_enabled()  # what torch.backends.cudnn.enabled asks
+        and torch.backends.cudnn.enabled
         and weight.dtype == bias.dtype == input.dtype
         and weight.device == input.device
         and input.numel() > 0

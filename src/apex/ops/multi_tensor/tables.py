@@ -72,9 +72,10 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         host = values.to(dtype).pin_memory()
     else:
         host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
-    if (place := _recording.memory(host.numel(), dtype)) is not None:  # copied once, not in every replay: 6 us each
+    recording = _recording.current
+    if recording is not None and (place := _recording.memory(host.numel(), dtype)) is not None:
         result = place.view(host.shape)
-        _recording.current.once.append(lambda: result.copy_(host, non_blocking=True))  # type: ignore[union-attr]
+        recording.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
         return result
     result = host.to(device, non_blocking=True)
     if torch.cuda.is_current_stream_capturing() and not keep(host, result):

@@ -291,8 +291,7 @@ def _backward_launches(
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             STAGES=chosen.num_stages,
-            FOLD=chosen.rows_per_program > 1
-            and chosen.block * dtype.itemsize >= 16 * here.warp_size * chosen.num_warps,
+            FOLD=config.folds(chosen, dtype.itemsize, here),
             GROUP=group,
             **main,
         )
