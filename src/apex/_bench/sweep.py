@@ -32,7 +32,8 @@ from .sweep_cases import FAMILIES, Draw, Passes
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
 SLOW_CALL = 2e3  # microseconds of the host above which a round has fewer: an optimizer of many tensors, one by one
 MOST_HOST = 10_000  # microseconds that a GPU may wait for the host
-# A pass that is slower on the GPU is measured again: one in a hundred is so by chance, where a kernel takes 10 us.
+# A pass that is slower is measured again. By chance one in a hundred is so on the GPU, where a kernel takes 10 us, and
+# one in four between events, where both sides run the same operator of PyTorch.
 ROUNDS_WHERE_SLOWER = 12
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
 BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5)
@@ -119,7 +120,7 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
             for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
                 row["gpu"], row["events"] = compare(calls, device, rounds)
                 row["gpu_ratio"], row["events_ratio"] = _ratio(row["gpu"]), _ratio(row["events"])
-                if (row["gpu_ratio"] or 0.0) <= LIMIT:
+                if max(row["gpu_ratio"] or 0.0, row["events_ratio"] or 0.0) <= LIMIT:
                     break
         except Exception as error:
             row["error"] = _describe(error)
