@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,17 @@ def test_tied_weights(tmp_path: Path) -> None:
         booster.load_model(other, tmp_path / str(number))
         assert_equal(dict(other.state_dict()), dict(model.state_dict()))
         assert other[0].weight is other[1].weight
+
+
+def test_buffers_of_several_chunks() -> None:
+    """State dicts of chunks are not alive at the same time, so that a tensor is none by its id."""
+    model = SimpleNamespace(chunks=[nn.ModuleDict({str(index): nn.BatchNorm1d(2)}) for index in range(8)])
+    for index, chunk in enumerate(model.chunks):
+        chunk[str(index)].running_mean.fill_(index)
+        chunk[str(index)].running_var.fill_(10 + index)
+    found = whole_model(model)
+    assert [found[f"{index}.running_mean"].tolist() for index in range(8)] == [[index] * 2 for index in range(8)]
+    assert [found[f"{index}.running_var"].tolist() for index in range(8)] == [[10 + index] * 2 for index in range(8)]
 
 
 def test_without_safetensors_a_message_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

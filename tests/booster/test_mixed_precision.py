@@ -242,6 +242,12 @@ def test_arguments_of_naive(caplog: pytest.LogCaptureFixture) -> None:
     assert "the step was skipped, the loss scale is 32768.0" in caplog.text
 
 
+def test_the_scale_of_sharded_models_has_the_arguments_of_amp() -> None:
+    options = dict(dynamic_init_scale=8.0, scale_growth_factor=4.0, scale_backoff_factor=0.25, scale_window=2)
+    assert scales(FP16ApexMixedPrecision("O1", **options).scaler(), "..x") == [8, 32, 8]
+    assert scales(FP16ApexMixedPrecision("O1").scaler(), "x.") == [2**15, 2**15]
+
+
 def test_batch_norms_stay_in_float32_where_weights_do_not() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
     boosted_model, *_ = make("fp16_naive").boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

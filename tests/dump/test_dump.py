@@ -139,6 +139,18 @@ def test_four_processes_are_held_against_one(tmp_path: Path) -> None:
     assert first.module == "norm"
 
 
+def test_a_tensor_that_one_of_several_processes_lacks_is_named(tmp_path: Path) -> None:
+    whole, *parts = [str(tmp_path / name) for name in ("whole", "part0", "part1")]
+    for file in (whole, *parts):
+        for number, module in enumerate(("first", "second") if file != parts[1] else ("first",)):
+            attributes = {"module": module, "kind": "parameter"}
+            operation = HDF5FileOperation(file, is_cover=not number)
+            operation.write_data(f"{number:04d}_Linear", "grad", torch.ones(3), attributes)
+    found = compare(whole, parts)
+    assert [row.module for row in found.rows] == ["first"]
+    assert found.only_in_first == [("second", "parameter", "grad", 0)]
+
+
 def test_what_is_not_finite_differs_from_what_is(tmp_path: Path) -> None:
     files = []
     for name, values in (("a", [1.0, math.inf]), ("b", [1.0, 2.0]), ("c", [1.0, math.inf])):

@@ -68,12 +68,16 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
     masters = _masters_of(model)
     exact = {} if masters is None else masters.read()
     found: dict[str, Any] = {}
-    done: dict[int, Tensor] = {}
+    # A parameter that has several names is one tensor.
+    done: dict[Tensor, Tensor] = {}
     for _, _, name, value, param in _entries(model):
-        key = id(value) if param is None else id(param)
-        if isinstance(value, Tensor) and key not in done:
-            done[key] = whole(exact.get(param, value), param, copies)
-        found[name] = done.get(key, value)
+        if param in done:
+            value = done[param]
+        elif isinstance(value, Tensor):
+            value = whole(exact.get(param, value), param, copies)
+            if param is not None:
+                done[param] = value
+        found[name] = value
     return {name: value for stage in of_all_stages(found) for name, value in stage.items()}
 
 
@@ -82,10 +86,11 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -
     """Loads whole tensors, part by part; raises, with `strict`, if some are missing or not the model's."""
     masters = _masters_of(model)
     own: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
-    aliases: dict[int, set[str]] = {}
+    aliases: dict[Tensor, set[str]] = {}
     for chunk, key, name, value, param in _entries(model):
         own.setdefault(name, []).append((chunk, key, value, param))
-        aliases.setdefault(id(param) if param is not None else id(value), set()).add(name)
+        if param is not None:
+            aliases.setdefault(param, set()).add(name)
     missing, unexpected = set(own), set[str]()
     exact: dict[Any, Tensor] = {}
     for state in parts:
@@ -99,7 +104,7 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -
                     exact[param] = value
                 local.setdefault(chunk, {})[key] = value
                 # A tensor that has several names in the model may have been saved under one.
-                missing -= {name, *aliases.get(id(param), ())}
+                missing -= {name, *aliases.get(param, ())}
         for chunk, filled in local.items():
             chunk.load_state_dict(filled, strict=False)
         if masters is not None:

@@ -180,6 +180,15 @@ class FP16NaiveMixedPrecision(Precision):
         return boosted, wrapped, criterion
 
 
+# Arguments of `apex.amp.initialize` for a dynamic loss scale, in the order of a scaler's, and their defaults.
+_SCALING = {
+    "dynamic_init_scale": 2.0**16,
+    "scale_growth_factor": 2.0,
+    "scale_backoff_factor": 0.5,
+    "scale_window": 2000,
+}
+
+
 class FP16ApexMixedPrecision(Precision):
     """`fp16_apex`: `apex.amp` at any opt level; arguments are those of `apex.amp.initialize`."""
 
@@ -212,7 +221,8 @@ class FP16ApexMixedPrecision(Precision):
         """For sharded models, which `apex.amp` does not scale losses of: its rule, in a scaler of PyTorch's kind."""
         low, high = self.options["min_loss_scale"] or 2.0**-24, self.options["max_loss_scale"]
         if self._loss_scale == "dynamic":
-            return HysteresisScaler(growth_interval=2000, hysteresis=1, min_scale=low, max_scale=high)
+            scaling = [self.options.get(name, default) for name, default in _SCALING.items()]
+            return HysteresisScaler(*scaling, hysteresis=1, min_scale=low, max_scale=high)
         scale = float(self._loss_scale)
         return None if scale == 1.0 else HysteresisScaler(scale, min_scale=scale, max_scale=scale)
 

@@ -68,7 +68,9 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
     if isinstance(second, (str, os.PathLike)):
         second = sorted(glob.glob(os.fspath(second))) or [second]
     expected, parts = _read(first), [_read(file) for file in second]
-    found, rows, allowed = parts[0], [], 0.0
+    # What every process has recorded.
+    found = {key: value for key, value in parts[0].items() if all(key in part for part in parts)}
+    rows, allowed = [], 0.0
     for key, (order, layer, values, dtype) in expected.items():
         if key in found:
             module, kind, *_ = key
