@@ -96,6 +96,27 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
         prepared((_Wrapper(x), None), (0.5,))
 
 
+def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    _import_norm_kernels()
+    prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
+    monkeypatch.setattr(_launch, "current_device", lambda: -1)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
+    launched: list[str] = []
+
+    def launch_first(self, key, tensors, floats):  # type: ignore[no-untyped-def]
+        name = f"program {len(self._compiled)}"
+        self._compiled[key] = (lambda *arguments: launched.append(name), (), 0)
+
+    monkeypatch.setattr(_launch.PreparedLaunch, "_launch_first", launch_first)
+    memory = torch.ones(32)
+    aligned, odd = memory[:16], memory[1:17]
+    for _ in range(2):
+        for pair in ((aligned, aligned), (odd, aligned), (aligned, odd), (odd, odd), (memory[4:20], aligned)):
+            prepared(pair)
+    # The first of these kinds, to which the last pair belongs, was launched once more.
+    assert launched == [f"program {kind}" for kind in (0, 0, 1, 2, 3, 0)]
+
+
 def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for the value of an integer, and the next call would launch that again."""
     given: list[tuple] = []
@@ -166,6 +187,24 @@ def test_the_cached_path_gives_the_same_bits_as_the_first_launch() -> None:
         results = [norm.rms_norm(x, 1000) for _ in range(3)]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.gpu
+def test_tensors_at_any_address_are_launched_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles kernels for addresses that are multiples of 16, and others for those that are not."""
+    memory = torch.randn(64 * 1000 + 4, device="cuda")
+    inputs = [memory[first : first + 64 * 1000].view(64, 1000) for first in (0, 1, 4, 2)]
+    weights = [torch.rand(1001, device="cuda")[first:][:1000] for first in (0, 1)]
+    pairs = [(x, weight) for x in inputs for weight in weights]
+    _import_norm_kernels()
+    with _library.implementation("triton"):
+        for _ in range(2):
+            for x, weight in pairs:
+                assert_close(
+                    norm.rms_norm(x, 1000, weight),
+                    torch.nn.functional.rms_norm(x.double(), (1000,), weight.double()),
+                )
+            monkeypatch.delattr(_launch.PreparedLaunch, "_launch_first")
 
 
 @pytest.mark.gpu

@@ -118,24 +118,25 @@ class PreparedLaunch:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # By the device's index and the dtypes: what launches the compiled kernel, its arguments between stream and
-        # tensors, and how many tensors were absent. For tensors that all start at a multiple of 16 bytes: Triton
-        # specialises on that.
+        # By the device's index, the dtypes, and the tensors that start at no multiple of 16 bytes, which Triton
+        # specialises on: what launches the compiled kernel, its arguments between stream and tensors, and how many
+        # tensors were absent.
         self._compiled: dict[tuple, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
         index = tensors[0].get_device()  # type: ignore[union-attr]
         key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
+            key = (*key, *[address % _ALIGNMENT == 0 for address in addresses])
         compiled = self._compiled.get(key)
         if compiled is None or _recorder is not None:
             # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
             self._launch_first(key, tensors, tuple(map(float, floats)))
             return
         run, middle, absent = compiled
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        # Half the time of looking at them one by one.
-        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT or addresses.count(0) != absent:
+        if addresses.count(0) != absent:
             self._launch_plainly(tensors, tuple(map(float, floats)))
             return
         if current_device() != index:
@@ -150,8 +151,7 @@ class PreparedLaunch:
             _recorder.append(Launch(self, device, tensors, floats))
             return
         compiled = self._launch_plainly(tensors, floats)
-        aligned = all(tensor is None or tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
-        if _RUN_IS_KNOWN and aligned and device.type == "cuda" and device.index is not None:
+        if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             self._compiled[key] = (*_launcher(compiled), absent)
 
