@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -73,20 +74,44 @@ def test_a_wrong_result_is_told_and_has_no_time(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kind", [0, 1])
-def test_what_is_slower_is_measured_again(tmp_path, monkeypatch, kind):
+def test_what_is_slower_is_measured_again_at_the_end_and_the_quicker_times_count(tmp_path, monkeypatch, kind):
     asked = []
 
     def compare(calls, device, rounds):
         asked.append(rounds)
         times = [{"ours": 0.5, "torch": 1.0}, {"ours": 0.5, "torch": 1.0}]
-        times[kind]["ours"] = 2.0 if rounds == sweep.ROUNDS else 1.0
+        if len(asked) == 1:
+            times[kind] = {"ours": 2.0, "torch": 0.8}
+        elif rounds == sweep.ROUNDS_WHERE_SLOWER:
+            times[kind] = {"ours": 1.2, "torch": 1.0}
         return times
 
     monkeypatch.setattr(sweep, "compare", compare)
-    run(tmp_path / "r.json", "optimizers", cases=1)
-    assert asked == [sweep.ROUNDS, sweep.ROUNDS_WHERE_SLOWER]
-    (row,) = json.loads((tmp_path / "r.json").read_text())["passes"]
-    assert (row["gpu_ratio"], row["events_ratio"])[kind] == 1.0
+    run(tmp_path / "r.json", "optimizers", cases=2)
+    assert asked == [sweep.ROUNDS, sweep.ROUNDS, sweep.ROUNDS_WHERE_SLOWER]
+    slower, other = json.loads((tmp_path / "r.json").read_text())["passes"]
+    assert slower[("gpu", "events")[kind]] == {"ours": 1.2, "torch": 0.8}
+    assert (slower["gpu_ratio"], slower["events_ratio"])[kind] == 1.5
+    assert other["gpu_ratio"] == other["events_ratio"] == 0.5
+
+
+def test_rounds_take_turns_without_the_garbage_collector_and_the_quickest_counts(monkeypatch):
+    timed, collecting = [], []
+    monkeypatch.setattr(sweep, "_host", lambda call, device: call())
+
+    def call(name, times):
+        def timed_call():
+            timed.append(name)
+            collecting.append(gc.isenabled())
+            return next(times)
+
+        return timed_call
+
+    calls = {"ours": call("ours", iter([9, 9, 9, 5, 3, 4])), "torch": call("torch", iter([9, 9, 9, 1, 2, 7]))}
+    assert sweep.compare(calls, CPU, 3) == ({}, {"ours": 3, "torch": 1})
+    assert timed[6:] == ["ours", "torch", "torch", "ours", "ours", "torch"]
+    assert not any(collecting[6:])
+    assert gc.isenabled()
 
 
 def test_the_file_is_whole_after_every_case(tmp_path, monkeypatch):

@@ -2,12 +2,17 @@
 
 A case is checked against a float64 reference, then every implementation is timed in turns: on the GPU alone, behind a
 delay that hides the host's work, and between two events as a training script sees it. Each call finds a cold cache.
+
+The quickest round of each implementation counts. The same operators of PyTorch, timed twice between events on a virtual
+machine, differed by more than 5% in 46 of 172 passes when all rounds did: for seconds such a host takes three times as
+long, and then shows its work where it was hidden behind the GPU's. What is slower is so measured again later.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import gc
 import itertools
 import json
 import time
@@ -24,7 +29,7 @@ from .._atomic import atomic_file
 from . import cores, timing
 from .check import worst_excess
 from .environment import describe
-from .registry import OURS, Call
+from .registry import OURS, Call, Prepared
 from .runner import _describe
 from .sweep_cases import FAMILIES, Draw, Passes
 
@@ -32,9 +37,7 @@ from .sweep_cases import FAMILIES, Draw, Passes
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
 SLOW_CALL = 2e3  # microseconds of the host above which a round has fewer: an optimizer of many tensors, one by one
 MOST_HOST = 10_000  # microseconds that a GPU may wait for the host
-# A pass that is slower is measured again. By chance one in a hundred is so on the GPU, where a kernel takes 10 us, and
-# one in four between events, where both sides run the same operator of PyTorch.
-ROUNDS_WHERE_SLOWER = 12
+ROUNDS_WHERE_SLOWER = 12  # of the second measurement
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
 BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5)
 WORST = 12  # cases that are printed
@@ -90,14 +93,26 @@ def run_sweep(
     on_one_core = device.type == "cuda" and not all_cores and cores.may_be_chosen()
     for family, cases in itertools.groupby(drawn, key=lambda case: case[0]):
         begin, first = time.perf_counter(), len(rows)
+        again: list[tuple[list[Row], Callable[[], Passes]]] = []
         for _, name, make in cases:
             with cores.one_core() if on_one_core else contextlib.nullcontext():
-                rows += _measure(name, family, make, device)
-            with atomic_file(path, "w") as file:
-                file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
+                found = _measure(name, family, make, device)
+            rows += found
+            if any(map(_is_slower, found)):
+                again.append((found, make))
+            _write(path, head, rows)
+        for found, make in again:
+            with cores.one_core() if on_one_core else contextlib.nullcontext():
+                _measure_again(found, make, device)
+            _write(path, head, rows)
         print_summary(family, rows[first:], time.perf_counter() - begin, console)
         console.print(f"results: {path}", markup=False)
     return int(any(row["error"] is not None for row in rows))
+
+
+def _write(path: Path, head: str, rows: Sequence[Row]) -> None:
+    with atomic_file(path, "w") as file:
+        file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
 
 
 def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.device) -> list[Row]:
@@ -116,15 +131,33 @@ def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.d
             if not excess <= 1:
                 row["error"] = f"error is {excess:.3g} times the tolerance"
                 continue
-            calls = {peer: make() for peer, make in (each.timed or each.implementations).items()}
-            for rounds in (ROUNDS, ROUNDS_WHERE_SLOWER):
-                row["gpu"], row["events"] = compare(calls, device, rounds)
-                row["gpu_ratio"], row["events_ratio"] = _ratio(row["gpu"]), _ratio(row["events"])
-                if max(row["gpu_ratio"] or 0.0, row["events_ratio"] or 0.0) <= LIMIT:
-                    break
+            _time(row, each, device, ROUNDS)
         except Exception as error:
             row["error"] = _describe(error)
     return rows
+
+
+def _measure_again(rows: list[Row], make: Callable[[], Passes], device: torch.device) -> None:
+    """Times those passes of a case that were slower once more."""
+    row = rows[0]
+    try:
+        for row, each in zip(rows, make().values(), strict=True):
+            if _is_slower(row):
+                _time(row, each, device, ROUNDS_WHERE_SLOWER)
+    except Exception as error:
+        row["error"] = _describe(error)
+
+
+def _time(row: Row, prepared: Prepared, device: torch.device, rounds: int) -> None:
+    """Enters the times of a pass, of each implementation the quickest so far, and their ratios."""
+    calls = {peer: make() for peer, make in (prepared.timed or prepared.implementations).items()}
+    for kind, times in zip(TIMES, compare(calls, device, rounds), strict=True):
+        row[kind] = {name: min(value, row[kind].get(name, value)) for name, value in times.items()}
+        row[f"{kind}_ratio"] = _ratio(row[kind])
+
+
+def _is_slower(row: Row) -> bool:
+    return any((row[f"{kind}_ratio"] or 0.0) > LIMIT for kind in TIMES)
 
 
 def _ratio(times: Mapping[str, float]) -> float | None:
@@ -134,19 +167,30 @@ def _ratio(times: Mapping[str, float]) -> float | None:
 
 
 def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians in microseconds of each call on the GPU alone (nothing on a CPU) and between events, taken in turns."""
+    """Microseconds of each call on the GPU alone (nothing on a CPU) and between events: its quickest round's median.
+
+    Rounds go through the calls in turns, forwards and backwards, so that none always comes first, and without the
+    garbage collector, whose runs would fall to whichever call happens to be timed.
+    """
     alone: dict[str, list[float]] = {name: [] for name in calls}
     whole: dict[str, list[float]] = {name: [] for name in calls}
     # The third call finds kernels compiled and launches kept.
     host = {name: min([_host(call, device) for _ in range(3)][-1], MOST_HOST) for name, call in calls.items()}
-    for _, (name, call) in itertools.product(range(rounds), calls.items()):
-        if device.type == "cuda":
-            fewer = 1 + int(host[name] / SLOW_CALL)
-            alone[name] += timing.event_samples(call, -(-GPU_CALLS // fewer), timing.delay_cycles(host[name]))
-            whole[name] += timing.event_samples(call, -(-EVENT_CALLS // fewer))
-        else:
-            whole[name].append(_host(call, device))
-    gpu, events = ({name: round(median(each), 2) for name, each in kind.items() if each} for kind in (alone, whole))
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            for name, call in list(calls.items())[:: -1 if turn % 2 else 1]:
+                if device.type == "cuda":
+                    fewer, delay = 1 + int(host[name] / SLOW_CALL), timing.delay_cycles(host[name])
+                    alone[name].append(median(timing.event_samples(call, -(-GPU_CALLS // fewer), delay)))
+                    whole[name].append(median(timing.event_samples(call, -(-EVENT_CALLS // fewer))))
+                else:
+                    whole[name].append(_host(call, device))
+    finally:
+        if collects:
+            gc.enable()
+    gpu, events = ({name: round(min(each), 2) for name, each in kind.items() if each} for kind in (alone, whole))
     return gpu, events
 
 
