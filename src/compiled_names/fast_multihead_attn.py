@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apex.ops import multihead, softmax
+from apex.ops import multihead
 from apex.ops.multihead import explicit
 from apex.ops.norm import NORM, joined_statistics
 
@@ -30,13 +30,9 @@ def _softmax_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob
     heads, (batch_heads, queries, keys) = int(heads), input.shape
     mask = _mask(use_mask, False, pad_mask, additive)
     multihead.check_mask(mask, queries, keys, batch_heads // heads, input.device)
-    spec = softmax.SoftmaxSpec(dropout=float(dropout_prob) if is_training else 0.0)
-    logits = input.reshape(-1, heads, queries, keys)
-    noise = softmax.draw_noise(logits, spec)
-    cover = multihead.broadcastable(mask, queries, keys, input.device)
-    dropped, probabilities = softmax.softmax_forward(logits, cover, spec, noise)
-    kept = explicit.kept_bytes(noise, probabilities, spec.dropout)
-    return [dropped.view(input.shape), kept, probabilities.view(input.shape)]
+    dropout = float(dropout_prob) if is_training else 0.0
+    dropped, probabilities, noise = explicit.masked_softmax(input, heads, mask, dropout)
+    return [dropped, explicit.kept_bytes(noise, probabilities, dropout), probabilities]
 
 
 def _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob) -> Tensor:
@@ -72,7 +68,8 @@ def _forward(
     settings = {"heads": int(heads), "scale": _scale(inputs[0], heads), "dropout": dropout}
     outputs, packed, core = explicit.forward(inputs, weights, biases, mask=mask, **settings)
     scores = core.logits if additive else core.probabilities
-    return [*packed, scores, core.dropped, core.kept(dropout), core.context, outputs]
+    kept = explicit.kept_bytes(core.noise, core.probabilities, dropout)
+    return [*packed, scores, core.dropped, kept, core.context, outputs]
 
 
 def _backward(
@@ -129,9 +126,7 @@ def self_attn_bias_additive_mask_backward(
 ):  # fmt: skip
     """[input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]"""
     mask = _mask(pad_mask is not None and pad_mask.numel() > 0, False, pad_mask, additive=True)
-    logits = bmm1_results.view(-1, int(heads), *bmm1_results.shape[1:])
-    cover = multihead.broadcastable(mask, *bmm1_results.shape[1:], inputs.device)
-    softmax_results = softmax.softmax_forward(logits, cover, softmax.SoftmaxSpec())[1].view(bmm1_results.shape)
+    softmax_results = explicit.masked_softmax(bmm1_results, int(heads), mask, 0.0)[1]
     saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
     return self_attn_bias_backward(heads, output_grads, *saved, dropout_mask, dropout_prob)
 

@@ -182,3 +182,13 @@ def test_softmax(route: Route, additive: bool, dropout: float) -> None:
     assert_close(gradient, torch.autograd.grad(expected, wide, dy.cpu().double())[0], reduction=KEYS)
     assert torch.equal(logits, before[0])
     assert torch.equal(dy, before[1])
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 3), (4, 3, 0), (0, 3, 3)], ids=str)
+def test_softmax_of_nothing(shape: tuple[int, ...]) -> None:
+    given = False, True, 2, torch.empty(shape), None, 0.5
+    dropped, kept, probabilities = fast_multihead_attn.mask_softmax_dropout_forward(*given)
+    assert dropped.shape == kept.shape == probabilities.shape == shape
+    dy = torch.empty(shape)
+    gradient = fast_multihead_attn.mask_softmax_dropout_backward(False, 2, dy, probabilities, kept, None, 0.5)
+    assert gradient.shape == shape

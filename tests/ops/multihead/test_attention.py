@@ -110,7 +110,7 @@ def test_step_by_step(route: Route, kind: str, dtype: torch.dtype, dropout: floa
     scale = 0.3
     with _library.implementation(route.implementation):
         core = explicit.attend(*parts, heads, scale, mask, dropout)
-        kept = core.kept(dropout)
+        kept = explicit.kept_bytes(core.noise, core.probabilities, dropout)
         dy = torch.randn_like(core.context)
         results = []
         for noise in (core.noise, kept):

@@ -29,36 +29,40 @@ class Core(NamedTuple):
     noise: Tensor | None
     context: Tensor
 
-    def kept(self, dropout: float) -> Tensor:
-        return kept_bytes(self.noise, self.probabilities, dropout)
-
 
 def kept_bytes(noise: Tensor | None, probabilities: Tensor, dropout: float) -> Tensor:
-    """Upstream's dropout mask: bytes, 1 where kept; without elements where nothing was drawn."""
-    shape = (-1, *probabilities.shape[-2:])
+    """Upstream's dropout mask, [B*H, S, T]: bytes, 1 where kept; without elements where nothing was drawn."""
     if noise is None:
-        return probabilities.new_empty((0, *shape[1:]), dtype=torch.uint8)
-    return softmax.keep_mask(noise, probabilities, softmax.SoftmaxSpec(dropout=dropout)).view(shape)
+        return probabilities.new_empty((0, *probabilities.shape[1:]), dtype=torch.uint8)
+    spec = softmax.SoftmaxSpec(dropout=dropout)
+    return softmax.keep_mask(noise, probabilities, spec).view(probabilities.shape)
 
 
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, mask: Mask | None, dropout: float
 ) -> Core:
     """Queries [S, B*H, D], keys and values [T, B*H, D]."""
-    length, batch_heads, size = queries.shape
-    batch = batch_heads // heads
-    check_mask(mask, length, keys.shape[0], batch, queries.device)
+    length, batch_heads, _ = queries.shape
+    check_mask(mask, length, keys.shape[0], batch_heads // heads, queries.device)
     logits = queries.new_empty((batch_heads, length, keys.shape[0]))
     _multiply_into(logits, queries.transpose(0, 1), keys.permute(1, 2, 0), scale)
-    spec = softmax.SoftmaxSpec(dropout=dropout)
-    by_batch = logits.view(batch, heads, *logits.shape[1:])
-    noise = softmax.draw_noise(by_batch, spec)
-    cover = broadcastable(mask, length, keys.shape[0], queries.device)
-    dropped, probabilities = softmax.softmax_forward(by_batch, cover, spec, noise)
-    dropped, probabilities = dropped.view(logits.shape), probabilities.view(logits.shape)
-    context = queries.new_empty((length, batch_heads, size))
+    dropped, probabilities, noise = masked_softmax(logits, heads, mask, dropout)
+    context = queries.new_empty(queries.shape)
     _multiply_into(context.transpose(0, 1), dropped, values.transpose(0, 1))
     return Core(logits, probabilities, dropped, noise, context)
+
+
+def masked_softmax(
+    logits: Tensor, heads: int, mask: Mask | None, dropout: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The probabilities of logits [B*H, S, T] after dropout and before it, and the noise that was drawn for it."""
+    batch_heads, queries, keys = logits.shape
+    spec = softmax.SoftmaxSpec(dropout=dropout)
+    by_batch = logits.reshape(batch_heads // heads, heads, queries, keys)
+    noise = softmax.draw_noise(by_batch, spec)
+    cover = broadcastable(mask, queries, keys, logits.device)
+    dropped, probabilities = softmax.softmax_forward(by_batch, cover, spec, noise)
+    return dropped.view(logits.shape), probabilities.view(logits.shape), noise
 
 
 def attend_backward(
@@ -66,7 +70,7 @@ def attend_backward(
 ) -> None:
     """Fills `into` with the gradients of `parts`, which are queries, keys and values, given that of the context.
 
-    `core` are probabilities, dropped and noise, or in place of the noise the bytes that `Core.kept` gave.
+    `core` are probabilities, dropped and noise, or in place of the noise the bytes of `kept_bytes`.
     """
     (queries, keys, values), (probabilities, dropped, noise) = parts, core
     gradient = gradient.reshape(queries.shape).transpose(0, 1)

@@ -11,22 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
+from ..softmax import reference as softmax
 from .masks import Mask, broadcastable
-
-
-def wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask: Mask | None) -> Tensor:
     """[B, H, S, T] from queries [S, B*H, D] and keys [T, B*H, D]; zeros where a query may see nothing."""
-    logits = scale * torch.einsum("snd,tnd->nst", wide(queries), wide(keys))
-    logits = logits.unflatten(0, (-1, heads))
-    cover = broadcastable(mask, logits.shape[-2], logits.shape[-1], logits.device)
-    if cover is not None:
-        logits = logits + cover if cover.is_floating_point() else logits.masked_fill(cover, -torch.inf)
-    blind = (logits == -torch.inf).all(-1, keepdim=True)
-    return torch.softmax(logits.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    dtype = compute_dtype(queries, keys)
+    products = torch.einsum("snd,tnd->nst", queries.to(dtype), keys.to(dtype)).unflatten(0, (-1, heads))
+    cover = broadcastable(mask, products.shape[-2], products.shape[-1], products.device)
+    return softmax.forward(products, cover, None, scale, False, 0.0)[0]
 
 
 def attend(
@@ -36,5 +31,5 @@ def attend(
     weights = probabilities(queries, keys, heads, scale, mask)
     if factor is not None:
         weights = weights * factor
-    context = torch.einsum("nst,tnd->snd", weights.flatten(0, 1), wide(values))
+    context = torch.einsum("nst,tnd->snd", weights.flatten(0, 1), values.to(weights.dtype))
     return context.reshape(queries.shape[0], queries.shape[1] // heads, -1).to(queries.dtype)
