@@ -44,11 +44,14 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} must be an integer") from None
 
 
+def at_hand(tensor: Tensor) -> bool:
+    """Whether a tensor's values can be read: this waits for no device and belongs into no graph."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def values_at_hand(tensor: Tensor) -> list[Any] | None:
-    """The elements where reading them waits for no device and belongs into no graph, else None."""
-    if type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        return tensor.tolist()
-    return None
+    """The elements of a tensor that is `at_hand`, else None."""
+    return tensor.tolist() if at_hand(tensor) else None
 
 
 def check_parameters(input: Tensor, shape: tuple[int, ...], **parameters: Tensor | None) -> None:

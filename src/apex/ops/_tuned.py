@@ -21,7 +21,7 @@ import torch
 
 from .. import _env
 from . import _library
-from ._device import DeviceFacts, forget_launches, launch_rule
+from ._device import DeviceFacts, forget_launches, launch_rule, next_power_of_2
 
 FORMAT = 1
 # Tables that come with the package, a file for each GPU.
@@ -51,7 +51,7 @@ class Question(NamedTuple):
     def shape(self) -> dict[str, Any]:
         """The shape class."""
         sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
-        return {name: 1 << (value - 1).bit_length() if name in ROUNDED else value for name, value in sizes.items()}
+        return {name: next_power_of_2(value) if name in ROUNDED else value for name, value in sizes.items()}
 
     @property
     def key(self) -> Key:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors
+from .._checks import at_hand, check_tensors
 from .._device import facts
 from .._op import Op
 from . import config, reference
@@ -45,8 +45,7 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) 
             f"cls_output is on {logits.device}, cls_targets_at_level on {targets.device}, num_positives_sum on "
             f"{num_positives.device}"
         )
-    at_hand = type(targets) is Tensor and targets.device.type == "cpu" and not torch.compiler.is_compiling()
-    if at_hand and targets.numel() and (highest := int(targets.max())) >= classes:
+    if at_hand(targets) and targets.numel() and (highest := int(targets.max())) >= classes:
         raise ValueError(f"cls_targets_at_level has class {highest}, expected less than num_real_classes={classes}")
 
 

@@ -5,9 +5,10 @@ Runs on any device in any floating dtype; half precision is computed in float32,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .._library import compute_dtype
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -22,13 +23,12 @@ def activated(gate: Tensor, activation: str) -> Tensor:
 
 def forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """activation(gate) * value in the input's dtype."""
-    double = torch.float64 in (input.dtype, None if bias is None else bias.dtype)
-    wide = input.to(torch.float64 if double else torch.float32)
+    wide = input.to(compute_dtype(input, bias))
     gate, value = (wide if bias is None else wide + bias).chunk(2, -1)
     return (activated(gate, activation) * value).to(input.dtype)
 
 
 def pair(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     """The same of gate and value in tensors of their own, which have one dtype."""
-    wide = torch.float64 if gate.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(gate)
     return (activated(gate.to(wide), activation) * value.to(wide)).to(gate.dtype)

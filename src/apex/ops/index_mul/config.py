@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 
 # Below this many elements the host is the limit, and sorting from Python takes more of it than PyTorch's operators do:
 # a step of 8192x256 takes 553 us of an H200's host, that of the operators 373.
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = (1024, 8), (512, 4)
 
 
 def tile(width: int, elements: int, per_thread: int, device: DeviceFacts) -> Tile:
-    block = min(1024, 1 << max(0, width - 1).bit_length())
+    block = min(1024, next_power_of_2(width))
     rows = max(1, elements // block)
     return Tile(rows, block, max(1, min(512, rows * block // per_thread) // device.warp_size))
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .._library import compute_dtype
+
 
 def forward(input: Tensor, window: int, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """The largest value of each window, and which of the window's places, counted row by row, it was at."""
@@ -29,7 +31,7 @@ def backward(
     wanted: Sequence[bool],
 ) -> Tensor:
     """The gradient of the input; of half precision it is summed in float32."""
-    wide = dy if dy.dtype == torch.float64 else dy.float()
+    wide = dy.to(compute_dtype(dy))
     first_row, first_column = _firsts(dy.shape[1], dy.shape[2], stride, padding, dy.device)
     row, column = first_row[..., None] + index // window, first_column[..., None] + index % window
     empty = wide.new_zeros(dy.shape[0], height * width, dy.shape[3])

@@ -92,12 +92,12 @@ class TritonRowLists(TritonLists):
         """No more than the average row needs: what a block has beyond the end of its row is idle."""
         largest = config.block(_device.facts(self.device), lists)
         average = sum(self.sizes) // max(1, len(self.sizes))
-        return min(largest, max(MINIMUM_BLOCK, 1 << (average - 1).bit_length() if average > 1 else 1))
+        return min(largest, max(MINIMUM_BLOCK, _device.next_power_of_2(average)))
 
     def _blocks_per_program(self, block: int, lists: int) -> int:
         """A program per row, so that nothing is left to add up, unless a row is very long."""
         needed = -(-max(self.sizes) // block)
-        return 1 << (needed - 1).bit_length() if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
+        return _device.next_power_of_2(needed) if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
 
     def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
         layout = self._layout(rule)

@@ -147,8 +147,7 @@ def torch_norm(
         if subtract_mean:
             return torch.layer_norm(input, shape, weight, bias, eps)
         return torch.rms_norm(input, shape, weight, eps)
-    double = torch.float64 in (dtype, out_dtype, None if weight is None else weight.dtype)
-    compute = torch.float64 if double else torch.float32
+    compute = torch.promote_types(compute_dtype(input, weight), out_dtype)
     wide, weight, bias = (None if t is None else t.to(compute) for t in (input, weight, bias))
     assert wide is not None
     if subtract_mean:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._library import compute_dtype
+
 
 class RopeSpec(NamedTuple):
     """Everything about a rotation but its tensors.
@@ -35,7 +37,7 @@ class RopeSpec(NamedTuple):
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
     """The rotated tensor; `tables` are the angles, or cosines and sines, the latter two per image dimension."""
-    wide = t if t.dtype == torch.float64 else t.to(torch.float32)
+    wide = t.to(compute_dtype(t))
     cos, sin = _cosines_and_sines(t, tables, spec, cu_seqlens, wide.dtype)
     rotated = cos.shape[-1]
     if spec.layout == "image":

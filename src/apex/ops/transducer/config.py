@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import _device
-from .._device import next_power_of_2 as _power
+from .._device import DeviceFacts, next_power_of_2
 
 # 16 bits of a random word are compared with the probability to drop.
 WORD = 1 << 16
@@ -29,19 +28,19 @@ class Tile(NamedTuple):
     frames: int = 1
 
 
-def joint_forward_tile(tokens: int, features: int, seeded: bool, device: _device.DeviceFacts) -> Tile:
+def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceFacts) -> Tile:
     """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
 
     512 elements of eight frames where random words are made: a thread holds four of them for each of its elements.
     float16 16x300x60x512 in 78; with dropout in 167, of 1024 elements 183, of 2048 219.
     """
     elements, per_thread = (512, 8) if seeded else (4096, 32)
-    wide = min(1024, _power(features))
-    tall = min(_power(tokens), max(1, elements // wide))
+    wide = min(1024, next_power_of_2(features))
+    tall = min(next_power_of_2(tokens), max(1, elements // wide))
     return Tile(tall, wide, _warps(tall * wide, per_thread, device), frames=8 if seeded else 4)
 
 
-def joint_backward_tile(tokens: int, features: int, element_size: int, device: _device.DeviceFacts) -> Tile:
+def joint_backward_tile(tokens: int, features: int, element_size: int, device: DeviceFacts) -> Tile:
     """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
 
     Two warps, since fewer exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh in 153; with
@@ -49,16 +48,16 @@ def joint_backward_tile(tokens: int, features: int, element_size: int, device: _
     one, and so many addresses fit into the registers of no fewer.
     """
     whole = features * element_size % 16 == 0
-    tall = min(128, _power(tokens))
-    wide = min(_power(features), max(16, 4096 // tall))
+    tall = min(128, next_power_of_2(tokens))
+    wide = min(next_power_of_2(features), max(16, 4096 // tall))
     return Tile(tall, wide, _warps(tall * wide, 64 if whole else 16, device), num_stages=3)
 
 
-def _warps(elements: int, per_thread: int, device: _device.DeviceFacts) -> int:
+def _warps(elements: int, per_thread: int, device: DeviceFacts) -> int:
     return max(1, min(8, elements // per_thread // device.warp_size))
 
 
-def frame_chunks(frames: int, programs: int, masked: bool, device: _device.DeviceFacts) -> int:
+def frame_chunks(frames: int, programs: int, masked: bool, device: DeviceFacts) -> int:
     """In how many chunks the frames are walked by `programs` each.
 
     Each multiprocessor gets five programs, four with a mask: what its registers hold at once, since a few left over
@@ -77,7 +76,7 @@ class WordTile(NamedTuple):
     lanes: int
 
 
-def reading_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
+def reading_tile(tokens: int, words: int, element_size: int, device: DeviceFacts) -> WordTile:
     """4 KiB. One warp, so that a row is reduced without others however the compiler lays out a tile.
 
     float16 16x300x60x1024 in 155; 2 KiB 183, 8 KiB 170, two warps side by side 200. Triton 3.6 spread the groups of a
@@ -87,7 +86,7 @@ def reading_tile(tokens: int, words: int, element_size: int, device: _device.Dev
     return _word_tile(tokens, words, element_size, elements, elements, device)
 
 
-def writing_tile(tokens: int, words: int, element_size: int, device: _device.DeviceFacts) -> WordTile:
+def writing_tile(tokens: int, words: int, element_size: int, device: DeviceFacts) -> WordTile:
     """512 elements of one row; of two where a row has no more than 2 KiB.
 
     float16 16x300x60x1024 in 297, of one row 315; with 2048 words 306 and 293. 1024 elements of one row 365, four warps
@@ -98,23 +97,23 @@ def writing_tile(tokens: int, words: int, element_size: int, device: _device.Dev
 
 
 def _word_tile(
-    tokens: int, words: int, element_size: int, elements: int, of_a_row: int, device: _device.DeviceFacts
+    tokens: int, words: int, element_size: int, elements: int, of_a_row: int, device: DeviceFacts
 ) -> WordTile:
-    lanes = min(_power(words), device.warp_size * 16 // element_size)
-    groups = min(_power(-(-words // lanes)), max(1, of_a_row // lanes))
-    return WordTile(groups, min(_power(tokens), max(1, elements // (groups * lanes))), lanes)
+    lanes = min(next_power_of_2(words), device.warp_size * 16 // element_size)
+    groups = min(next_power_of_2(-(-words // lanes)), max(1, of_a_row // lanes))
+    return WordTile(groups, min(next_power_of_2(tokens), max(1, elements // (groups * lanes))), lanes)
 
 
-def walk_tile(tokens: int, device: _device.DeviceFacts) -> tuple[int, int]:
+def walk_tile(tokens: int, device: DeviceFacts) -> tuple[int, int]:
     """The tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
 
     60 tokens and 300 frames in 44, in one warp without barriers 51; 200 tokens in 74, two of them a thread 91.
     """
-    block = min(WALK_TOKENS, max(2, _power(tokens)))
+    block = min(WALK_TOKENS, max(2, next_power_of_2(tokens)))
     return block, max(1, block // device.warp_size)
 
 
 def shares_tile(tokens: int) -> tuple[int, int]:
     """Neighbouring diagonals, and nodes of each: 512 nodes, of whole diagonals where those are shorter."""
-    columns = min(512, _power(tokens))
+    columns = min(512, next_power_of_2(tokens))
     return 512 // columns, columns

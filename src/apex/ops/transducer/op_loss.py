@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors, integer, values_at_hand
+from .._checks import at_hand, check_tensors, integer
 from .._device import facts
 from .._op import Op
 from . import config, reference
@@ -63,7 +63,7 @@ def check_loss(
     check_lengths(y_len, "y_len", batches, tokens - 1, x.device)
     if batch_offset is not None:
         check_offset(batch_offset, batches, x.device, f_len, y_len + 1, x.shape[0])
-    if values_at_hand(label) is not None and values_at_hand(y_len) is not None:
+    if at_hand(label) and at_hand(y_len):
         used = torch.arange(tokens - 1, dtype=torch.int64, device=label.device) < y_len[:, None]
         wrong = label[used & ((label < 0) | (label >= x.shape[-1]))]
         if len(wrong):

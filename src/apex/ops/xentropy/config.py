@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._device import DeviceFacts
+from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
 # Multiples of so many elements are where the kernels' blocks begin (`kernels.ALIGNMENT`).
@@ -91,7 +91,7 @@ def backward_config(rows: int, classes: int, element_size: int, device: DeviceFa
 
 @tunable(lambda config: ("rows_per_program", "num_warps"))
 def short_config(rows: int, classes: int, element_size: int, device: DeviceFacts) -> ShortConfig:
-    block = 1 << max(0, classes - 1).bit_length()
+    block = next_power_of_2(classes)
     per_program = max(1, 4096 // max(16, block))
     while per_program > 1 and rows // per_program < 4 * device.multiprocessors:
         per_program //= 2
