@@ -14,14 +14,16 @@ CPU = torch.device("cpu")
 def test_a_layout_covers_every_element_once(sizes: list[int], block: int) -> None:
     layout = Layout(sizes, block, CPU)
     covered = [0] * len(sizes)
-    for tensor, within in layout.programs.tolist():
+    assert (layout.programs is None) == all(0 < size <= block for size in sizes)
+    programs = [[tensor, 0] for tensor in range(layout.count)] if layout.programs is None else layout.programs.tolist()
+    for tensor, within in programs:
         assert within * block < sizes[tensor]
         covered[tensor] += min(block, sizes[tensor] - within * block)
     assert covered == sizes
     bounds = layout.bounds.tolist()
-    assert bounds[-1] == layout.count == len(layout.programs)
+    assert bounds[-1] == layout.count == len(programs)
     for tensor in range(len(sizes)):
-        assert all(row[0] == tensor for row in layout.programs[bounds[tensor] : bounds[tensor + 1]].tolist())
+        assert all(row[0] == tensor for row in programs[bounds[tensor] : bounds[tensor + 1]])
 
 
 def test_only_what_moved_is_uploaded() -> None:

@@ -2,7 +2,7 @@
 
 table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
-programs    int32 [programs, 2]              which tensor, and which block of it
+programs    int32 [programs, 2]              which tensor, and which block of it; None where each tensor has one
 noop        number [1]                       nothing is done unless it is 0
 grad_scale  float32 [1]                      multiplies the gradients
 scalars     float32 [scalars on the device]  in place of those scalars that ON_DEVICE names
@@ -301,8 +301,11 @@ def apply_rule(
     tensors = (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     program = tl.program_id(0).to(tl.int64)
-    tensor = tl.load(programs + 2 * program)
-    offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
+    tensor = tl.program_id(0)
+    offset = program * 0
+    if programs is not None:
+        tensor = tl.load(programs + 2 * program)
+        offset = tl.load(programs + 2 * program + 1).to(tl.int64) * (BLOCK * BLOCKS)
     size = tl.load(table + tensor * CONSTANTS[7])
     q0 = tl.full((), 0.0, tl.float32)
     q1 = tl.full((), 0.0, tl.float32)

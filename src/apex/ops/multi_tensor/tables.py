@@ -124,9 +124,11 @@ class Layout:
                 raise ValueError(
                     f"{self.count} blocks of {block * blocks_per_program} elements are more than one launch can take"
                 )
-            tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
-            within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
-            self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
+            self.programs: Tensor | None = None  # where each tensor has one program, whose number is the tensor's
+            if most > 1 or self.count < len(sizes):
+                tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
+                within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
+                self.programs = upload(torch.stack((tensor, within), 1), torch.int32, device)
             self.bounds = upload(torch.cat((torch.zeros(1, **INDICES), ends)), torch.int32, device)
 
 
