@@ -45,14 +45,14 @@ def dense_gelu_dense(
 
     Under autocast in its dtype.
     """
-    width = _check_input(input)
+    features = _check_input(input)
     dtype = _library.autocast_dtype(input)
-    width = _check_layer(input, width, weight1, bias1, "1", same_dtype=dtype is None)
+    width = _check_layer(input, features, weight1, bias1, "1", same_dtype=dtype is None)
     _check_layer(input, width, weight2, bias2, "2", same_dtype=dtype is None)
     needs_graph = torch.is_grad_enabled()
-    elements = input.numel() // max(1, input.shape[-1]) * width
+    elements = input.numel() // max(1, features) * width
     # Without gradients always: there is no node, and fewer operators.
-    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(elements, between_layers=True)):
+    if (needs_graph and not is_large(elements, between_layers=True)) or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
     return _apply_dense_gelu_dense(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
@@ -81,7 +81,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
         widest = max(widest, width)
     needs_graph = torch.is_grad_enabled()
     # Without gradients always: there is no node, and fewer operators.
-    if not _library.runs_triton(FAMILY, input) or (needs_graph and not is_large(rows * widest)):
+    if (needs_graph and not is_large(rows * widest)) or not _library.runs_triton(FAMILY, input):
         return reference.mlp(input, weights, biases, activation)
     tensors = _library.cast_for_autocast(input, *weights, *biases)
     if needs_graph:
