@@ -206,6 +206,8 @@ def test_hysteresis() -> None:
     scaler = HysteresisScaler(8.0, 2.0, 0.5, growth_interval=3, hysteresis=2, min_scale=1.0, max_scale=16.0)
     assert scales(scaler, "x.x.x...x") == [8, 8, 4, 4, 2, 2, 2, 4, 4]
     assert scales(scaler, "xxxx") == [2, 1, 1, 1]  # not below min_scale
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.update()  # without a step
     assert scales(scaler, "." * 18) == [1, 1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16, 16, 16, 16]
 
 

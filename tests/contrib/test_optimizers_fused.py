@@ -36,7 +36,7 @@ class EarlyAdam(Reference):
             limit = group["max_grad_norm"]
             gradients = [p.grad for p in group["params"] if p.grad is not None]
             norm = sum(g.square().sum().item() for g in gradients) ** 0.5
-            if limit > 0 and (norm + 1e-6) / limit > 1:
+            if limit and (norm + 1e-6) / limit > 1:
                 for g in gradients:
                     g.div_((norm + 1e-6) / limit)
         super().step()
@@ -65,6 +65,7 @@ ADAM = {"lr": 0.01, "betas": (0.9, 0.99)}
         (False, {"bias_correction": False, "weight_decay": 0.1}),
         (False, {"max_grad_norm": 0.7}),
         (False, {"max_grad_norm": 1e4}),
+        (False, {"max_grad_norm": None}),
     ],
 )
 def test_adam_alone(inside: bool, options: dict[str, Any], route: Route) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apex.contrib.bottleneck import Bottleneck, HaloExchangerSendRecv, SpatialBottleneck
 from apex.contrib.bottleneck.bottleneck import BottleneckFunction, FrozenBatchNorm2d
+from apex.contrib.peer_memory import PeerHaloExchanger1d, PeerMemoryPool
 from apex.ops import _library
 from apex.ops.conv.bottleneck import bottleneck_reference
 from tests.contrib.spatial.problem import Case, block, images, trained
@@ -179,6 +180,8 @@ def test_arguments() -> None:
         Bottleneck(4, 3, 4)(torch.zeros(1, 3, 2, 2))
     with pytest.raises(ValueError, match=r"\[N, H, W, C\] with 4"):
         Bottleneck(4, 3, 4, explicit_nhwc=True)(torch.zeros(1, 4, 2, 2))
+    with pytest.raises(ValueError, match=r"shape \[3, 3\]; dimension 2 needs at least 3 \* half_halo = 3"):
+        PeerHaloExchanger1d([0], 0, PeerMemoryPool(0, 0, [0]), 1)(torch.zeros(3, 3))
     exchanger = HaloExchangerSendRecv([0], 0)
     assert (exchanger.left_rank, exchanger.right_rank, exchanger.left_zero, exchanger.right_zero) == (
         -1,

@@ -120,7 +120,7 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
         """The norm of each group's gradients, before unscaling: as given, or computed where it is wanted and is not."""
         norms = [None] * len(by_group) if grad_norms is None else list(grad_norms)
         for group, norm, members in zip(self.param_groups, norms, by_group, strict=True):
-            if group.get("max_grad_norm", 0) > 0 and norm is None and members:
+            if (group.get("max_grad_norm") or 0) > 0 and norm is None and members:
                 norm = l2norm([member.gradient for member in members])[0]
             yield norm
 

@@ -34,7 +34,7 @@ class FusedAdam(ExplicitGradsOptimizer):
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
         amsgrad: bool = False,
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
@@ -76,10 +76,10 @@ class FusedAdam(ExplicitGradsOptimizer):
             update(rules.EARLY_ADAM, (slots, _NAMES), hyper, (self.eps_mode == 0,))
 
 
-def _combined_scale(scale: float | Tensor, norm: float | Tensor | None, largest: float) -> float | Tensor:
+def _combined_scale(scale: float | Tensor, norm: float | Tensor | None, largest: float | None) -> float | Tensor:
     """The scale, times what the gradients are too long by; on the device if a part of it is there."""
     scale = number(scale)
-    if largest <= 0 or norm is None:
+    if not largest or largest <= 0 or norm is None:
         return scale
     excess = (number(norm) / scale + 1e-6) / largest
     return scale * (excess.clamp(min=1.0) if isinstance(excess, Tensor) else max(excess, 1.0))

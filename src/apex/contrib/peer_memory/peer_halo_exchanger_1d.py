@@ -29,8 +29,9 @@ class PeerHaloExchanger1d:
     ) -> None:
         """`y` [N, C, H, W], or [N, H, W, C], has the margins; outer edges become zero. The last two are not needed."""
         dim = 4 - (2 if H_split else 1) - (1 if explicit_nhwc else 0)
-        size, half = y.shape[dim], self.half_halo
-        if y.dim() != 4 or size < 3 * half:
+        half = self.half_halo
+        if y.dim() != 4 or y.shape[dim] < 3 * half:
             raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} needs at least 3 * half_halo = {3 * half}")
+        size = y.shape[dim]
         halos = [y.narrow(dim, start, half) for start in (half, size - 2 * half, 0, size - half)]
         self.peer_pool.exchange_halos(halos[:2], halos[2:], self._neighbours)

@@ -40,13 +40,13 @@ class HysteresisScaler(GradScaler):
         self._overflows: Tensor | None = None
 
     def update(self, new_scale: Any = None) -> None:
-        if new_scale is not None or self._scale is None:
-            super().update(new_scale)
-            return
-        scale = self._scale
         flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
+        if new_scale is not None or self._scale is None or not flags:  # PyTorch says what is missing
+            super().update(new_scale)
+            return
+        scale = self._scale
         found = torch.stack([flag.to(scale.device).reshape(()) for flag in flags]).amax() > 0
         before = scale.clone()
         super().update()
