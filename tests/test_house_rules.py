@@ -185,6 +185,17 @@ def test_imports_form_no_circles() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def test_packages_form_no_circles() -> None:
+    """Of `apex.amp`, `apex.parallel` and the like each is below or above another."""
+    modules = {module_of(path) for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        package = ".".join(module_of(path).split(".")[:2])
+        found = {".".join(name.split(".")[:2]) for name in imported_modules(parsed(path), path, modules)}
+        graph.setdefault(package, set()).update(found - {package, "apex"})
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_the_rule_about_circles_sees_imports_inside_of_functions() -> None:
     path = PACKAGE / "amp" / "_amp_state.py"
     code = ast.parse("def f():\n    from . import scaler\n    from .frontend import Properties\n")
