@@ -82,7 +82,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """The same, with the file opened."""
+    """`replacing`, with the file opened in this mode."""
     with replacing(path) as temporary, open(temporary, mode) as file:
         yield file
 

@@ -28,7 +28,7 @@ def explained(what: str) -> Iterator[None]:
 
 
 def unanswered(what: str, error: RuntimeError) -> RuntimeError:
-    """The same for those who catch errors themselves, which costs nothing where there is none."""
+    """The error that `explained` raises, for callers with a `try` of their own: a context takes microseconds."""
     return RuntimeError(
         f"rank {dist.get_rank()} of {dist.get_world_size()}: {what} failed. Another process has ended, or has not "
         f"answered within the timeout of the process group: {_silent_ranks()}the first error that any rank printed "

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from apex._cli.app import app
 from apex._cli.build.calls import parse_call
-from apex._cli.console import make_console
 from apex._cli.tune import command, replay, search
 from apex.ops import _library, _tuned
 from apex.ops._device import INTERPRETER, facts
@@ -192,7 +191,7 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     pretend_times(monkeypatch, lambda changes: 5.0 if changes else 10.0)
     asked = questions("layer_norm:8x64", "xentropy:8x64")
     monkeypatch.setattr(search, "TOGETHER", 1)
-    outcomes, interrupted = command.tune(asked, DEVICE, 6.0, tmp_path / "out.json", make_console())
+    outcomes, interrupted = command.tune(asked, DEVICE, 6.0, tmp_path / "out.json")
     assert not interrupted
     assert len(outcomes) < len(asked)
     assert outcomes[0].config
@@ -211,7 +210,7 @@ def test_an_interrupted_run_keeps_what_it_had_found(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(search, "samples", samples)
     monkeypatch.setattr(search, "TOGETHER", 1)
-    outcomes, interrupted = command.tune(asked, DEVICE, 600.0, tmp_path / "out.json", make_console())
+    outcomes, interrupted = command.tune(asked, DEVICE, 600.0, tmp_path / "out.json")
     assert interrupted
     (table,) = _tuned.read_tables(tmp_path / "out.json")
     assert table.gpu == facts(DEVICE).name

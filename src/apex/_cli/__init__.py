@@ -1,4 +1,4 @@
-"""The `apex` command: `doctor`, `demo`, `bench`, `build`, `compare`, `memory`, `migrate`, `jit-module` and `run`."""
+"""The `apex` command; `app` has its subcommands."""
 
 from __future__ import annotations
 

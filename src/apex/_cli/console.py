@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -12,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import _env
+
+T = TypeVar("T")
 
 # No line is wrapped or cut at this width; tables take only what they need of it.
 _PIPE_WIDTH = 10_000
@@ -52,6 +55,14 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table)
     if table.box is None:
         console.print()
+
+
+def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a progress bar on stderr while they are taken if that is a terminal."""
+    from rich.progress import track
+
+    messages = make_console(stderr=True)
+    return track(items, what, total, console=messages, disable=not messages.is_terminal, transient=True)
 
 
 def severity_text(severity: str) -> Text:

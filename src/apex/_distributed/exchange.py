@@ -53,7 +53,7 @@ def start_sum(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
 
 
 def start_sum_in_place(total: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The same in the memory of a contiguous tensor that nobody else needs."""
+    """The sum over the group in the memory of `total`, contiguous and not needed otherwise; see `start_sum`."""
     check_alike(total, group, what)
     return total, collectives.all_reduce(total, group, _named(what, total))
 

@@ -52,7 +52,7 @@ def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor
 
 
 def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
-    """Of norms that multiply by `offset` + weight, in float32 where there is an offset."""
+    """The forward of RMS norms that multiply by `offset` + weight, in float32 where there is an offset."""
 
     def plain(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight

@@ -20,12 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import amp, optimizers
 from ..amp._amp_state import _amp_state
+from ..amp.frontend import opt_levels
 from ..ops import _device, _library
 from ..ops._host import HOST
 from ..transformer import parallel_state
 from .storages import LiveStorages, Owners, is_fake
 
-OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+OPT_LEVELS = tuple(sorted(opt_levels))
 
 # Makes a model, and what makes a batch of a size on a device and computes the model's loss on it.
 Loss = Callable[[nn.Module, int, torch.device], Tensor]
@@ -182,7 +183,7 @@ def _planning_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The same; raises for anything but one number that can be differentiated."""
+    """The loss; raises unless it is a tensor with one element that can be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"the loss must be a tensor with one element that depends on the parameters, not {found}")

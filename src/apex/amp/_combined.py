@@ -52,11 +52,8 @@ class _FlatGradients(FlatBuffer):
 
     def moved_away(self) -> list[Tensor]:
         """Members whose gradient is somewhere else."""
-        return [
-            member
-            for member, view in zip(self.members, self.views, strict=True)
-            if member.grad is not None and member.numel() and member.grad.data_ptr() != view.data_ptr()
-        ]
+        members = [(index, member) for index, member in enumerate(self.members) if member.grad is not None]
+        return [member for index, member in members if member.numel() and not self.holds(index, member.grad)]
 
 
 class _GradientBuffers:
@@ -82,7 +79,7 @@ class _GradientBuffers:
         return self._source.values, [gradient is not None for gradient in new]
 
     def unscale(self, present: list[bool], accumulated: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
-        """Unscales what was collected, and adds it to what was there before; `present` has a gradient."""
+        """Unscales what was collected and adds earlier gradients; `present` says which parameters have a new one."""
         source, target = self._source, self.target
         if target is self.grads:
             earlier = [accumulated.get(param) for param in self.params]

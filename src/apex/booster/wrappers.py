@@ -213,7 +213,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Goes on with what `scaler_state` gave."""
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside; where there is a loss scale, it is in it too."""
+        """The state dict of the optimizer inside, and the loss scale, where there is one, as "scaler"."""
         found = self.optim.state_dict()
         scaler = self.scaler_state()
         return {**found, "scaler": scaler} if scaler else found

@@ -54,7 +54,7 @@ def _put(path: Path, state: Any, use_safetensors: bool) -> None:
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors that are the same one, the first; the format has no two names for one tensor."""
+    """The first name alone of each tensor that has several: the format has no two names for one tensor."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     found = {}
     for name, tensor in state.items():

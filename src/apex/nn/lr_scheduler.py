@@ -63,7 +63,7 @@ class CosineAnnealingWarmupLR(_WarmupLR):
 
 
 class CosineAnnealingLR(CosineAnnealingWarmupLR):
-    """The same without a warm-up."""
+    """`CosineAnnealingWarmupLR` without a warm-up."""
 
     def __init__(
         self, optimizer: Any, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1, **kwargs: Any
@@ -92,7 +92,7 @@ class PolynomialWarmupLR(_WarmupLR):
 
 
 class PolynomialLR(PolynomialWarmupLR):
-    """The same without a warm-up."""
+    """`PolynomialWarmupLR` without a warm-up."""
 
     def __init__(self, optimizer: Any, total_steps: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, total_steps, 0, *args, **kwargs)

@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
 
 
 def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
-    """The same for `apex.checkpoint.Series(..., sharded=True).save`; tensors are views, to be saved before a step."""
+    """What `save` writes, for `apex.checkpoint.Series(..., sharded=True)`; tensors are views, so save before a step."""
     model, described = _describe(model, optimizer, "the state of a split model could not be collected")
     entries, states = Entries(), random.states()
     with raising_everywhere("the state of a split model could not be collected"):

@@ -63,7 +63,7 @@ def _positive(**numbers: int) -> None:
 
 
 class ConstantNumMicroBatches(NumMicroBatchesCalculator):
-    """The same in every step."""
+    """A number of microbatches that is the same in every step."""
 
     def __init__(self, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
         super().__init__()

@@ -6,12 +6,10 @@ import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 
 from ..._bench import cores, timing
 from ..._bench.environment import describe, device_stem
@@ -20,7 +18,7 @@ from ..._bench.registry import known_families, select
 from ..._bench.results import Report, write_json
 from ..._bench.runner import run_case
 from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
-from ..console import make_console
+from ..console import make_console, with_progress
 from ..devices import pick_device
 from .chart import write_chart
 from .table import print_report
@@ -61,7 +59,6 @@ def run_bench(
         raise typer.BadParameter(str(error), param_hint="--device") from error
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     try:
         if sweep is not None:
             if families:
@@ -79,7 +76,7 @@ def run_bench(
         path = _writable_path(output, target, families if sweep is None else ["sweep", *sweep.split(",")])
         if sweep is not None:
             about = {"sweep": sweep, "cases": cases, "seed": seed}
-            return run_sweep(track(drawn, "cases", **shown), target, path, console, about, all_cores=all_cores)
+            return run_sweep(with_progress(drawn, "cases"), target, path, console, about, all_cores=all_cores)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
@@ -92,7 +89,7 @@ def run_bench(
     console.print(f"{device_name}: copy {report.copy_bandwidth:.0f} GB/s; {versions}", soft_wrap=True)
     recorded = recorded_measurements(device_stem(device_name))
     try:
-        for family, case in track(selection, "cases", **shown):
+        for family, case in with_progress(selection, "cases"):
             known = recorded.get(case.recorded_as or case.name)
             report.cases.append(run_case(case, family, target, effort, report.copy_bandwidth, known))
     except KeyboardInterrupt:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import typer
-from rich.progress import track
 
 from ... import _env
 from ...op_builder import ALL_OPS
 from ...ops import _library, _tuned
-from ..console import make_console, make_table, print_json_document, print_table
+from ..console import make_console, make_table, print_json_document, print_table, with_progress
 from .calls import OPS, Call, parse_call
 
 
@@ -140,7 +139,6 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
 def _compile(folder: Path, jobs: int) -> list[str]:
     """Compiles `_tasks` and notes it in their rows; returns what failed."""
     messages = make_console(stderr=True)
-    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     before = {entry.name for entry in folder.iterdir()}
     failures: list[str] = []
     _ahead.hash_triton()
@@ -153,7 +151,7 @@ def _compile(folder: Path, jobs: int) -> list[str]:
         ProcessPoolExecutor(min(jobs, len(_tasks)), context, _ignore_output) as pool,
     ):
         futures = [pool.submit(_compile_task, number, has_compiler) for number in range(len(_tasks))]
-        for number, future in enumerate(track(futures, "kernels", **shown)):
+        for number, future in enumerate(with_progress(futures, "kernels")):
             row, _, launch = _tasks[number]
             try:
                 entry, seconds = future.result()

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ... import amp, graphs
 from ..._memory.storages import LiveStorages
+from ...amp.frontend import opt_levels
 from .tasks import Task, loss_of
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+LEVELS = tuple(sorted(opt_levels))
 
 # Steps before the measured ones: they create the optimizer's state and compile kernels. On a GPU the fourth step of a
 # session is captured in a CUDA graph, the later ones are replays of it.

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from ... import _env
 from ..._atomic import atomic_file, make_folder
@@ -19,7 +17,7 @@ from ...ops import _library, _tuned
 from ...ops._device import facts
 from ...ops._tuned import Question, forget_tables, noting
 from ..build.calls import OPS, parse_call
-from ..console import make_console, make_table, print_table
+from ..console import make_console, make_table, print_table, with_progress
 from .search import Search, search
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -56,7 +54,7 @@ def run_tune(
         questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
     words = [word for word in ops.split(",") if word]
     chosen = [each for each in questions if not words or any(word in each[0].op for word in words)]
-    outcomes, interrupted = tune(chosen, device, seconds, output, make_console(stderr=True))
+    outcomes, interrupted = tune(chosen, device, seconds, output)
     report(outcomes, len(chosen), output)
     return 130 if interrupted else 0
 
@@ -129,13 +127,12 @@ def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question
 
 
 def tune(
-    questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float, output: Path, messages: Console
+    questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float, output: Path
 ) -> tuple[list[Search], bool]:
     """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
     outcomes: list[Search] = []
-    shown: dict[str, Any] = {"console": messages, "disable": not messages.is_terminal, "transient": True}
     try:
-        for outcome in track(search(questions, device, seconds), "launches", len(questions), **shown):
+        for outcome in with_progress(search(questions, device, seconds), "launches", len(questions)):
             outcomes.append(outcome)
             if outcome.config:
                 write_entries(output, facts(device).name, [outcome.entry()])

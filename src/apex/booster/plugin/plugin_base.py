@@ -127,7 +127,7 @@ class DPPluginBase(Plugin):
         raise NotImplementedError
 
     def data_place(self) -> tuple[int, int]:
-        """Of how many parts of the data this process has which: the number of parts, and its own."""
+        """The number of parts that the data is divided into, and the number of this process's part."""
         return dist.get_world_size(), dist.get_rank()
 
     def prepare_dataloader(

@@ -168,7 +168,7 @@ class Bottleneck(nn.Module):
         return norms if shortcut is None else [*norms, shortcut[1]]
 
     def _scales_and_biases(self) -> tuple[Any, Any]:
-        """Those that are kept; without these None, and the norms' buffers."""
+        """Scales and biases that `get_scale_bias_callable` has kept, else None and the norms' buffers."""
         if self.w_scale is None or self.w_bias is None:
             return None, [tuple(norm._buffers.values()) for norm in self._norms()]
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]

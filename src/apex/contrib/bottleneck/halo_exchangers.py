@@ -24,7 +24,7 @@ def _stream() -> Any:
 
 
 class HaloExchanger:
-    """What all have: `ranks` from top to bottom; the neighbours' are -1 at the outer edges, from which zeros come."""
+    """Base of the exchangers. `ranks` go from top to bottom; a neighbour of -1 is an outer edge, which sends zeros."""
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         size = len(ranks)

@@ -11,7 +11,7 @@ from ...ops.group_norm.op import ACTIVATIONS
 
 
 def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps: float, act: str = "") -> Tensor:
-    """The same by PyTorch's operators alone, for inputs and parameters of any dtypes."""
+    """Group norm and the activation `act` by PyTorch's operators alone, for inputs and parameters of any dtypes."""
     dtype = x.dtype if w is None else torch.promote_types(x.dtype, w.dtype)
     weight, bias = (None if each is None else each.to(dtype) for each in (w, b))
     y = nn.functional.group_norm(x.to(dtype), g, weight, bias, eps)

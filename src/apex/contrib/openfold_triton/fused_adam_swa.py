@@ -145,7 +145,7 @@ class FusedAdamSWA(FusedOptimizer):
 
     @torch.no_grad()
     def _average_the_rest(self) -> None:
-        """Of parameters that had no gradient."""
+        """Averages the parameters that had no gradient, and so were in no bucket."""
         rest = [param for param, computed in self._computed.items() if computed.grad is None]
         if rest and self.swa_param_groups[0]["n_averaged"] == 0:
             self._start_averages(rest)

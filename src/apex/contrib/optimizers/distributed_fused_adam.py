@@ -79,7 +79,7 @@ class DistributedFusedAdam(ZeroOptimizer):
                 setattr(self, name, arena.shard(values, number))
 
         def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-            """Of state, gradients and parameters."""
+            """The dtypes of state, of gradients that are sent and of parameters that are sent."""
             return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
 
     def parameter(self, *args: Any) -> Any:

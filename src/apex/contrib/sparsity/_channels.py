@@ -36,7 +36,7 @@ class Axis(NamedTuple):
     ids: Tensor
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Of a tensor shaped like the axis' own the rows that the axis is of."""
+        """The rows of a tensor, shaped like the axis' own, that the axis belongs to."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
 

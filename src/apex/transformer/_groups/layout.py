@@ -113,7 +113,7 @@ def _lists(ranks: Tensor, length: int) -> list[list[int]]:
 
 
 def _stages(pipelines: list[list[int]], stages: list[int]) -> list[list[int]]:
-    """These stages of every pipeline, each once, those alone that exist; pipelines of one stage have it in all."""
+    """The ranks of these stages of every pipeline, without stages that do not exist; a pipeline of one stage whole."""
     if len(pipelines[0]) == 1:
         return pipelines
     wanted = list(dict.fromkeys(stage for stage in stages if stage < len(pipelines[0])))

@@ -123,7 +123,7 @@ def _named(optimizer: Any, state_dict: dict[str, Any], names: dict[int, str]) ->
 
 
 def _places(key: str, param: Tensor, shape: Sequence[int]) -> dict[str, Place]:
-    """Of state of the shape of a parameter, or of another one, which is the same on all ranks."""
+    """The places of state that has the shape of its parameter, or another shape and is the same on all ranks."""
     if tuple(shape) == tuple(param.shape):
         return places_of(param)
     if len(shape) and getattr(param, "tensor_model_parallel", False):

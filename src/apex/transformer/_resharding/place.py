@@ -32,7 +32,7 @@ class Place(NamedTuple):
     stretches: tuple[tuple[int, int, int], ...]
 
     def rows(self, first: int, end: int) -> Place:
-        """The same of rows `first` to `end` of the whole."""
+        """The place in a whole that consists of rows `first` to `end` alone."""
         found = []
         for begin, stop, at in self.stretches:
             low, high = max(first, at), min(end, at + stop - begin)
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 
 def whole_place(size: Sequence[int]) -> Place:
-    """Of a tensor that every rank has all of."""
+    """The place of a tensor of which every rank has all."""
     return Place(tuple(size), 0, ((0, size[0], 0),) if len(size) else ())
 
 

@@ -46,7 +46,7 @@ def key() -> str:
 
 
 def states() -> dict[str, Any]:
-    """Those of all streams of this process."""
+    """The states of all streams of random numbers of this process."""
     found = _RandomState()
     return {**vars(found), "seeds": sorted(found.seeds)}
 

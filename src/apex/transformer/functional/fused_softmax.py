@@ -52,7 +52,7 @@ class ScaledMaskedSoftmax(torch.autograd.Function):
 
 
 class GenericScaledMaskedSoftmax(ScaledMaskedSoftmax):
-    """The same: upstream has one kernel for some lengths and another for all."""
+    """`ScaledMaskedSoftmax` under the name of upstream's kernel for all lengths."""
 
 
 class ScaledSoftmax(torch.autograd.Function):

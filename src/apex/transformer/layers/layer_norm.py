@@ -29,11 +29,11 @@ class FusedLayerNorm(_SequenceParallel, OrigFusedLayerNorm):
 
 
 class MixedFusedLayerNorm(_SequenceParallel, OrigMixedFusedLayerNorm):
-    """The same of the norm whose output has the weight's dtype."""
+    """`FusedLayerNorm` for the norm whose output has the weight's dtype."""
 
 
 class FastLayerNorm(FusedLayerNorm):
-    """The same under the name of the norm for large hidden sizes: here one kernel serves all sizes."""
+    """`FusedLayerNorm` under the name of the norm for large hidden sizes: here one kernel serves all sizes."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False) -> None:
         super().__init__(hidden_size, eps, True, sequence_parallel_enabled=sequence_parallel_enabled)

@@ -40,8 +40,8 @@ class StepOptions(TypedDict, total=False):
     - `deallocate_pipeline_outputs`: gives back the memory of outputs once they are sent.
     - `custom_sync_context_handler`: a context in which gradients are not reduced; `custom_grad_sync_func` is called
       after it. Modules in DistributedDataParallel need neither.
-    - `num_micro_batches_with_partial_activation_checkpoints`: of as many microbatches as a stage has under way, how
-      many it checkpoints only in part; `forward_step_func` gets a third argument, False for these.
+    - `num_micro_batches_with_partial_activation_checkpoints`: how many of the microbatches that a stage has in flight
+      are checkpointed only in part; `forward_step_func` gets a third argument, False for these.
 
     Messages never wait for a whole device: the last four, and others of upstream's, change nothing anywhere.
     """
@@ -66,9 +66,9 @@ class StepOptions(TypedDict, total=False):
 class Options:
     """What passes and messages need of what a schedule was told.
 
-    `shapes` has the shapes that a stage sends, where they are known beforehand. Of as many forward passes as a rank has
-    under way, over all its chunks, `partial_checkpoints` are checkpointed only in part. `param_sync` is called with the
-    parameters of a chunk before it and the chunk before it are first used.
+    `shapes(stage)` are the shapes that a stage sends, where they are known beforehand. A rank that has n forward passes
+    in flight, over all its chunks, checkpoints `partial_checkpoints` of every n only in part. `param_sync` is called
+    with the parameters of a chunk before the preceding chunk runs for the first time.
     """
 
     def __init__(self, forward_only: bool, given: StepOptions, shapes: Shapes | None = None) -> None:
@@ -275,7 +275,7 @@ class Step:
         return [each.wait() if isinstance(each, Transfer) else each for each in tensors]
 
     def _route(self, kind: Kind, microbatch: int, chunk: int) -> tuple[int, int, str]:
-        """Of a message: the global rank at its other end, its tag, which those of its tensors follow, and words."""
+        """The global rank at a message's other end, its tag, after which come its tensors', and what errors call it."""
         stage, sending = self.placement.stage(self.rank, chunk), kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         other = stage + 1 if forward == sending else stage - 1

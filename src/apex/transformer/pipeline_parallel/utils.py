@@ -41,7 +41,7 @@ def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
 
 
 def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """The same, as often as one likes."""
+    """`setup_microbatch_calculator` that may be called again."""
     global _calculator
     _calculator = build_num_microbatches_calculator(*args, **kwargs)
 

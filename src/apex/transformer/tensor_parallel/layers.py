@@ -291,7 +291,7 @@ def linear_with_grad_accumulation_and_async_allreduce_in16bit(
     async_grad_allreduce: bool,
     sequence_parallel_enabled: bool,
 ) -> Tensor:
-    """The same with `weight.main_grad` in half precision."""
+    """`linear_with_grad_accumulation_and_async_allreduce` with `weight.main_grad` in half precision."""
     settings = (gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel_enabled)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, True)
 

@@ -141,7 +141,7 @@ def fwd_step_func(batch: Any, model: nn.Module) -> tuple[Tensor, LossFunction]:
 
 @dataclass(frozen=True)
 class ToyParallelMLPFwdBwdStepFunc:
-    """The same for a ToyParallelMLP and a batch [batch, sequence, hidden]."""
+    """A forward step of a ToyParallelMLP with a batch [batch, sequence, hidden]; see `fwd_step_func`."""
 
     sequence_parallel_enabled: bool
 

@@ -58,7 +58,7 @@ def init_method_normal(sigma: float, generator: torch.Generator | None = None) -
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, generator: torch.Generator | None = None) -> Init:
-    """The same for layers that add to the residual: their sum over all layers has the size of one."""
+    """Initial weights of layers that add to the residual: their sum over all layers has the size of one."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers), generator)
 
 

@@ -313,7 +313,7 @@ def _steps_of(state_dict: dict[str, Any]) -> int:
 
 
 def sharded_tensors(optimizer: Any) -> dict[str, Any]:
-    """Of every parameter, by its number, state as vectors of which each rank has the slices that it owns.
+    """The state of every parameter, by its number, as vectors of which each rank has the slices that it owns.
 
     Elements are in the order of the parameter's memory; what can be is a view of the state itself.
     """

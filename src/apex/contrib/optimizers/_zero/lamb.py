@@ -134,7 +134,7 @@ class LambReducer(ShardReducer):
 
     @torch.no_grad()
     def complete_clipped(self, limit: Tensor | float | None, *, fused_norm: bool, fused_scale: bool) -> None:
-        """The same for gradients that are shortened to `limit` in every process first; `norm` is that of before."""
+        """`complete` for gradients that every process first clips to the norm `limit`; `norm` is that before."""
         self._take_the_rest()
         self.norm = self._copy_measuring(fused_norm)
         factor = None

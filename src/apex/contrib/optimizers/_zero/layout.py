@@ -154,7 +154,7 @@ def check_fill(layouts: Sequence[Layout]) -> None:
 
 
 def merge_adjacent(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same with pieces of one parameter merged where they follow each other in the flat shard.
+    """Pieces of a flat shard, with those of one parameter merged where they follow each other.
 
     On one rank every parameter is one piece then. `bucket` and `offset` are those of the first part.
     """
