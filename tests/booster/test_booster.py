@@ -17,8 +17,10 @@ from torch import nn
 import apex
 from apex import amp
 from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
+from apex.booster._zero import zero_optimizer
 from apex.booster.mixed_precision import BF16MixedPrecision
 from apex.nn.lr_scheduler import LinearWarmupLR
+from apex.optimizers import FusedSGD
 
 from .problem import adam, batch, net, plain, train
 from .problem import booster as make
@@ -157,6 +159,21 @@ def test_lora_needs_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     assert booster.enable_lora(net(), lora_config=1) == ("adapted", 1)
     with pytest.raises(ValueError, match="enable_lora needs lora_config"):
         booster.enable_lora(net())
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_divided_sgd_decays_weights_as_the_one_it_was_made_from(after: bool) -> None:
+    params = [nn.Parameter(torch.linspace(-1, 1, 20)) for _ in range(2)]
+    whole, inner = (
+        FusedSGD([param], lr=0.1, momentum=0.9, weight_decay=0.5, wd_after_momentum=after) for param in params
+    )
+    divided, _ = zero_optimizer(inner)
+    for step in range(3):
+        for param, optimizer in zip(params, (whole, divided), strict=True):
+            param.grad = torch.linspace(step, 1, 20)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(params[1], params[0])
 
 
 def test_wrappers_are_transparent() -> None:

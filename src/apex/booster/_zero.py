@@ -19,6 +19,9 @@ BYTES_OF_A_GRADIENT = 4
 class DividedSGD(DistributedFusedAdam):
     """SGD with momentum on the engine of DistributedFusedAdam."""
 
+    # As in FusedSGD: the decay is added to the update instead of the gradient.
+    wd_after_momentum = False
+
     def _state_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",)
 
@@ -27,7 +30,7 @@ class DividedSGD(DistributedFusedAdam):
     ) -> None:
         first = (step == 1).to(torch.float64) if isinstance(step, Tensor) else step == 1
         options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay")}
-        flags = rules.sgd_flags(group["nesterov"], False, [])
+        flags = rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [])
         lists.apply(rules.SGD, {**options, "first": first}, flags, noop=noop, grad_scale=scale)
 
 
@@ -58,6 +61,8 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Di
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     divided = kind([dict(group) for group in groups], **options)
+    if isinstance(divided, DividedSGD):
+        divided.wd_after_momentum = getattr(optimizer, "wd_after_momentum", False)
     for group, theirs in zip(groups, divided.param_groups, strict=True):
         for name, value in theirs.items():
             group.setdefault(name, value)

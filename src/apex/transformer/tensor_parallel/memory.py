@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 
 import torch
 from torch import Tensor
@@ -57,8 +56,9 @@ class MemoryBuffer:
     def add(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` in this memory."""
         assert tensor.dtype == self.dtype, f"memory buffer {self.name} has {self.dtype}, the tensor {tensor.dtype}"
-        end = self._start + math.prod(tensor.shape)
-        assert end <= self.numel, f"memory buffer {self.name} has {self.numel - self._start} elements left, not {end}"
+        count, left = tensor.numel(), self.numel - self._start
+        assert count <= left, f"memory buffer {self.name} has {left} elements left, not {count}"
+        end = self._start + count
         copy = self.data[self._start : end].view(tensor.shape)
         copy.copy_(tensor)
         self._start = end
