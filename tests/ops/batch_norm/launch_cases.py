@@ -45,7 +45,7 @@ def record() -> None:
             running = torch.empty(channels, device="meta")
             spec = BatchNormSpec(relu=True)
             given = Channels(running, running, weight, weight)
-            launch_statistics(x, spec, given, scaled=True)
+            launch_statistics(x, spec, given)
             for exchange in (None, _Alone()):
                 y, found = forward(x, x if addend else None, given, spec, exchange)
                 backward(y, x, y if addend else None, found, spec, exchange, wants_z=addend)

@@ -469,13 +469,13 @@ def test_what_torch_compile_sees(route: Route) -> None:
 
 def test_which_norms_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eagerly large ones with something behind them; compiled also a shortcut's, and from a quarter of the size on."""
-    monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
+    for name in ("runs_triton", "runs_triton_now"):
+        monkeypatch.setattr(_library, name, lambda *_: True)
     large, small = (torch.empty(size, 16, 256, 64, device="meta").movedim(-1, 1) for size in (16, 4))
     cases = [(large, True), (large, False), (small, True), (small, False), (small[:3], True)]
-    taken = lambda: [op.runs_kernels(x, None, BatchNormSpec(relu=relu)) for x, relu in cases]  # noqa: E731
-    assert taken() == [True, False, False, False, False]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert taken() == [True, True, True, True, False]
+    taken = lambda compiling: [op.runs_kernels(x, None, BatchNormSpec(relu=relu), compiling) for x, relu in cases]  # noqa: E731
+    assert taken(False) == [True, False, False, False, False]
+    assert taken(True) == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize("route", routes())
@@ -538,7 +538,7 @@ def test_what_is_left_to_torch() -> None:
     small, large = torch.empty(2, 4, 8, 8), torch.empty(1, 1, 1, 1).expand(32, 256, 32, 32)
     wide = torch.empty(32, 64, 64, 64, device="meta")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_library, "runs_triton", lambda family, tensor: True)
+        patch.setattr(_library, "runs_triton_now", lambda family, tensor: True)
         assert runs_kernels(large, None, BatchNormSpec(relu=True))
         assert runs_kernels(large, large, BatchNormSpec())
         assert not runs_kernels(large, None, BatchNormSpec())

@@ -6,6 +6,7 @@ What sizes and flags decide is asked once per pass, of a launch rule, whose answ
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,11 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 kernels_whole = _library.LazyModule(f"{__package__}.kernels_whole")
 
 
-def dense(tensor: Tensor, channel_dim: int) -> tuple[Tensor, bool]:
-    """The tensor as the kernels take it, contiguous in one of the two layouts, and whether channels are last in it."""
-    if tensor.is_contiguous():
-        return tensor, channel_dim == -1
-    if channel_dim == -1:
-        return tensor.contiguous(), True
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor, True
-    if tensor.stride(1) == 1:
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1), True
-    return tensor.contiguous(), False
+def dense(tensor: Tensor, channel_dim: int) -> Tensor:
+    """The tensor as the kernels take it: contiguous, or with channels last in memory where they lie side by side."""
+    if channel_dim == 1 and tensor.stride(1) == 1:
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    return tensor.contiguous()
 
 
 def like(x: Tensor, tensor: Tensor | None) -> Any:
@@ -41,18 +36,31 @@ def like(x: Tensor, tensor: Tensor | None) -> Any:
     return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
 
 
-def _contiguous(parameter: Tensor | None) -> Tensor | None:
+def _contiguous(*parameters: Tensor | None) -> Any:
     # Twice as quick as `contiguous`, which makes an object.
-    return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
+    return [each if each is None or each.is_contiguous() else each.contiguous() for each in parameters]
 
 
-def _geometry(shape: tuple[int, ...], channel_dim: int, last: bool) -> config.Geometry:
-    """How a dense tensor lies in memory."""
-    images, channels = shape[0], shape[channel_dim]
+def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int) -> config.Geometry | None:
+    """How a tensor lies in memory; None unless it is dense, contiguous in one of the two layouts."""
+    images, channels, dimensions = shape[0], shape[channel_dim], range(len(shape))
+    last = not _lies_in(dimensions[::-1], shape, strides)
+    if last and (channel_dim == -1 or not _lies_in((1, *dimensions[:1:-1], 0), shape, strides)):
+        return None
     count = math.prod(shape) // channels
-    if last or count == images:
+    if last or channel_dim == -1 or count == images:
         return config.Geometry(1, count, channels, True)
     return config.Geometry(images, count // images, channels, False)
+
+
+def _lies_in(order: Iterable[int], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor is dense with its dimensions in this order in memory, the innermost first."""
+    stride = 1
+    for dimension in order:
+        if shape[dimension] != 1 and strides[dimension] != stride:
+            return False
+        stride *= shape[dimension]
+    return True
 
 
 # Forward --------------------------------------------------------------------------------------------------------------
@@ -64,141 +72,144 @@ def launch_forward(
     """The output, and the mean and variance that it was normalised by; in training, over the ranks of `exchange`."""
     mean, variance, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
-    x, last = dense(input, channel_dim)
-    device, dtype, strides = x.device, x.dtype, x.stride()
-    launches = _forward_launches(x.shape, channel_dim, last, dtype, training, exchange is None, relu, device)
+    device, dtype, strides = input.device, input.dtype, input.stride()
+    launches = _forward_launches(input.shape, strides, channel_dim, dtype, training, exchange is None, relu, device)
+    if launches is None:
+        return launch_forward(dense(input, channel_dim), z, running, spec, exchange)
     if z is not None and z.stride() != strides:
-        z = like(x, z)
-    weight, bias = _contiguous(weight), _contiguous(bias)
+        z = like(input, z)
+    weight, bias = _contiguous(weight, bias)
     empty = empty_on(device)
     y = empty(launches.shape, strides, dtype)
     if launches.whole is not None:
-        old_mean, old_variance = _contiguous(mean), _contiguous(variance)
+        old_mean, old_variance = _contiguous(mean, variance)
         mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
-        launches.whole((x, z, weight, bias, old_mean, old_variance, mean, variance, y), (eps, momentum))
+        launches.whole((input, z, weight, bias, old_mean, old_variance, mean, variance, y), (eps, momentum))
         _write_back(running, old_mean, old_variance)
         return y, mean, variance
-    if exchange is not None and training:
-        rank_stats = _rank_statistics(x, launches.statistics)
-        mean, variance = launch_combine(exchange.gather(rank_stats), mean, variance, momentum)
-    elif training:
-        parts = launches.statistics
-        mean, variance, _ = _combine(_measure(x, parts), parts.finish, parts.channels, running, momentum)
+    if not training:
+        mean, variance = _contiguous(mean, variance)
     else:
-        mean, variance = _contiguous(mean), _contiguous(variance)
-    launches.apply((x, z, weight, bias, mean, variance, y), (eps,))
+        partials, _ = partial_sums(launches.partials, device, tickets=False)
+        launches.measure((input, partials))
+        finish = launches.finish
+        if exchange is not None:
+            partials = exchange.gather(_rank_statistics(partials, launches, empty))
+            finish = _combining(partials)
+        mean, variance = _combine(partials, finish, launches.channels, running, (momentum, 0.0), empty)
+    launches.apply((input, z, weight, bias, mean, variance, y), (eps,))
     return y, mean, variance
 
 
-class StatisticsLaunches(NamedTuple):
-    """The kernels that find the statistics of parts of an input and put them together, which lack their tensors."""
-
-    measure: Any
-    finish: Any
-    partials: int  # elements of memory for the statistics of parts
-    channels: int
-
-
 class ForwardLaunches(NamedTuple):
-    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others."""
+    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others, in this order."""
 
     shape: tuple[int, ...]
     channels: tuple[int]
+    rank_stats: tuple[int]
     whole: Any = None
-    statistics: Any = None
+    partials: int = 0  # elements of memory for the statistics of parts
+    measure: Any = None
+    finish: Any = None
     apply: Any = None
 
 
 @launch_rule
 def _forward_launches(
-    shape: Any, channel_dim: int, last: bool, dtype: Any, training: bool, alone: bool, relu: bool, device: torch.device
-) -> ForwardLaunches:
-    geometry = _geometry(shape, channel_dim, last)
-    results = (tuple(shape), (geometry.channels,))
-    if training and alone and config.held_whole(math.prod(shape), geometry.channels, geometry.last):
+    shape: Any,
+    strides: tuple[int, ...],
+    channel_dim: int,
+    dtype: torch.dtype,
+    training: bool,
+    alone: bool,
+    relu: bool,
+    device: torch.device,
+) -> ForwardLaunches | None:
+    """None for a tensor that is not dense."""
+    geometry = _geometry(shape, strides, channel_dim)
+    if geometry is None:
+        return None
+    channels, pitch = geometry.channels, config.pitch(geometry.channels)
+    results = (tuple(shape), (channels,), (2 * channels + 1,))
+    if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
         return ForwardLaunches(*results, kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants))
-    statistics = _statistics_launches(shape, channel_dim, last, dtype, device) if training else None
     apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu)
-    return ForwardLaunches(*results, None, statistics, apply)
-
-
-@launch_rule
-def _statistics_launches(
-    shape: Any, channel_dim: int, last: bool, dtype: torch.dtype, device: torch.device
-) -> StatisticsLaunches:
-    geometry = _geometry(shape, channel_dim, last)
-    channels, pitch = geometry.channels, config.pitch(geometry.channels)
     measure, parts = _summing(kernels.batch_norm_measure, geometry, False, dtype, device, pitch)
     finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch)
-    return StatisticsLaunches(measure, finish, parts * pitch, channels)
+    return ForwardLaunches(*results, None, parts * pitch, measure, finish, apply)
 
 
-def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels, scaled: bool) -> tuple[Tensor, ...]:
+def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance of every channel of one process, towards which running statistics move.
 
-    Where `scaled`, also [2, C]: what an input is to be multiplied by, and what is added then.
+    Third, [2, C], what an input is to be multiplied by, and what is added then.
     """
-    x, launches = _dense_and_launches(input, spec.channel_dim)
-    rest = (launches.finish, launches.channels, running, spec.momentum, spec.eps, scaled)
-    found = _combine(_measure(x, launches), *rest)
-    return found if scaled else found[:2]
+    partials, launches, empty = _measured(input, spec.channel_dim)
+    (channels,) = launches.channels
+    scale_shift = empty((2, channels), (channels, 1), torch.float32)
+    rest = (*_contiguous(running.weight, running.bias), scale_shift)
+    floats = (spec.momentum, spec.eps)
+    mean, variance = _combine(partials, launches.finish, launches.channels, running, floats, empty, rest)
+    return mean, variance, scale_shift
 
 
 def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
     """[2C + 1]: means, sums of squared deviations and number of values per channel."""
-    return _rank_statistics(*_dense_and_launches(input, channel_dim))
+    return _rank_statistics(*_measured(input, channel_dim))
 
 
-def _dense_and_launches(input: Tensor, channel_dim: int) -> tuple[Tensor, StatisticsLaunches]:
-    x, last = dense(input, channel_dim)
-    return x, _statistics_launches(x.shape, channel_dim, last, x.dtype, x.device)
+def _measured(input: Tensor, channel_dim: int) -> tuple[Tensor, ForwardLaunches, Any]:
+    """The statistics of parts of an input, what else is to be launched, and what makes tensors."""
+    device = input.device
+    flags = (channel_dim, input.dtype, True, False, False, device)
+    launches = _forward_launches(input.shape, input.stride(), *flags)
+    if launches is None:
+        return _measured(dense(input, channel_dim), channel_dim)
+    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    launches.measure((input, partials))
+    return partials, launches, empty_on(device)
+
+
+def _rank_statistics(partials: Tensor, launches: ForwardLaunches, empty: Any) -> Tensor:
+    rank_stats = empty(launches.rank_stats, (1,), torch.float32)
+    launches.finish((partials, rank_stats, None, None, None, None, None, None), (0.0, 0.0))
+    return rank_stats
 
 
 def launch_combine(
     all_ranks: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
+    channels, running = (all_ranks.shape[1] // 2,), Channels(running_mean, running_var)
+    finish, empty = _combining(all_ranks), empty_on(all_ranks.device)
+    return _combine(all_ranks, finish, channels, running, (momentum, 0.0), empty)
+
+
+def _combining(all_ranks: Tensor) -> Any:
+    """The kernel that puts the statistics of so many ranks together, which lacks its tensors."""
     ranks, pitch = all_ranks.shape
-    finish = _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch)
-    return _combine(all_ranks, finish, pitch // 2, Channels(running_mean, running_var), momentum)[:2]
-
-
-def _rank_statistics(x: Tensor, launches: StatisticsLaunches) -> Tensor:
-    partials = _measure(x, launches)
-    rank_stats = empty_on(x.device)((2 * launches.channels + 1,), (1,), torch.float32)
-    launches.finish((partials, rank_stats, *[None] * 6), (0.0, 0.0))
-    return rank_stats
-
-
-def _measure(x: Tensor, launches: StatisticsLaunches) -> Tensor:
-    """The statistics of parts of a dense input."""
-    partials, _ = partial_sums(launches.partials, x.device, tickets=False)
-    launches.measure((x, partials))
-    return partials
+    return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch)
 
 
 def _combine(
     partials: Tensor,
     finish: Any,
-    channels: int,
+    channels: tuple[int],
     running: Channels,
-    momentum: float,
-    eps: float = 0.0,
-    scaled: bool = False,
-) -> Any:
-    """Mean and biased variance of a whole from the statistics of its parts, and scale and shift, None if not wanted.
+    floats: tuple[float, float],
+    empty: Any,
+    scaled: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of a whole from the statistics of its parts; running statistics move towards them.
 
-    Running statistics move towards them.
+    `floats` are momentum and eps, `scaled` weight, bias and what is to be filled with scale and shift.
     """
-    empty, shape = empty_on(partials.device), (channels,)
-    mean, variance = empty(shape, (1,), torch.float32), empty(shape, (1,), torch.float32)
-    scale_shift = mean.new_empty(2, channels) if scaled else None
-    old_mean, old_variance = _contiguous(running.mean), _contiguous(running.variance)
-    parameters = (_contiguous(running.weight), _contiguous(running.bias)) if scaled else (None, None)
-    finish((partials, mean, variance, old_mean, old_variance, *parameters, scale_shift), (momentum, eps))
+    old_mean, old_variance = _contiguous(running.mean, running.variance)
+    mean, variance = empty(channels, (1,), torch.float32), empty(channels, (1,), torch.float32)
+    finish((partials, mean, variance, old_mean, old_variance, *scaled), floats)
     _write_back(running, old_mean, old_variance)
-    return mean, variance, scale_shift
+    return mean, variance
 
 
 def _write_back(running: Channels, mean: Tensor | None, variance: Tensor | None) -> None:
@@ -228,27 +239,29 @@ def launch_backward(
     wants_z: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of input and addend (None where they are not wanted), weight and bias."""
+    mean, variance, weight, bias = channels
     eps, _, training, relu, channel_dim = spec
-    x, last = dense(input, channel_dim)
-    device, dtype, strides = x.device, x.dtype, x.stride()
+    device, dtype, strides, write_dz = input.device, input.dtype, input.stride(), wants_z and relu
+    flags = (training, wants_input, exchange is None, relu, write_dz)
+    launches = _backward_launches(input.shape, strides, channel_dim, dtype, dy.dtype, flags, device)
+    if launches is None:
+        rest = (output, channels, spec, exchange, wants_input, wants_z)
+        return launch_backward(dy, dense(input, channel_dim), *rest)
     if dy.stride() != strides:
-        dy = like(x, dy)
+        dy = like(input, dy)
     if output is not None and output.stride() != strides:
-        output = like(x, output)
-    dy_dtype, write_dz, alone = dy.dtype, wants_z and relu, exchange is None
-    types, flags = (dtype, dy_dtype), (training, wants_input, alone, relu, write_dz)
-    launches = _backward_launches(x.shape, channel_dim, last, types, flags, device)
-    parameters = _parameters(channels)
-    empty, shape = empty_on(device), launches.shape
+        output = like(input, output)
+    parameters = _contiguous(weight, bias, mean, variance)
+    empty = empty_on(device)
     sum_dy, sum_dy_xhat = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
-    dx = empty(shape, strides, dtype) if wants_input else None
-    dz = empty(shape, strides, dy_dtype) if write_dz else None
+    dx = empty(launches.shape, strides, dtype) if wants_input else None
+    dz = empty(launches.shape, strides, dy.dtype) if write_dz else None
     if launches.whole is not None:
-        launches.whole((x, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
+        launches.whole((input, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
         return dx, dy if wants_z and not relu else dz, sum_dy_xhat, sum_dy
-    partials, _ = partial_sums(launches.partials, device, False)
-    launches.measure((x, dy, output, *parameters, dz, partials), (eps,))
-    rank_stats = None if alone else empty(launches.rank_stats, (1,), torch.float32)
+    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    launches.measure((input, dy, output, *parameters, dz, partials), (eps,))
+    rank_stats = None if exchange is None else empty(launches.rank_stats, (1,), torch.float32)
     launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.values,))
     if dz is not None:  # the mask was applied: no need to ask the output again
         dy, output = dz, None
@@ -257,7 +270,7 @@ def launch_backward(
         sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)  # type: ignore[arg-type]
         sums = (rank_stats, None)
     if wants_input:
-        launches.apply((x, dy, output, *parameters, *sums, dx), (eps, 1 / launches.values))
+        launches.apply((input, dy, output, *parameters, *sums, dx), (eps, 1 / launches.values))
     return dx, dy if wants_z else None, sum_dy_xhat, sum_dy
 
 
@@ -268,8 +281,8 @@ class BackwardLaunches(NamedTuple):
     channels: tuple[int]
     rank_stats: tuple[int]
     values: float  # of a channel
-    partials: int = 0  # elements of memory for the sums of parts
     whole: Any = None
+    partials: int = 0  # elements of memory for the sums of parts
     measure: Any = None
     sums: Any = None
     apply: Any = None
@@ -278,45 +291,44 @@ class BackwardLaunches(NamedTuple):
 @launch_rule
 def _backward_launches(
     shape: Any,
+    strides: tuple[int, ...],
     channel_dim: int,
-    last: bool,
-    types: tuple[torch.dtype, torch.dtype],
+    dtype: torch.dtype,
+    dy_dtype: torch.dtype,
     flags: tuple[bool, ...],
     device: torch.device,
-) -> BackwardLaunches:
-    (dtype, dy_dtype), (training, wants_input, alone, relu, write_dz) = types, flags
-    geometry = _geometry(shape, channel_dim, last)
+) -> BackwardLaunches | None:
+    """None for a tensor that is not dense."""
+    training, wants_input, alone, relu, write_dz = flags
+    geometry = _geometry(shape, strides, channel_dim)
+    if geometry is None:
+        return None
     channels, count = geometry.channels, float(geometry.images * geometry.positions)
     results = (tuple(shape), (channels,), (2 * channels + 1,), count)
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
         whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
-        return BackwardLaunches(*results, whole=whole)
+        return BackwardLaunches(*results, whole)
     measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
     sums = _finishing(kernels.batch_norm_sums, parts, channels)
     relu = relu and not write_dz
     apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, RELU=relu, BATCH=training)
-    return BackwardLaunches(*results, parts * 2 * channels, None, measure, sums, apply)
+    return BackwardLaunches(*results, None, parts * 2 * channels, measure, sums, apply)
 
 
 def launch_input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
     """The input's gradient."""
-    x, last = dense(input, spec.channel_dim)
-    parameters, output = _parameters(channels), like(x, output)
-    geometry, dx = _geometry(x.shape, spec.channel_dim, last), torch.empty_like(x)
+    x = dense(input, spec.channel_dim)
+    geometry, dx = _geometry(x.shape, x.stride(), spec.channel_dim), torch.empty_like(x)
+    assert geometry is not None
     flags = {"RELU": spec.relu, "BATCH": spec.training}
     launch = _elementwise(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
-    sum_dy, sum_dy_xhat = sums.sum_dy.contiguous(), _contiguous(sums.sum_dy_xhat)
-    launch((x, like(x, dy), output, *parameters, sum_dy, sum_dy_xhat, dx), (spec.eps, sums.inverse_count))
-    return dx
-
-
-def _parameters(channels: Channels) -> tuple[Tensor | None, ...]:
-    """Weight, bias, mean and variance, in the order of the kernels."""
     mean, variance, weight, bias = channels
-    return _contiguous(weight), _contiguous(bias), _contiguous(mean), _contiguous(variance)
+    given = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
+    launch((x, like(x, dy), like(x, output), *given, dx), (spec.eps, sums.inverse_count))
+    return dx
 
 
 # Kernels that lack their tensors --------------------------------------------------------------------------------------

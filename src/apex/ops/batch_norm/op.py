@@ -63,16 +63,16 @@ def batch_norm_with_statistics(
     wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
     """The same over the ranks of `exchange`; in training, where they are `wanted`, with the statistics of the batch."""
-    check(input, running, z, spec)
+    channels, compiling = check(input, running, z, spec), torch.compiler.is_compiling()
     if exchange is None:
         values = input.numel()
-        if not values or (spec.training and values == input.shape[spec.channel_dim]):
+        if not values or (spec.training and values == channels):
             return reference.norm(input, z, running, spec)
-        if not runs_kernels(input, z, spec):
+        if not runs_kernels(input, z, spec, compiling):
             return reference.torch_norm(input, z, running, spec, wanted and spec.training)
     mean, variance, weight, bias = running
     output = scale_shift = None
-    if not torch.compiler.is_compiling() if exchange is None else launches(input):
+    if not compiling if exchange is None else launches(input):
         output, mean, variance = launch_forward(input, z, running, spec, exchange)
     elif spec.training and exchange is None:
         mean, variance, scale_shift = scaled_statistics(input, running, spec)
@@ -80,14 +80,14 @@ def batch_norm_with_statistics(
         mean, variance = statistics(input, spec, mean, variance, exchange)
     if torch.is_grad_enabled():
         apply = _apply_node if output is None else _apply_eagerly
-        output = apply(input, z, weight, bias, mean, variance, scale_shift, (spec, exchange, output))
+        output = apply(input, z, weight, bias, (mean, variance, scale_shift, spec, exchange, output))
     elif output is None:
         output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
     return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
 
 
-def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> None:
-    """Raises for arguments that do not fit each other."""
+def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> int:
+    """The number of channels. Raises for arguments that do not fit each other."""
     running_mean, running_var, weight, bias = running
     shape, device, channel_dim = input.shape, input.device, spec.channel_dim
     if channel_dim not in (1, -1):
@@ -102,7 +102,16 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
         if not spec.training:
             raise ValueError("running_mean and running_var are needed where training is False")
     channels = shape[channel_dim]
-    check_parameters(input, (channels,), weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
+    for each in running:
+        if each is not None and (
+            type(each) not in _library.PLAIN
+            or each.shape != (channels,)
+            or each.device != device
+            or each.dtype not in _library.TRITON_DTYPES
+        ):  # perhaps wrong, and then which
+            check_parameters(
+                input, (channels,), weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+            )
     if z is not None:
         if z.shape != shape:
             raise ValueError(f"z has shape {list(z.shape)}, the input {list(shape)}")
@@ -110,17 +119,17 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
             raise ValueError(f"z is on {z.device}, the input on {device}")
         if z.dtype not in _library.TRITON_DTYPES and not z.dtype.is_floating_point:
             raise TypeError(f"z must be floating-point, got {z.dtype}")
+    return channels
 
 
-def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec) -> bool:
+def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling: bool = False) -> bool:
     """Not for few elements, nor eagerly where nothing follows the norm, unless PyTorch is slow or inexact at it."""
-    if not _library.runs_triton(FAMILY, input):
+    if not (_library.runs_triton if compiling else _library.runs_triton_now)(FAMILY, input):
         return False
     if _library.requested == "triton":
         return True
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
-    compiling = torch.compiler.is_compiling()
     is_large = input.numel() >= (config.COMPILED_BELOW if compiling else config.NATIVE_BELOW)
     if is_large and (compiling or spec.relu or z is not None):
         return True
@@ -195,7 +204,7 @@ def save(
     input: Tensor,
     z: Tensor | None,
     output: Tensor,
-    channels: Channels,
+    channels: Sequence[Tensor | None],
     spec: BatchNormSpec,
     exchange: Exchange | None,
 ) -> None:
@@ -231,23 +240,22 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
 class BatchNormFunction(torch.autograd.Function):
     """Normalises by the mean and biased variance of everything that is normalised together, which were found before.
 
-    `settings` are its spec, the exchange, and the output, None where it is to be computed: one argument, because each
-    takes PyTorch half a microsecond.
+    `settings` are all that takes no gradient, last the output, None where it is to be computed: one argument, because
+    each takes PyTorch half a microsecond.
     """
 
     @staticmethod
-    def forward(ctx, input, z, weight, bias, mean, variance, scale_shift, settings):  # type: ignore[no-untyped-def, override]
-        spec, exchange, output = settings
-        channels = Channels(mean, variance, weight, bias)
+    def forward(ctx, input, z, weight, bias, settings):  # type: ignore[no-untyped-def, override]
+        mean, variance, scale_shift, spec, exchange, output = settings
         if output is None:
-            output = normalise(input, z, channels, spec, scale_shift)
-        save(ctx, input, z, output, channels, spec, exchange)
+            output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
+        save(ctx, input, z, output, (mean, variance, weight, bias), spec, exchange)
         return output
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def, override]
         found = _node_gradients(ctx, dy) if ctx.exchange is None else _node_gradients_once(ctx, dy)
-        return *found, None, None, None, None
+        return *found, None
 
 
 def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

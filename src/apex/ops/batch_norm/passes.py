@@ -44,7 +44,7 @@ def statistics(
     if exchange is None and _takes_kernels(input):
         if torch.compiler.is_compiling():
             return scaled_statistics(input, Channels(*running), spec)[:2]
-        return launch_statistics(input, spec, Channels(*running), False)  # type: ignore[return-value]
+        return launch_statistics(input, spec, Channels(*running))[:2]
     rank_stats = rank_statistics(input.detach(), spec.channel_dim)
     all_ranks = rank_stats[None] if exchange is None else exchange.gather(rank_stats)
     if torch.compiler.is_compiling() or not _takes_kernels(all_ranks):
@@ -154,7 +154,7 @@ def _takes_kernels(input: Tensor) -> bool:
 
 def launches(input: Tensor) -> bool:
     """Whether the passes launch kernels: not while a graph is compiled, which gets operators."""
-    return not torch.compiler.is_compiling() and input.numel() > 0 and _library.runs_triton(FAMILY, input)
+    return not torch.compiler.is_compiling() and _library.runs_triton_now(FAMILY, input) and input.numel() > 0
 
 
 def values_per_channel(input: Tensor, channel_dim: int) -> int:
@@ -211,7 +211,7 @@ FAMILY = _library.register_family(
 def _statistics(input, running_mean, running_var, weight, bias, momentum, eps, channel_dim):  # type: ignore[no-untyped-def]
     spec = BatchNormSpec(eps, momentum, channel_dim=channel_dim)
     if _takes_kernels(input):
-        return launch_statistics(input, spec, Channels(running_mean, running_var, weight, bias), True)
+        return launch_statistics(input, spec, Channels(running_mean, running_var, weight, bias))
     mean, variance = statistics(input, spec, running_mean, running_var)
     return mean, variance, reference.scale_shift(Channels(mean, variance, weight, bias), eps)
 
