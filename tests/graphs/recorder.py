@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default}
@@ -74,8 +74,9 @@ class CpuGraphs:
         self.forbids_reading = forbids_reading
 
     @staticmethod
-    def device_of(tensors: Iterable[Tensor]) -> torch.device:
-        return torch.device("cpu")
+    def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
+        is_capturing = any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
+        return None if is_capturing else torch.device("cpu")
 
     @contextlib.contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:

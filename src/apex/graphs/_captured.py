@@ -15,43 +15,38 @@ from torch.utils import _pytree
 
 from ..ops import _recording
 from ..ops._recording import Recording, is_number
+from ._place import PLAIN, version_of
 from ._references import References
-from ._state import Snapshot, State, parameters, version_of
-
-# What objects may have beside tensors to be taken for batches, which are copied with other tensors.
-_PLAIN = bool | int | float | str | None | torch.dtype | torch.device
+from ._state import Snapshot, State, parameters
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in the arguments of a call."""
-    found: list[Tensor] = []
-    _map_tensors(lambda tensor: found.append(tensor), value)
-    return found
-
-
-def kind_of(value: Any) -> tuple[Any, ...]:
-    """What a graph is captured for: shapes and layouts of tensors, and everything else itself."""
+def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The tensors in the arguments of a call, and what a graph is captured for: their layouts, and all else itself."""
+    tensors: list[Tensor] = []
     leaves, structure = _pytree.tree_flatten(value)
-    return (repr(structure), *map(_kind, leaves))  # PyTorch 2.6 does not hash structures
+    kinds: list[Any] = [repr(structure)]  # PyTorch 2.6 does not hash structures
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
+            kinds.append((leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad))
+        elif _is_record(leaf):
+            found, kind = flattened(vars(leaf))
+            tensors += found
+            kinds.append((type(leaf), kind))
+        else:
+            kinds.append((type(leaf), leaf))
+    return tensors, tuple(kinds)
 
 
-def _kind(leaf: Any) -> Any:
-    if _is_record(leaf):
-        return type(leaf), kind_of(vars(leaf))
-    if not isinstance(leaf, Tensor):
-        return type(leaf), leaf
-    strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
-    return leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad
-
-
-def _map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """The value with a function of each of its tensors in their places; objects that have some are copied."""
 
     def of(leaf: Any) -> Any:
         if not _is_record(leaf):
             return function(leaf) if isinstance(leaf, Tensor) else leaf
         copied = copy.copy(leaf)
-        vars(copied).update(_map_tensors(function, vars(leaf)))
+        vars(copied).update(map_tensors(function, vars(leaf)))
         return copied
 
     return _pytree.tree_map(of, value)
@@ -63,7 +58,12 @@ def _is_record(leaf: Any) -> bool:
         return False
     parts = _pytree.tree_leaves(vars(leaf))
     has_tensors = any(isinstance(part, Tensor) for part in parts)
-    return has_tensors and all(isinstance(part, Tensor | _PLAIN) for part in parts)
+    return has_tensors and all(isinstance(part, Tensor | PLAIN) for part in parts)
+
+
+def references_of(function: Callable[..., Any], arguments: tuple[Any, Any]) -> References:
+    """What a function reads, but for the tensors in its arguments."""
+    return References(function, *map_tensors(lambda _: None, arguments))
 
 
 @contextlib.contextmanager
@@ -95,11 +95,11 @@ class Graph:
         device: torch.device,
     ) -> None:
         self._recording = recording = Recording(True, device)
-        references, known = References(function, _pytree.tree_leaves(arguments)), list(optimizers.values())
+        references, known = references_of(function, arguments), list(optimizers.values())
         # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
-        self._inputs = [_static(tensor, device) for tensor in tensors_of(arguments)]
+        self._inputs = [_static(tensor, device) for tensor in flattened(arguments)[0]]
         static = iter(self._inputs)
-        args, kwargs = _map_tensors(lambda _: next(static), arguments)
+        args, kwargs = map_tensors(lambda _: next(static), arguments)
         versions = list(map(version_of, self._inputs))
 
         def run() -> Any:
@@ -107,11 +107,11 @@ class Graph:
             with watched(optimizers), _recording.active(recording):
                 return function(*args, **kwargs)
 
-        before = Snapshot(known, references.places(), references.scalers)
+        before = Snapshot(known, references)
         torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
         try:
             self._replay, outputs = backend.capture(run, device)
-            self.state = State(before, (*parameters(known), *references.parameters()), recording)
+            self.state = State(before, (*parameters(known), *references.parameters()), references.entries(), recording)
         finally:
             before.restore()
             torch.clear_autocast_cache()
@@ -126,11 +126,10 @@ class Graph:
                 return f"{guard.name} (was {reprlib.repr(guard.expected)})"
         return self.state.bring()
 
-    def __call__(self, arguments: tuple[Any, Any]) -> Any:
-        """A call with arguments of the same kind, once it is prepared; the next one writes over its outputs."""
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """A call with tensors of the same kind, once it is prepared; the next one writes over its outputs."""
         for action in self._recording.before:
             action()
-        tensors = tensors_of(arguments)
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -148,7 +147,7 @@ class Graph:
 
 def detached(outputs: Any) -> Any:
     """What a function returned, without the graph of autograd."""
-    return _pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
+    return map_tensors(Tensor.detach, outputs)
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,50 +1,59 @@
-"""What a Python function refers to besides its arguments: numbers, which a graph would freeze, tensors and modules."""
+"""What a Python function refers to: numbers, which a graph would freeze, tensors and modules."""
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from ._state import Place, tensors_in
+from ._place import PLAIN, Place, is_generator, tensors_in
 
-_NUMBERS = (bool, int, float, complex, str, type(None))
+# Items of a dict or list whose numbers are looked at; and how far into dicts and lists in each other.
+_FEW_ITEMS, _LONGEST_PATH = 64, 6
+_CLOSED = nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
 class References:
-    """What a function reads from outside: numbers, flags and strings, tensors, modules.
+    """What a function reads: numbers, flags and strings, tensors, modules, generators of random numbers.
 
-    Looked at: variables of enclosing functions, globals of its file, attributes of `self` and of other objects that it
-    names, items of dicts and lists, and attributes and items of these; also of functions and methods that it calls, if
-    they are in the same file. Of modules, also among its `arguments`: their mode, and the tensors that they hold. Not:
-    numbers in modules, in lists and in objects that are arguments.
+    Looked at: its arguments and their defaults, variables of enclosing functions, globals of its file, and attributes
+    of all these that it names, over several dots; items of dicts and lists; the same of functions and methods that it
+    calls, if they are in the same file. Of modules: their mode, and the tensors that they hold. Not: numbers in
+    modules, behind properties, and in lists of more than 64.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
+        self.generators: list[Any] = []
         # Numbers, flags and strings, modules and optimizers, lengths of lists.
         self.plain: list[Place] = []
         self._tensors: list[Place] = []
         self._modules: dict[int, nn.Module] = {}
         self._seen: set[tuple[int, int]] = set()
-        self._look(function, None)
-        for argument in arguments:
-            self._note(argument)
+        self._look(function, None, tuple(args), dict(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs)):
+            self._note(leaf)
 
     def places(self) -> list[Place]:
-        """Where all of this is, and modes of modules."""
+        """Where all of this is, modes of modules, and tensors in them."""
         found = [*self.plain, *self._tensors]
         for module in self._modules.values():
-            found.append(Place.of(module, "training"))
-            entries = {**vars(module), **module._buffers}
-            found += [Place.of(module, key, optional=True) for key, value in entries.items() if _holds_tensors(value)]
+            name, attributes, buffers = type(module).__name__, vars(module), module._buffers
+            found.append(Place(f"{name}.training", attributes, ("training",)))
+            for entries in (attributes, buffers):
+                keys = [key for key, value in entries.items() if _holds_tensors(value)]
+                found += [Place(f"{name}.{key}", entries, (key,), variable=True) for key in keys]
         return found
 
     def parameters(self) -> list[torch.Tensor]:
@@ -52,21 +61,28 @@ class References:
         found = (param for module in self._modules.values() for param in module._parameters.values())
         return [param for param in found if param is not None and type(param) in (torch.Tensor, nn.Parameter)]
 
+    def entries(self) -> list[Mapping[str, Any]]:
+        """Where modules have their parts: other modules, parameters and hooks."""
+        names = ("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+        return [getattr(module, name) for module in self._modules.values() for name in names]
+
     def _note(self, value: Any) -> bool:
-        """Whether a value is a module, an optimizer or a scaler."""
+        """Whether a value is a module, an optimizer, a scaler or a generator."""
         if isinstance(value, nn.Module):
             self._modules.update((id(module), module) for module in value.modules())
         elif isinstance(value, torch.amp.GradScaler):
             self.scalers.append(value)
+        elif is_generator(value):
+            self.generators.append(value)
+            return True
         return isinstance(value, nn.Module | torch.amp.GradScaler | torch.optim.Optimizer)
 
-    def _look(self, function: Any, file: str | None) -> None:
+    def _look(self, function: Any, file: str | None, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         """At a function, if it is in the given file."""
         if isinstance(function, functools.partial):
-            for argument in (*function.args, *function.keywords.values()):
-                self._note(argument)
-            function = function.func
-        if not isinstance(function, FunctionType | MethodType):
+            self._look(function.func, file, (*function.args, *args), {**function.keywords, **(kwargs or {})})
+            return
+        if not isinstance(function, FunctionType | MethodType) and not hasattr(function, "__wrapped__"):
             function = getattr(function, "__call__")  # noqa: B004, B009  an object that can be called
         plain, owner = _unwrapped(function), getattr(function, "__self__", None)
         code = getattr(plain, "__code__", None)
@@ -74,40 +90,54 @@ class References:
             return
         self._seen.add((id(plain), id(owner)))
         names = _Names(code)
-        places = [Place(name, plain.__globals__, (name,)) for name in sorted(names.globals & plain.__globals__.keys())]
+        places = {name: Place(name, plain.__globals__, (name,)) for name in names.globals & plain.__globals__.keys()}
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-            places.append(Place(name, cell, ("cell_contents",)))
-        if isinstance(function, MethodType):
-            places.append(Place(code.co_varnames[0] if code.co_varnames else "self", function, ("__self__",)))
-        for _ in range(3):  # variables; their attributes and items; and what these have
-            for place in places:
-                self._add(place._replace(variable=True), code.co_filename)
-            places = [part for place in places for part in _parts(place, names)]
+            places[name] = Place(name, cell, ("cell_contents",))
+        with contextlib.suppress(TypeError):  # what it is wrapped in takes other arguments
+            given = inspect.signature(plain).bind_partial(*(() if owner is None else (owner,)), *args, **(kwargs or {}))
+            given.apply_defaults()
+            objects = [name for name, value in given.arguments.items() if not _is_plain(value)]
+            places |= {name: Place(name, given.arguments, (name,)) for name in objects}
+        if plain.__defaults__:
+            self.plain.append(Place(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
+        for path in sorted(names.attributes):
+            of, _, attribute = path.rpartition(".")
+            if of in places and _is_open(places[of].read(), attribute):
+                places[path] = Place(path, places[of].root, (*places[of].path, attribute))
+        for name in sorted(places):
+            self._add(places[name]._replace(variable=True), names, code.co_filename)
 
-    def _add(self, place: Place, file: str) -> None:
+    def _add(self, place: Place, names: _Names, file: str) -> None:
         value = place.read()
-        if isinstance(value, _NUMBERS) or self._note(value):
+        if _is_plain(value) or self._note(value):
             self.plain.append(place)
-        elif isinstance(value, FunctionType | MethodType | functools.partial):
-            self._look(value, file)
         elif _holds_tensors(value):
             self._tensors.append(place)
-        elif isinstance(value, list | set):
-            self.plain.append(Place(f"the length of {place.name}", place.root, (*place.path, len)))
+        elif isinstance(value, dict | list | tuple | set):
+            self._add_items(place, value, names, file)
+        elif callable(value) and not isinstance(value, type):
+            self._look(value, file)
+
+    def _add_items(self, place: Place, value: Any, names: _Names, file: str) -> None:
+        """Of a dict those that the function names, or all if it names none; of all, tensors and modules."""
+        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+        named = items.keys() & names.strings
+        for key, item in items.items() if len(place.path) < _LONGEST_PATH and not isinstance(value, set) else ():
+            matters = key in named if named else len(items) <= _FEW_ITEMS
+            if matters or _holds_tensors(item) or isinstance(item, _CLOSED):
+                self._add(place._replace(name=f"{place.name}[{key!r}]", path=(*place.path, key)), names, file)
+        if not named:
+            self.plain.append(place._replace(name=f"the length of {place.name}", path=(*place.path, len)))
 
 
-def _parts(place: Place, names: _Names) -> Iterator[Place]:
-    """Attributes and methods of an object, and items of a dict, named by a function; tensors and modules in a list."""
-    value = place.read()
-    if isinstance(value, dict | list):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if key in names.strings or _holds_tensors(item) or isinstance(item, nn.Module | torch.optim.Optimizer):
-                yield Place(f"{place.name}[{key!r}]", place.root, (*place.path, key))
-    elif not isinstance(value, ModuleType | type | nn.Module | torch.Tensor | torch.optim.Optimizer):
-        for variable, attribute in sorted(names.attributes):
-            is_method = isinstance(getattr(type(value), attribute, None), FunctionType)
-            if variable == place.name and (is_method or attribute in getattr(value, "__dict__", ())):
-                yield Place(f"{variable}.{attribute}", place.root, (*place.path, attribute))
+def _is_open(value: Any, attribute: str) -> bool:
+    """Whether an attribute of an object may be read: it runs no code of a property, and is not PyTorch's."""
+    found = inspect.getattr_static(type(value), attribute, None)
+    return not isinstance(value, _CLOSED) and not isinstance(found, property | functools.cached_property)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -121,28 +151,25 @@ def _unwrapped(function: Any) -> Any:
 
 
 class _Names:
-    """What code names, with that of the functions in it: globals, variables with an attribute of theirs, strings."""
+    """What code names, with that of the functions in it: globals, variables with attributes of theirs, strings."""
 
     def __init__(self, code: CodeType) -> None:
         self.globals: set[str] = set()
-        self.attributes: set[tuple[str, str]] = set()
+        # "self.config", "self.config.weight"
+        self.attributes: set[str] = set()
         self.strings = {constant for constant in code.co_consts if isinstance(constant, str)}
-        variable = None
+        path = ""
         for each in dis.get_instructions(code):
-            if each.opname in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
-                continue
-            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                self.globals.add(each.argval)
-            is_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-            if is_attribute and variable is not None:
-                self.attributes.add((variable, each.argval))
-            # Two variables may be loaded by one instruction.
-            last = each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval
-            is_variable = each.opname.startswith("LOAD_") and each.opname != "LOAD_CONST" and not is_attribute
-            if is_attribute and variable is not None:
-                variable = f"{variable}.{each.argval}"
-            else:
-                variable = last if is_variable and isinstance(last, str) else None
+            if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+                path = path and f"{path}.{each.argval}"
+                self.attributes.add(path)
+            elif "LOAD_" in each.opname and each.opname != "LOAD_CONST":
+                # One instruction may load two variables, or store one and load another.
+                path = str(each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval)
+                if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    self.globals.add(path)
+            elif each.opname not in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
+                path = ""
         for inner in (_Names(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
             self.globals |= inner.globals
             self.attributes |= inner.attributes

@@ -7,65 +7,22 @@ copied into them; after it the graph's results are put there, as the function it
 from __future__ import annotations
 
 import gc
+import itertools
 import operator
 import random
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..amp._amp_state import _amp_state
-from ..ops._recording import Guard, Recording, is_number
+from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-
-MISSING = object()
-
-
-class Place(NamedTuple):
-    """Somewhere in Python: the attributes and keys that lead from `root` to what is there; `len` for how many."""
-
-    name: str
-    root: Any
-    path: tuple[Any, ...]
-    # Most steps replace what is there without reading it, as they do with gradients: see `Recording.reads`.
-    temporary: bool = False
-    # It matters only where the step changes it.
-    optional: bool = False
-    # A variable of the function, an attribute of one, an item: a tensor that is only read stays there.
-    variable: bool = False
-
-    @staticmethod
-    def of(root: Any, *path: Any, **flags: bool) -> Place:
-        """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
-        keys = "".join(f"[{key!r}]" for key in path[1:] if not isinstance(key, Tensor))
-        return Place(f"{type(root).__name__}.{path[0]}{keys}", root, path, **flags)
-
-    def read(self) -> Any:
-        """What is there, `MISSING` if nothing is."""
-        found = self.root
-        try:
-            for key in self.path:
-                if isinstance(found, dict):
-                    found = found.get(key, MISSING)
-                elif key is len:
-                    found = len(found)
-                else:
-                    found = found[key] if isinstance(found, list) else getattr(found, key)
-        except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
-            return MISSING
-        return found
-
-    def put(self, value: Any) -> None:
-        """Changes it."""
-        owner = self._replace(path=self.path[:-1]).read()
-        (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, self.path[-1], value)
-
-    def has(self, value: Any) -> bool:
-        """Whether something equal to `value` is there."""
-        return Guard(self.name, self.read, value).holds()
+from ._place import MISSING, Place, tensors_in, version_of
+from ._references import References
 
 
 def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
@@ -119,18 +76,6 @@ def _is_leaf(tensor: Tensor) -> bool:
         return False
 
 
-def tensors_in(value: Any) -> Sequence[Tensor]:
-    """A tensor, or the tensors of a tuple of nothing else; empty for everything else."""
-    if isinstance(value, Tensor):
-        return (value,)
-    return value if isinstance(value, tuple) and all(isinstance(each, Tensor) for each in value) else ()
-
-
-def version_of(value: Any) -> int | None:
-    """How often a tensor was written to."""
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
-
-
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
     """A dict, and the dicts inside of it and of its lists."""
     if isinstance(value, dict):
@@ -139,30 +84,36 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
         yield from _dicts(part)
 
 
-def _host_generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """What reads and what sets the state of each generator of random numbers on the host."""
-    yield random.getstate, random.setstate
-    yield torch.get_rng_state, torch.set_rng_state
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        yield numpy.get_state, numpy.set_state
+def _generator_states(others: Iterable[Any]) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """What reads and what sets the state of each generator on the host: those that everyone uses, and others."""
+    for each in (random, torch.default_generator, getattr(sys.modules.get("numpy"), "random", random), *others):
+        if hasattr(each, "getstate"):
+            yield each.getstate, each.setstate
+        elif hasattr(each, "get_state"):
+            yield each.get_state, each.set_state
+        elif hasattr(each, "bit_generator"):
+            place = Place("", each.bit_generator, ("state",))
+            yield place.read, place.put
 
 
 def _listed(state: Any) -> Any:
     """The state of a generator as something that compares."""
-    return state.tolist() if hasattr(state, "tolist") else [*map(_listed, state)] if isinstance(state, tuple) else state
+    if isinstance(state, tuple | dict):
+        return [*map(_listed, state.values() if isinstance(state, dict) else state)]
+    return state.tolist() if hasattr(state, "tolist") else state
 
 
 class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
-    def __init__(self, optimizers: Sequence[Any], others: Sequence[Place], scalers: Sequence[Any]) -> None:
-        self.found = [(place, place.read()) for place in (*_training_places(optimizers), *others)]
+    def __init__(self, optimizers: Sequence[Any], references: References) -> None:
+        self.found = [(place, place.read()) for place in (*_training_places(optimizers), *references.places())]
         self.versions = [version_of(value) for _, value in self.found]
-        owners = (*optimizers, *(optimizer._amp_stash for optimizer in _amp_state.optimizers), *scalers)
+        stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
+        owners = (*optimizers, *stashes, *references.scalers)
         self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
         self._sizes = [(each, len(each)) for optimizer in optimizers for each in _dicts(optimizer.state)]
-        self._random = [(get, put, get()) for get, put in _host_generators()]
+        self._random = [(get, put, get()) for get, put in _generator_states(references.generators)]
 
     def check(self) -> None:
         """Raises for what the host has done since, and would not do at a replay."""
@@ -185,34 +136,43 @@ class Snapshot:
                 place.put(value)
 
 
+def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable([each.values() for each in entries])]
+
+
 class State:
     """What one graph needs in the places, and what it leaves there."""
 
-    def __init__(self, before: Snapshot, params: Iterable[Tensor], recording: Recording) -> None:
+    def __init__(
+        self, before: Snapshot, params: Iterable[Tensor], entries: list[Mapping[str, Any]], recording: Recording
+    ) -> None:
         before.check()
         self.params = list({id(param): param for param in params}.values())
         # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
         # these, so that they must be in the place, too.
-        self._needs: list[tuple[Place, Any, bool]] = []
+        self._needs: list[tuple[Callable[[], Any], Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
         for (place, value), version in zip(before.found, before.versions, strict=True):
             if (id(place.root), *place.path[1:]) in recording.followed:
                 continue
             after = place.read()
             is_written, is_replaced = version_of(after) != version, after is not value
-            if place.optional and not is_replaced and not (place.temporary and is_written):
+            if place.optional and not is_replaced and not is_written:
                 continue
             if is_number(value) and is_number(after) and value != after:
                 raise NotImplementedError(f"every call changes {place.name}, which no graph can")
-            if place.optional and place.temporary:
+            if place.optional:
                 self.params.append(place.root)
             if is_replaced and after is not MISSING:
                 self._results.append((place, after))
                 if place.temporary and isinstance(value, Tensor) and id(value) not in recording.reads:
                     continue
             if value is not MISSING:
-                self._needs.append((place, value, is_written or not place.variable))
+                self._needs.append((place.reader(), place, value, is_written or not place.variable))
         self._addresses = [param.data_ptr() for param in self.params]
+        # Most are empty: of those only the size is asked.
+        self._entries, self._filled = entries, [each for each in entries if each]
+        self._sizes, self._parts = [*map(len, entries)], _values(self._filled)
         self._are_trained = [param.requires_grad for param in self.params]
 
     def is_stale(self) -> bool:
@@ -224,9 +184,11 @@ class State:
         """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
+        if [*map(len, self._entries)] != self._sizes or not all(map(operator.is_, _values(self._filled), self._parts)):
+            return "the parts or hooks of a module"
         moved = []
-        for place, need, is_changed in self._needs:
-            found = place.read()
+        for read, place, need, is_changed in self._needs:
+            found = read()
             if found is need:
                 continue
             kinds, others = ([(t.shape, t.dtype, t.device) for t in tensors_in(each)] for each in (need, found))

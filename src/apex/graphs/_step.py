@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
-from ._captured import Graph, detached, kind_of, tensors_of, watched
-from ._references import References, line_of
+from ._captured import Graph, detached, flattened, references_of, watched
+from ._references import line_of
 from ._state import hyperparameters, parameters
 
 
@@ -79,11 +78,12 @@ class CapturedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = args, kwargs
-        tensors = self._params or [tensor for tensor in tensors_of(arguments) if not on_host(tensor)]
-        device = None if self.reason else self._backend.device_of(tensors)
+        tensors, kind = flattened(arguments)
+        known = self._params or [tensor for tensor in tensors if not on_host(tensor)]
+        device = None if self.reason else self._backend.device_of(known)
         if device is None:
             return self._function(*args, **kwargs)
-        kind = (*kind_of(arguments), *_modes(device))
+        kind = (*kind, *_modes(device))
         try:
             count = self._calls.get(kind, 0)
         except TypeError as error:  # an array of NumPy, a set
@@ -94,7 +94,7 @@ class CapturedStep:
         graph, difference = self._fitting(kind)
         if graph is not None:
             self._replays += 1
-            return graph(arguments)
+            return graph(tensors)
         if self.graphs >= self._max_graphs:
             why = f"; the last one did not fit because of {difference}" if difference else ""
             self._say_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
@@ -103,7 +103,7 @@ class CapturedStep:
             self._rehearsed.add(kind)
             return self._rehearse(arguments, kind, device)
         self._rehearsed.discard(kind)
-        return self._capture(arguments, kind, device)
+        return self._capture(arguments, tensors, kind, device)
 
     def _eagerly(self, arguments: Any, device: torch.device) -> Any:
         """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them.
@@ -120,7 +120,7 @@ class CapturedStep:
 
     def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
         """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
-        references = References(self._function, tree_leaves(arguments))
+        references = references_of(self._function, arguments)
         places = (*references.plain, *hyperparameters(list(self._optimizers.values())))
         before = [(place, place.read()) for place in places]
         outputs = self._eagerly(arguments, device)
@@ -146,7 +146,7 @@ class CapturedStep:
                 return graph, None
         return None, difference
 
-    def _capture(self, arguments: Any, kind: Any, device: torch.device) -> Any:
+    def _capture(self, arguments: Any, tensors: list[Tensor], kind: Any, device: torch.device) -> Any:
         try:
             graph = Graph(self._function, arguments, self._optimizers, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
@@ -155,7 +155,7 @@ class CapturedStep:
         else:
             self._graphs[kind].append(graph)
             self._captures += 1
-            return graph(arguments)
+            return graph(tensors)
         # Here the error is gone, and with it what its traceback held. One that has nothing to do with the capture comes
         # up again.
         outputs = self._eagerly(arguments, device)

@@ -1,0 +1,306 @@
+"""What is changed between the calls of a captured function: noticed wherever the function names it.
+
+Each case makes a function and what changes something that it reads, after the function was captured.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from apex.graphs import CapturedStep
+from tests.graphs.common import assert_equal_bits
+from tests.graphs.recorder import CpuGraphs
+
+Step = Callable[..., Any]
+# A function, what changes something that it reads, and its arguments behind the first.
+Case = Callable[[str], tuple[Any, ...]]
+CASES: dict[str, Case] = {}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+class Config:
+    """Has a weight that is the class's until it is set."""
+
+    weight: Any = 1.0
+
+
+class Slots:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+
+class Loss:
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Mode(enum.Enum):
+    HALF = 0.5
+    TWICE = 2.0
+
+
+class Masked(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, device=device))
+        self.linear = nn.Linear(4, 4, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.mask
+
+
+@case
+def a_default(device: str) -> tuple[Any, ...]:
+    def step(x: Tensor, weight: float = 1.0) -> Tensor:
+        return x * weight
+
+    return step, lambda: setattr(step, "__defaults__", (2.0,))
+
+
+@case
+def a_dict_that_is_a_default(device: str) -> tuple[Any, ...]:
+    config = {"weight": 1.0}
+
+    def step(x: Tensor, *, config: dict[str, float] = config) -> Tensor:
+        return x * config["weight"]
+
+    return step, lambda: config.update(weight=2.0)
+
+
+@case
+def a_model_that_is_a_default(device: str) -> tuple[Any, ...]:
+    model = nn.Dropout(1.0)
+    return lambda x, model=model: model(x), model.eval
+
+
+@case
+def a_dict_that_is_bound(device: str) -> tuple[Any, ...]:
+    config = {"weight": 1.0}
+    return functools.partial(lambda config, x: x * config["weight"], config), lambda: config.update(weight=2.0)
+
+
+@case
+def an_object_that_is_bound(device: str) -> tuple[Any, ...]:
+    config = Config()
+    return functools.partial(lambda x, config: x * config.weight, config=config), lambda: setattr(config, "weight", 2.0)
+
+
+@case
+def an_object_that_is_an_argument(device: str) -> tuple[Any, ...]:
+    config = Config()
+    config.model = nn.Dropout(0.0)  # no batch, for which objects with tensors and numbers alone are taken
+    return lambda x, config: config.model(x) * config.weight, lambda: setattr(config, "weight", 2.0), config
+
+
+@case
+def an_attribute_of_a_class(device: str) -> tuple[Any, ...]:
+    config = type("Settings", (), {"weight": 1.0})
+    return lambda x: x * config.weight, lambda: setattr(config, "weight", 2.0)  # type: ignore[attr-defined]
+
+
+@case
+def an_attribute_that_hides_one_of_a_class(device: str) -> tuple[Any, ...]:
+    config = Config()
+    return lambda x: x * config.weight, lambda: setattr(config, "weight", 2.0)
+
+
+@case
+def a_slot(device: str) -> tuple[Any, ...]:
+    config = Slots()
+    return lambda x: x * config.weight, lambda: setattr(config, "weight", 2.0)
+
+
+@case
+def a_number_of_a_python_module(device: str) -> tuple[Any, ...]:
+    config = types.ModuleType("config")
+    config.weight = 1.0  # type: ignore[attr-defined]
+    return lambda x: x * config.weight, lambda: setattr(config, "weight", 2.0)
+
+
+@case
+def far_away(device: str) -> tuple[Any, ...]:
+    config = types.SimpleNamespace(of=types.SimpleNamespace(the=types.SimpleNamespace(loss={"weights": [1.0, 3.0]})))
+    return lambda x: x * config.of.the.loss["weights"][0], lambda: config.of.the.loss["weights"].insert(0, 2.0)
+
+
+@case
+def a_number_in_a_list(device: str) -> tuple[Any, ...]:
+    weights = [1.0, 3.0]
+    return lambda x: x * weights[0], weights.reverse
+
+
+@case
+def a_tuple(device: str) -> tuple[Any, ...]:
+    config = Config()
+    config.weight = (1.0, 3.0)
+    return lambda x: x * config.weight[0], lambda: setattr(config, "weight", (2.0, 3.0))
+
+
+@case
+def an_enumeration(device: str) -> tuple[Any, ...]:
+    config = Config()
+    config.weight = Mode.HALF
+    return lambda x: x * config.weight.value, lambda: setattr(config, "weight", Mode.TWICE)
+
+
+@case
+def items_that_are_not_named(device: str) -> tuple[Any, ...]:
+    weights = {"first": 1.0, "second": 2.0}
+    return lambda x: sum(x * weight for weight in weights.values()), lambda: weights.update(third=3.0)
+
+
+@case
+def an_object_that_is_called(device: str) -> tuple[Any, ...]:
+    loss = Loss()
+    return lambda x: loss(x), lambda: setattr(loss, "weight", 2.0)
+
+
+@case
+def a_function_of_a_captured_one(device: str) -> tuple[Any, ...]:
+    config = Config()
+    inner = captured(lambda x: x * config.weight, device)
+    return lambda x: inner(x) + 1, lambda: setattr(config, "weight", 2.0)
+
+
+@case
+def a_buffer(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    return lambda x: model(x), lambda: setattr(model, "mask", torch.full((4,), 2.0, device=device))
+
+
+@case
+def a_parameter(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    return lambda x: model(x), lambda: model.load_state_dict(state, assign=True)
+
+
+@case
+def a_layer(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    return lambda x: model(x), lambda: setattr(model, "linear", nn.Identity())
+
+
+@case
+def a_hook(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    return lambda x: model(x), lambda: model.linear.register_forward_hook(lambda *given: given[-1] * 2)
+
+
+@case
+def a_hook_that_is_replaced(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    handle = model.linear.register_forward_hook(lambda *given: given[-1] * 2)
+
+    def change() -> None:
+        handle.remove()
+        model.linear.register_forward_hook(lambda *given: given[-1] * 3)
+
+    return lambda x: model(x), change
+
+
+@case
+def pruning(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+    return lambda x: model(x), lambda: prune.l1_unstructured(model.linear, "weight", amount=0.5)
+
+
+@case
+def a_parametrization(device: str) -> tuple[Any, ...]:
+    model = Masked(device)
+
+    def change() -> None:
+        parametrizations.weight_norm(model.linear)
+        model.linear.parametrizations.weight.original0.data.mul_(2.0)  # type: ignore[union-attr]
+
+    return lambda x: model(x), change
+
+
+def captured(function: Step, device: str) -> CapturedStep:
+    return CapturedStep(function, warmup=1, backend=CpuGraphs(forbids_reading=True) if device == "cpu" else None)
+
+
+def results(name: str, way: Callable[[Step], Step], device: str) -> list[Any]:
+    torch.manual_seed(0)
+    function, change, *more = CASES[name](device)
+    step, found = way(function), []
+    with torch.no_grad():
+        for index in range(7):
+            if index == 4:
+                change()
+            found.append(step(torch.arange(4.0, device=device), *more).clone())
+    assert not torch.equal(found[3], found[4])
+    return found
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_changed_between_calls_is_noticed(name: str, device: str) -> None:
+    steps: list[CapturedStep] = []
+
+    def way(function: Step) -> CapturedStep:
+        steps.append(captured(function, device))
+        return steps[-1]
+
+    assert_equal_bits(results(name, lambda step: step, device), results(name, way, device))
+    assert steps[-1].graphs == (1 if name == "a_buffer" else 2)  # what is a tensor is brought to the graph's memory
+    assert steps[-1]._replays
+
+
+def test_a_number_of_an_argument_that_every_call_changes_is_named() -> None:
+    def step(x: Tensor, config: Config) -> Tensor:
+        config.weight += 1.0
+        return x * config.weight
+
+    run, config = captured(step, "cpu"), Config()
+    with pytest.warns(UserWarning, match="every call changes config.weight, which no graph can"):
+        assert [float(run(torch.ones(1), config)) for _ in range(4)] == [2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (random.Random, lambda generator: generator.random()),
+        (numpy.random.default_rng, lambda generator: generator.random()),
+        (numpy.random.RandomState, lambda generator: generator.random_sample()),
+        (lambda seed: torch.Generator().manual_seed(seed), lambda generator: torch.rand(1, generator=generator)),
+    ],
+)
+def test_generators_of_the_host_that_a_function_draws_from_are_noticed(make: Any, draw: Any) -> None:
+    generator = make(3)
+    run = captured(lambda x: x * draw(generator), "cpu")
+    with pytest.warns(UserWarning, match="random numbers are drawn on the host"):
+        found = [float(run(torch.ones(1))) for _ in range(4)]
+    generator = make(3)
+    assert found == [pytest.approx(float(draw(generator))) for _ in range(4)]
+
+
+def test_outputs_that_are_objects_have_no_gradients() -> None:
+    model = nn.Linear(4, 4)
+    run = captured(lambda x: types.SimpleNamespace(outputs=model(x), name="one"), "cpu")
+    for index in range(4):
+        found = run(torch.full((2, 4), float(index)))
+        assert torch.equal(found.outputs, model(torch.full((2, 4), float(index))))
+        assert (found.outputs.requires_grad, found.name) == (False, "one")
