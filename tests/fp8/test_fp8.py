@@ -14,6 +14,8 @@ from apex import amp, fp8, graphs
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.ops import float8
 from apex.optimizers import FusedAdam
+from apex.transformer import parallel_state
+from apex.transformer.testing.standalone_transformer_lm import ParallelMLP, TransformerConfig
 from tests.fp8 import fp8_checks
 from tests.parallel.processes import run_checks
 
@@ -128,6 +130,20 @@ def test_fused_dense_layers_are_converted(scaling):
     assert [type(layer) for layer in fused] == [FusedDense, FusedDenseGeluDense, FusedDenseGeluDense]
     gathered = fp8.convert(fused, smallest_weight=0, emulate=True, choose=lambda name, layer: name == "1")
     assert [bool(row.reason) for row in gathered] == [True, False, False, True, True]
+
+
+def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
+    overrides = {"rank_overrides": {"tensor": 0}, "size_overrides": {"tensor": 1, "pipeline": 1}}
+    monkeypatch.setattr(parallel_state, "_state", parallel_state._State(**overrides))
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    config = TransformerConfig(**sizes, max_position_embeddings=16)
+    perceptron, x = ParallelMLP(config, config.generator(0)), torch.randn(16, 2, 64)
+    usual = perceptron(x)
+    assert not any(row.reason for row in fp8.convert(perceptron, smallest_weight=0, emulate=True))
+    error = float((perceptron(x) - usual).detach().norm() / usual.detach().norm())
+    assert 1e-3 < error < 0.2
+    fp8.revert(perceptron)
+    assert torch.equal(perceptron(x), usual)
 
 
 def test_refusals_change_nothing():

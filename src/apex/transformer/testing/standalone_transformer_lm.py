@@ -115,7 +115,8 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to the same."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
-        if self.fused:
+        # Not where another product has taken the place of the layers', as after `fp8.convert`.
+        if self.fused and up._linear is down._linear is linear_with_grad_accumulation_and_async_allreduce:
             return fused_dense_gelu_dense_function(x, up.weight, up.bias, down.weight, down.bias)
         hidden, bias = up(x)
         hidden = fused_bias_swiglu(hidden, bias) if self.gated else F.gelu(hidden, approximate="tanh")
