@@ -89,14 +89,19 @@ class Kernel:
         *,
         num_warps: int,
         num_stages: int = 1,
+        same_dtypes: bool = False,
         **constants: Any,
     ) -> PreparedLaunch:
-        """The same without tensors and floats: what a launch rule can answer, so that no constants are looked up."""
+        """The same without tensors and floats: what a launch rule can answer, so that no constants are looked up.
+
+        With `same_dtypes` its tensors have the same dtypes, and the same ones are absent, at every launch: a rule that
+        is asked with all dtypes can say so, and a launch then need not look at them.
+        """
         for function in (self.function, *constants.values()):
             settle_hash(function)
         names = self.function.arg_names
         values = tuple(constants[name] for name in names[len(names) - len(constants) :])
-        return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages)
+        return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages, same_dtypes)
 
 
 class PreparedLaunch:
@@ -110,6 +115,7 @@ class PreparedLaunch:
         constants: tuple[Any, ...],
         num_warps: int,
         num_stages: int,
+        same_dtypes: bool = False,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -117,19 +123,22 @@ class PreparedLaunch:
         self.constants = constants
         self.num_warps = num_warps
         self.num_stages = num_stages
+        self._same_dtypes = same_dtypes
+        self._dtypes: list[torch.dtype | None] | None = None  # those of the first launch
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # By the device's index, the dtypes, and the tensors that start at no multiple of 16 bytes, which Triton
-        # specialises on: what launches the compiled kernel, its arguments between stream and tensors, and how many
-        # tensors were absent.
-        self._compiled: dict[tuple, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
+        # By the device's index, the dtypes if they may change, and the tensors that start at no multiple of 16 bytes,
+        # which Triton specialises on: what launches the compiled kernel, its arguments between stream and tensors, and
+        # how many tensors were absent.
+        self._compiled: dict[Any, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
-        index = tensors[0].get_device()  # type: ignore[union-attr]
-        key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        key: Any = (index := tensors[0].get_device())  # type: ignore[union-attr]
+        if not self._same_dtypes:
+            key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
-            key = (*key, *[address % _ALIGNMENT == 0 for address in addresses])
+            key = (key, *[address % _ALIGNMENT == 0 for address in addresses])
         compiled = self._compiled.get(key)
         if compiled is None or _recorder is not None:
             # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
@@ -145,8 +154,15 @@ class PreparedLaunch:
             return
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _launch_first(self, key: tuple, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+    def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
+        if self._same_dtypes:
+            dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+            self._dtypes = self._dtypes or dtypes
+            if dtypes != self._dtypes:
+                raise TypeError(
+                    f"{self.kernel.name} was prepared for {self._dtypes}, got {dtypes}: ask its launch rule"
+                )
         if _recorder is not None and _recorded_type in (None, device.type):
             _recorder.append(Launch(self, device, tensors, floats))
             return

@@ -104,7 +104,10 @@ class Problem(NamedTuple):
     def prepare(
         self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int
     ) -> Any:
-        """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them."""
+        """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them.
+
+        Rules for packed sequences are asked with the dtypes of all tensors.
+        """
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
         sizes = (*self[:5], total, *strides, *self._statistics_strides())
         return kernel.prepare(
@@ -116,6 +119,7 @@ class Problem(NamedTuple):
             TAIL=self.tail,
             DROPS=dropout > 0,
             ALIGN_S=math.gcd(16, *strides),
+            same_dtypes=total > 0,
             **flags,
             **self.tiling(tile),
         )

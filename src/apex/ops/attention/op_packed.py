@@ -71,14 +71,16 @@ def _takes(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int
 
 def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> None:
     """Raises for arguments that do not fit; lengths are looked at where that needs no wait."""
-    check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
-    if qkv.dim() != 4 or qkv.shape[1] != 3 or qkv.shape[3] == 0:
-        raise ValueError(f"qkv has shape {list(qkv.shape)}; it must be [total, 3, heads, head size]")
+    if type(qkv) not in _library.PLAIN or type(cu_seqlens) not in _library.PLAIN:
+        check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
+    shape, bounds_shape = qkv.shape, cu_seqlens.shape
+    if len(shape) != 4 or shape[1] != 3 or shape[3] == 0:
+        raise ValueError(f"qkv has shape {list(shape)}; it must be [total, 3, heads, head size]")
     if not qkv.is_floating_point():
         raise TypeError(f"attention needs a floating-point tensor, qkv is {qkv.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+    if len(bounds_shape) != 1 or bounds_shape[0] == 0:
         raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [sequences + 1], the first row of each "
+            f"cu_seqlens has shape {list(bounds_shape)}; it must be [sequences + 1], the first row of each "
             "sequence and the end of the last"
         )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -90,8 +92,8 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
     bounds = values_at_hand(cu_seqlens)
     if bounds is not None:
         lengths = [end - start for start, end in pairwise(bounds)]
-        if bounds[0] != 0 or bounds[-1] > qkv.shape[0] or any(length < 0 for length in lengths):
-            raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {qkv.shape[0]} rows of qkv")
+        if bounds[0] != 0 or bounds[-1] > shape[0] or any(length < 0 for length in lengths):
+            raise ValueError(f"cu_seqlens={bounds} must grow from 0 to at most the {shape[0]} rows of qkv")
         if lengths and max(lengths) > max_seqlen:
             raise ValueError(f"max_s={max_seqlen} is less than the longest sequence, which has {max(lengths)} rows")
 
@@ -138,14 +140,16 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> t
     return output.transpose(1, 2).reshape(sequences * length, heads, head_dim).detach(), logsumexp if saves else None
 
 
-def _form(qkv: Tensor, cu_seqlens: Tensor, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that launches depend on: sizes, strides and dtype, the number of bounds, settings and device."""
-    return qkv.shape, qkv.stride(), qkv.dtype, cu_seqlens.shape[0], settings, qkv.device
+def _form(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that launches depend on: sizes, strides, dtypes, the number of bounds, settings and device."""
+    dtypes = (qkv.dtype, cu_seqlens.dtype, seed is None)
+    return qkv.shape, qkv.stride(), dtypes, cu_seqlens.shape[0], settings, qkv.device
 
 
 def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]] | None:
     """The problem, the strides of query, key and value, and the floats of its launches; None as `_takes` has it."""
-    (total, _, heads, head_dim), strides, dtype, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
+    (total, _, heads, head_dim), strides, dtypes, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
+    dtype = dtypes[0]
     if head_dim > config.largest_head(dtype.itemsize, facts(device)) or min(total, heads, bounds - 1, length) < 1:
         return None
     sizes, options = (bounds - 1, heads, length, length, head_dim), (total, zero_tail, dropout_p, cudnn_first)
@@ -156,20 +160,20 @@ def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[flo
 def launch_forward(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, *settings: Any, saves: bool = True
 ) -> tuple[Tensor | None, ...]:
-    """Output and, if it `saves` them, statistics [1, H, total], whose order is cuDNN's own if it was asked."""
+    """Output and, if it `saves` them, statistics [1, H, total]; if cuDNN was asked, in its own order and shape."""
     max_seqlen, _, _, cudnn_first = settings
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
-    found = _forward_launch(_form(qkv, cu_seqlens, settings), saves)
+    form = _form(qkv, cu_seqlens, seed, settings)
+    found = _forward_launch(form, saves)
     if found is None:
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
-    total, _, heads, head_dim = qkv.shape
+    total, _, heads, head_dim = form[0]
     if cudnn_first:
         # [sequences, H, length, D] each
         split = qkv.view(-1, max_seqlen, 3, heads, head_dim).permute(2, 0, 3, 1, 4)
         query, key, value = split.unbind(0)
         output, statistics = cudnn_attention(query, key, value, saves)
-        statistics = None if statistics is None else statistics.view(1, heads, total)
     else:
         query, key, value = qkv.unbind(1)
         empty = empty_on(qkv.device)
@@ -196,7 +200,7 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
     (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
     if qkv.stride(3) != 1:
         qkv = qkv.contiguous()
-    found = _backward_launches(_form(qkv, cu_seqlens, settings))
+    found = _backward_launches(_form(qkv, cu_seqlens, seed, settings), dout.dtype)
     if found is None:
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
     of_query, of_key_value, floats, of_gradient, of_delta = found
@@ -210,7 +214,7 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
 
 
 @launch_rule
-def _backward_launches(form: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _backward_launches(form: tuple[Any, ...], gradient_dtype: torch.dtype) -> tuple[Any, ...] | None:
     """The kernels for the gradient of the queries and for those of keys and values, their floats and two layouts.
 
     These are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.

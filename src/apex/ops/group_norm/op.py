@@ -123,7 +123,8 @@ def launch_forward(
     """One launch where a program takes a whole group, three where groups are cut up."""
     x, last = _dense(input)
     device, dtype, shape = x.device, x.dtype, tuple(x.shape)
-    launches, elements = _forward_launches(shape, groups, dtype, last, silu, device)
+    dtypes = (dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    launches, elements = _forward_launches(shape, groups, dtypes, last, silu, device)
     empty = empty_on(device)
     y = empty(shape, x.stride(), dtype)
     statistics = empty((shape[0], groups, 2), (2 * groups, 2, 1), torch.float32)
@@ -157,6 +158,7 @@ def _prepare_held(
         S_BLOCK=chosen.position_block,
         D_BLOCK=chosen.channel_block,
         num_warps=chosen.num_warps,
+        same_dtypes=True,
     )
 
 
@@ -175,11 +177,11 @@ def _held_config(
 
 @launch_rule
 def _forward_launches(
-    shape: tuple[int, ...], groups: int, dtype: torch.dtype, last: bool, silu: bool, on: torch.device
+    shape: tuple[int, ...], groups: int, dtypes: tuple[Any, ...], last: bool, silu: bool, on: torch.device
 ) -> tuple[tuple[Any, ...], int]:
     """The kernels, which lack their tensors: one, or three and the elements of memory for what the first finds."""
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    itemsize, device, group_channels = dtype.itemsize, facts(on), channels // groups
+    itemsize, device, group_channels = dtypes[0].itemsize, facts(on), channels // groups
     chosen = _held_config(sizes, itemsize, last, "forward", device)
     if chosen is not None:
         return (_prepare_held(kernels.group_norm_forward_small, sizes, chosen, last, silu),), 0
@@ -221,15 +223,17 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     """
     input, weight, bias, statistics, groups, eps, silu, wanted = saved
     x, last = _dense(input)
-    if dy.stride() != x.stride():
+    device, dtype, shape, strides = x.device, x.dtype, tuple(x.shape), x.stride()
+    if dy.stride() != strides:
         dy = torch.empty_like(x, dtype=dy.dtype).copy_(dy)
-    device, dtype, shape = x.device, x.dtype, tuple(x.shape)
     param_grads = (wanted[1] or wanted[2]) and (weight is not None or bias is not None)
-    launches = _backward_launches(shape, groups, dtype, last, silu, param_grads, device)
+    of_weight, of_bias = None if weight is None else weight.dtype, None if bias is None else bias.dtype
+    dtypes = (dtype, dy.dtype, of_weight, of_bias, statistics.dtype)
+    launches = _backward_launches(shape, groups, dtypes, last, silu, param_grads, device)
     empty, channels = empty_on(device), shape[1:2]
-    dx = empty(shape, x.stride(), dtype)
-    dweight = empty(channels, (1,), weight.dtype) if param_grads and weight is not None else None
-    dbias = empty(channels, (1,), bias.dtype) if param_grads and bias is not None else None
+    dx = empty(shape, strides, dtype)
+    dweight = empty(channels, (1,), of_weight) if param_grads and of_weight is not None else None
+    dbias = empty(channels, (1,), of_bias) if param_grads and of_bias is not None else None
     given = (x, dy, weight, bias, statistics)
     if launches.held is not None:
         scratch, tickets = partial_sums(launches.scratch, device)
@@ -256,10 +260,10 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    shape: tuple[int, ...], groups: int, dtype: Any, last: bool, silu: bool, param_grads: bool, on: torch.device
+    shape: tuple[int, ...], groups: int, dtypes: tuple, last: bool, silu: bool, param_grads: bool, on: torch.device
 ) -> BackwardLaunches:
     images, positions, channels, groups = sizes = _sizes(shape, groups)
-    itemsize, device, group_channels = dtype.itemsize, facts(on), channels // groups
+    itemsize, device, group_channels = dtypes[0].itemsize, facts(on), channels // groups
     image_block, channel_block = config.PARAMETER_BLOCK
     parameters = kernels.group_norm_parameter_gradients.prepare(
         (-(-channels // channel_block),),

@@ -165,18 +165,20 @@ class TritonLists:
             return self._empty(0), layout
         if self._index is not None and _device.current_stream(self._index):  # the default stream cannot be captured
             keep_if_captured(self.device, table.fixed, table.moving, layout.programs, layout.bounds)
-        tickets, finishing, by = None, None, (0.0, 0.0, 0.0)
-        sums: tuple[Tensor | None, ...] = (None,) * 4
+        tickets = finishing = out = factor = None
+        bounds, by = None, (0.0, 0.0, 0.0)
         if rule.quantities and partials is None:
             partials, tickets = partial_sums(layout.count * rule.quantities, self.device)
-        if total is not None:
-            out, per_tensor, root, average, factor, by = total
-            finishing = (per_tensor, root, average, total.columns, layout.sum_block[per_tensor])
-            sums = (layout.bounds, tickets, out, factor)
-        given = (table.fixed, table.moving, layout.programs, noop, grad_scale, scalars, whole, overflow)
-        settings = (flags, on_device, checks, self._types, self._columns, table.aligned, seed is not None, finishing)
-        _rule_launch(rule, layout.count, layout.block, layout.blocks_per_program, *settings)(
-            (*given, nonfinite_counts, partials, *sums),
+        if total is None:
+            tickets = None
+        else:
+            (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
+            finishing = (per_tensor, root, average, out.shape[-1], layout.sum_block[per_tensor], factor is None)
+        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
+        settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, seed is not None)
+        _rule_launch(rule, layout.count, layout.block, layout.blocks_per_program, *settings, finishing)(
+            (table.fixed, table.moving, layout.programs, *given, partials, bounds, tickets, out, factor),
             (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
         )
         return partials, layout
@@ -267,6 +269,7 @@ def _rule_launch(
     flags: tuple[bool, ...],
     on_device: tuple[int, ...],
     checks: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
     types: tuple[str | None, ...],
     columns: int,
     aligned: bool,
@@ -288,8 +291,9 @@ def _rule_launch(
             aligned,
             seeded,
         ),
-        FINISH=finishing,
+        FINISH=finishing and finishing[:5],
         BLOCK=block,
         BLOCKS=blocks_per_program,
         num_warps=config.WARPS,
+        same_dtypes=True,
     )

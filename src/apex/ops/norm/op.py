@@ -170,7 +170,8 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
     """Output and statistics, as `reference.forward`."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
     device = input.device
-    launches = _forward_launch(input.shape, row_length, input_dtype, out_dtype, subtract_mean, device)
+    dtypes = (input_dtype, out_dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    launches = _forward_launch(input.shape, row_length, dtypes, subtract_mean, device)
     empty = empty_on(device)
     output = empty(launches.shape, launches.strides, out_dtype)
     statistics = empty(launches.statistics, launches.statistics_strides, torch.float32)
@@ -194,15 +195,15 @@ class ForwardLaunch(NamedTuple):
 def _forward_launch(
     shape: tuple[int, ...],
     row_length: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
+    dtypes: tuple[Any, ...],
     subtract_mean: bool,
     device: torch.device,
 ) -> ForwardLaunch:
+    dtype, out_dtype, *_ = dtypes
     rows = math.prod(shape) // row_length
     chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
-    flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps}
+    flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps, "same_dtypes": True}
     if chosen.rows_per_program:
         launch = kernels_forward.norm_forward_rows.prepare(
             (-(-rows // chosen.rows_per_program),),
@@ -229,18 +230,22 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
-    device, dtype = saved.device, saved.dtype
+    device, weight_dtype = saved.device, None if weight is None else weight.dtype
+    bias_dtype = None if bias is None else bias.dtype
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    flags = (subtract_mean, from_output, bias is not None, param_grads)
-    launches = _backward_launches(saved.shape, row_length, dtype, flags, device)
+    dtypes, flags = (
+        (saved.dtype, dy.dtype, input_dtype, weight_dtype, bias_dtype),
+        (subtract_mean, from_output, param_grads),
+    )
+    launches = _backward_launches(saved.shape, row_length, dtypes, flags, device)
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, input_dtype)
     partials = tickets = dweight = dbias = None
     if param_grads:
         sizes = tuple(weight.shape)  # type: ignore[union-attr]
         strides = (1,) if len(sizes) == 1 else contiguous_strides(sizes)
-        dweight = empty(sizes, strides, weight.dtype)  # type: ignore[union-attr]
-        dbias = None if bias is None else empty(sizes, strides, bias.dtype)
+        dweight = empty(sizes, strides, weight_dtype)  # type: ignore[arg-type]
+        dbias = None if bias_dtype is None else empty(sizes, strides, bias_dtype)
         partials, tickets = partial_sums(launches.partials, device)
     given, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
@@ -272,9 +277,10 @@ class BackwardLaunches(NamedTuple):
 
 @launch_rule
 def _backward_launches(
-    shape: tuple[int, ...], row_length: int, dtype: torch.dtype, flags: tuple[bool, ...], device: torch.device
+    shape: tuple[int, ...], row_length: int, dtypes: tuple[Any, ...], flags: tuple[bool, ...], device: torch.device
 ) -> BackwardLaunches:
-    subtract_mean, from_output, has_bias, param_grads, *has_added = flags
+    (dtype, *_, bias_dtype), (subtract_mean, from_output, param_grads, *has_added) = dtypes, flags
+    has_bias = bias_dtype is not None
     kinds = 1 + has_bias + sum(has_added)
     shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
@@ -282,6 +288,7 @@ def _backward_launches(
     partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
+    common["same_dtypes"] = True
     main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     row_means = sums = None
     if chosen.kind == "rows":
@@ -329,6 +336,7 @@ def _backward_launches(
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=block,
             num_warps=4,
+            same_dtypes=True,
         )
     elements, limit = partials * row_length * kinds, (math.sqrt(row_length),)
     return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)

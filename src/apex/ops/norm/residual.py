@@ -131,7 +131,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, sum and statistics."""
     device, dtype = branch.device, branch.dtype
-    launches = op._forward_launch(branch.shape, row_length, dtype, dtype, subtract_mean, device)
+    dtypes = (dtype, dtype, *[None if each is None else each.dtype for each in (weight, bias, residual, added)])
+    launches = op._forward_launch(branch.shape, row_length, dtypes, subtract_mean, device)
     empty = empty_on(device)
     output, total = (empty(launches.shape, launches.strides, dtype) for _ in range(2))
     statistics = empty(launches.statistics, launches.statistics_strides, torch.float32)
@@ -154,8 +155,10 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the sum, of weight and bias and of the added bias; empty ones of those that there are not."""
     device, dtype = saved.device, saved.dtype
-    flags = (subtract_mean, from_output, bias is not None, True, has_added)
-    launches = op._backward_launches(saved.shape, row_length, dtype, flags, device)
+    dtypes = (dtype, dy.dtype, dsum.dtype, weight.dtype, None if bias is None else bias.dtype)
+    launches = op._backward_launches(
+        saved.shape, row_length, dtypes, (subtract_mean, from_output, True, has_added), device
+    )
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)

@@ -245,7 +245,8 @@ def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
     given = tuple([(t.shape, t.stride()) for t in tensors])
     dtype, empty = first.dtype, empty_on(device)
-    prepared, results = _prepared_launch(given, dtype.itemsize, spec, len(tables), tables[0].shape, edges, device)
+    dtypes = (None if cu_seqlens is None else cu_seqlens.dtype, dtype, *[table.dtype for table in tables])
+    prepared, results = _prepared_launch(given, dtypes, spec, tables[0].shape, edges, device)
     outputs = [empty(shape, strides, dtype) for shape, strides in results]
     pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
     prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
@@ -258,22 +259,21 @@ Side = tuple[torch.Size, tuple[int, ...], tuple[int, ...]]  # shape and strides 
 @launch_rule
 def _prepared_launch(
     given: tuple[tuple[torch.Size, tuple[int, ...]], ...],
-    itemsize: int,
+    dtypes: tuple[Any, ...],
     spec: RopeSpec,
-    tables: int,
     table: torch.Size,
     edges: int,
     device: torch.device,
 ) -> tuple[Any, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """The kernel for a tensor, or for two, `given` by shapes and strides; and shapes and strides of the results.
 
-    There are so many `tables`, the first of the shape `table`.
+    `dtypes` are those of edges, tensors and tables, of which the first has the shape `table`.
     """
-    layout, here = spec.layout, facts(device)
+    layout, here, itemsize = spec.layout, facts(device), dtypes[1].itemsize
     results = [(tuple(shape), _result_strides(tuple(shape), spec.swap_memory)) for shape, _ in given]
     sides: list[Side] = [(*each, strides) for each, (_, strides) in zip(given, results, strict=True)]
     shape = sides[0][0]
-    constants = config.channel_constants(layout, tables, spec.inverse, shape[-1], table[-1])
+    constants = config.channel_constants(layout, len(dtypes) - 2, spec.inverse, shape[-1], table[-1])
     sizes = (shape[DIMENSIONS[layout][0]], math.prod(table[:-1]), edges, edges.bit_length())
     programs, side, tile, num_warps = _side(sides[0], layout, itemsize, here)
     key_programs, key_side, key_tile, key_warps = 0, (1,) * len(side), tile, num_warps
@@ -286,6 +286,7 @@ def _prepared_launch(
         QUERY_TILE=tile,
         KEY_TILE=key_tile,
         num_warps=max(num_warps, key_warps),
+        same_dtypes=True,
     )
     return launch, results
 

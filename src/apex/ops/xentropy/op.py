@@ -85,7 +85,7 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
     losses = torch.empty_like(labels, dtype=torch.float32)
     log_sums = torch.empty_like(losses)
     sizes = (*rows.shape, rows.stride(0), padding_idx)
-    launch = _forward_launch(sizes, smoothing > 0, False, False, rows.dtype.itemsize, rows.device)
+    launch = _forward_launch(sizes, smoothing > 0, False, False, rows.dtype, rows.device)
     launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
     return losses, log_sums
 
@@ -95,7 +95,7 @@ def launch_in_place(
 ) -> None:
     """Writes the losses, and over the logits their gradient times `row_scale`."""
     sizes, scaled = (*logits.shape, logits.stride(0), padding_idx), row_scale is not None
-    launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype.itemsize, logits.device)
+    launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype, logits.device)
     launch((logits, labels, losses, torch.empty_like(losses), row_scale), (smoothing,))
 
 
@@ -110,8 +110,9 @@ def launch_backward(
     if labels.dtype is not torch.int64:
         labels = labels.long()
     sizes = (rows.stride(0), padding_idx, loss_stride)
-    launch, is_short, layout = _backward_launch(logits.shape, sizes, smoothing > 0, logits.dtype.itemsize, device)
-    gradient = empty_on(device)(*layout, logits.dtype)
+    dtypes = (logits.dtype, dlosses.dtype, log_sums.dtype)
+    launch, is_short, layout = _backward_launch(logits.shape, sizes, smoothing > 0, dtypes, device)
+    gradient = empty_on(device)(*layout, dtypes[0])
     if is_short:
         launch((rows, labels, dlosses, log_sums, gradient), (smoothing,))
     else:
@@ -121,9 +122,14 @@ def launch_backward(
 
 @launch_rule
 def _backward_launch(
-    shape: torch.Size, sizes: tuple[int, int, int], smoothed: bool, itemsize: int, device: torch.device
+    shape: torch.Size,
+    sizes: tuple[int, int, int],
+    smoothed: bool,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
 ) -> tuple[Any, bool, tuple[tuple[int, ...], tuple[int, ...]]]:
     """The kernel, whether it is that for short rows, and sizes and strides of the gradient."""
+    itemsize = dtypes[0].itemsize
     (*outer, classes), (row_stride, padding_idx, loss_stride) = shape, sizes
     rows, layout = math.prod(outer), (tuple(shape), contiguous_strides(tuple(shape)))
     if classes <= config.SHORT_ROW:
@@ -138,6 +144,7 @@ def _backward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
+        same_dtypes=True,
     )
     return launch, False, layout
 
@@ -151,10 +158,10 @@ def _whole_rows(logits: Tensor) -> Tensor:
 
 @launch_rule
 def _forward_launch(
-    sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, itemsize: int, device: torch.device
+    sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
     """The kernel for losses, and with `gradient` also for the gradient in place of the logits."""
-    rows, classes, row_stride, padding_idx = sizes
+    (rows, classes, row_stride, padding_idx), itemsize = sizes, dtype.itemsize
     if classes <= config.SHORT_ROW and not gradient:
         return _short_rows((*sizes, 1), False, smoothed, itemsize, device)
     chosen = config.forward_config(rows, classes, itemsize, gradient, facts(device))
@@ -169,6 +176,7 @@ def _forward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
+        same_dtypes=not gradient,
     )
 
 
@@ -185,6 +193,7 @@ def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize
         BLOCK=chosen.block,
         MULTIPLE=math.gcd(row_stride, classes, 16 // itemsize),
         num_warps=chosen.num_warps,
+        same_dtypes=True,
     )
 
 
