@@ -29,6 +29,6 @@ def backward(
 ) -> list[Tensor]:
     """Gradients of `inputs`, in their order."""
     input, weights, _ = split_mlp(use_bias, inputs)
-    output, *hidden = fprop_outputs
+    output, *hidden = [each.contiguous() for each in fprop_outputs]
     wanted = [True] * len(inputs)
     return mlp_backward(grad_o, input, weights, [*hidden, output], _ACTIVATIONS[activation], wanted)  # type: ignore[return-value]

@@ -28,8 +28,9 @@ def check_optional_tensors(**arguments: Any) -> None:
 
 def check_floats(**arguments: Any) -> None:
     """Raises for the first argument, given by name, that is no floating-point tensor."""
-    check_tensors(**arguments)
     for name, value in arguments.items():
+        if type(value) not in PLAIN:
+            check_tensors(**{name: value})
         if not value.is_floating_point():
             raise TypeError(f"{name} must be floating-point, got {value.dtype}")
 

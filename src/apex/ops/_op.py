@@ -237,13 +237,13 @@ class Op:
         if wanted is None:
             needed = ctx.needs_input_grad
             wanted = needed[: len(self.gradients)] if self._gradients_lead else self._wanted(needed)
+        # Where kernels took the arguments they take what was saved of them, unless something else looks on now.
+        if ctx.launched and not torch.is_grad_enabled() and _library.is_eager(gradients[0]):
+            return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
         if torch.compiler.is_compiling():
             compute = self.run_or_trace_backward
         elif torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
             compute = self.second_derivative
-        # Where kernels took the arguments they take what was saved of them: only gradients need be asked.
-        elif ctx.launched and _library.runs_triton_now(self.family, gradients[0]):
-            return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
         else:
             compute = self.run_backward
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)

@@ -23,7 +23,7 @@ def record() -> None:
     for rows, columns, dtype, activation, bias_grad in _ACTIVATIONS:
         dy = torch.empty(rows, columns, dtype=dtype, device="meta")
         for active in (None, dy) if activation == "gelu" else (None,):
-            parts.launch_activation_backward(dy, dy, dy, activation, columns, bias_grad, active)
+            parts.launch_activation_backward(dy, dy, dy, activation, rows, columns, bias_grad, active)
     for rows, columns in ((8192, 16384), (70, 37)):
         parts.launch_gelu(torch.empty(rows, columns, dtype=_HALF, device="meta"))
     for rows, outs, ins in ((8192, 4096, 4096), (50, 30, 20)):

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import autocast_off, cast_for_autocast, once_differentiable, quick_apply
+from ...ops._library import cast_for_autocast, once_differentiable, quick_apply
 from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
 
 
 def _relu_forward(ctx, x, weight, bias, spec: ConvSpec, mask=None, scale=None) -> Tensor:  # type: ignore[no-untyped-def]
     x, weight, bias, scale = cast_for_autocast(x, weight, bias, scale)
-    with autocast_off(x):
-        output = conv_bias_relu(x, weight, bias, spec, mask, scale)
+    output = conv_bias_relu(x, weight, bias, spec, mask, scale)
     ctx.save_for_backward(x, weight, output, scale)
     ctx.spec, ctx.bias_shape = spec, bias.shape
     return output
@@ -29,9 +28,8 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
     x, weight, output, scale = ctx.saved_tensors
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
     of_bias = of_bias and scale is None
-    with autocast_off(x):
-        gradients = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, (of_x, of_weight), scale)
-    dx, dweight, dbias = gradients
+    wanted = (of_x, of_weight)
+    dx, dweight, dbias = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, wanted, scale)
     if dbias is not None and len(ctx.bias_shape) > 1:
         dbias = dbias.view(ctx.bias_shape)
     return dx, dweight, dbias
@@ -89,17 +87,14 @@ class ConvBias_(torch.autograd.Function):
         x, weight, bias = cast_for_autocast(x, weight, bias)
         ctx.spec, ctx.bias_shape = ConvSpec(padding, stride), bias.shape
         ctx.save_for_backward(x, weight)
-        with autocast_off(x):
-            return conv_bias(x, weight, bias, ctx.spec)
+        return conv_bias(x, weight, bias, ctx.spec)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        with autocast_off(x):
-            gradients = conv_bias_gradients(grad_output, x, weight, ctx.spec, of_bias, (of_x, of_weight))
-        dx, dweight, dbias = gradients
+        dx, dweight, dbias = conv_bias_gradients(grad_output, x, weight, ctx.spec, of_bias, (of_x, of_weight))
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 

@@ -103,9 +103,10 @@ def conv_bias_relu_gradients(
     scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
-    if dy.shape != output.shape:
-        raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(output.shape)}")
-    dz, dbias = _relu_backward(dy, output, bias_grad)
+    shape = output.shape
+    if dy.shape != shape:
+        raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(shape)}")
+    dz, dbias = _relu_backward(dy, output, shape[1], bias_grad)
     if scale is None:
         return *conv_gradients(dz, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
@@ -114,16 +115,15 @@ def conv_bias_relu_gradients(
     return dx, None if dweight is None else dweight * factor, dbias
 
 
-def _relu_backward(dy: Tensor, output: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _relu_backward(dy: Tensor, output: Tensor, channels: int, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
     """Gradients before ReLU and of the bias."""
     if not output.is_contiguous(memory_format=torch.channels_last):
         dz = torch.ops.aten.threshold_backward(dy, output, 0)
         return dz, _bias_gradient(dz) if bias_grad else None
-    channels = output.shape[1]
     if not torch.compiler.is_compiling() and takes_kernel(dy, output):
         dy = dy.contiguous(memory_format=torch.channels_last)
-        dz = torch.empty_like(dy)
-        return dz, launch_activation_backward(dy, output, dz, "relu", channels, bias_grad)
+        dz, rows = torch.empty_like(dy), dy.numel() // channels
+        return dz, launch_activation_backward(dy, output, dz, "relu", rows, channels, bias_grad)
     dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, channels) for each in (dy, output))
     dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
     return dz.view(output.movedim(1, -1).shape).movedim(-1, 1), dbias

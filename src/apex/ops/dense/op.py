@@ -25,7 +25,7 @@ from .parts import (
     as_rows,
     gelu,
     gelu_backward,
-    launched_backward,
+    launch_activation_backward,
     takes_kernel,
 )
 from .reference import ACTIVATIONS
@@ -34,7 +34,7 @@ from .reference import ACTIVATIONS
 def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
     width = _check_input(input)
-    _check_layer(input, width, weight, bias, same_dtype=_library.autocast_dtype(input) is None)
+    _check_layer(width, weight, bias, input.dtype if _library.autocast_dtype(input) is None else None)
     return functional.linear(input, weight, bias)
 
 
@@ -47,8 +47,9 @@ def dense_gelu_dense(
     """
     features = _check_input(input)
     dtype = _library.autocast_dtype(input)
-    width = _check_layer(input, features, weight1, bias1, "1", same_dtype=dtype is None)
-    _check_layer(input, width, weight2, bias2, "2", same_dtype=dtype is None)
+    given = input.dtype if dtype is None else None
+    width = _check_layer(features, weight1, bias1, given, "1")
+    _check_layer(width, weight2, bias2, given, "2")
     needs_graph = torch.is_grad_enabled()
     elements = input.numel() // max(1, features) * width
     # Without gradients always: there is no node, and fewer operators.
@@ -71,19 +72,21 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
             f"got {layers} weights and {len(biases)} biases; use one weight or more, and as many biases or none"
         )
     width = _check_input(input)
-    dtype = _library.autocast_dtype(input)
+    dtype = input.dtype if _library.autocast_dtype(input) is None else None
     rows, widest = input.numel() // max(1, width), 0
     for layer, weight in enumerate(weights):
         bias = biases[layer] if biases else None
         if bias is None and biases:
             check_tensors(**{f"bias {layer}": bias})
-        width = _check_layer(input, width, weight, bias, f" {layer}", same_dtype=dtype is None)
+        width = _check_layer(width, weight, bias, dtype, f" {layer}")
         widest = max(widest, width)
     needs_graph = torch.is_grad_enabled()
     # Without gradients always: there is no node, and fewer operators.
     if (needs_graph and not is_large(rows * widest)) or not _library.runs_triton(FAMILY, input):
         return reference.mlp(input, weights, biases, activation)
-    tensors = _library.cast_for_autocast(input, *weights, *biases)
+    tensors = (input, *weights, *biases)
+    if dtype is None:
+        tensors = _library.cast_for_autocast(*tensors)
     if needs_graph:
         return _apply_mlp(len(biases) > 0, ACTIVATIONS.index(activation), *tensors)
     rest = tensors[1:]
@@ -102,11 +105,12 @@ def _check_input(input: Tensor) -> int:
     return input.shape[-1]
 
 
-def _check_layer(
-    input: Tensor, width: int, weight: Tensor, bias: Tensor | None, which: str = "", *, same_dtype: bool
-) -> int:
-    """The number of outputs of a layer that gets `width` values; `which` follows its parameters' names in errors."""
-    if not isinstance(weight, Tensor) or not (bias is None or isinstance(bias, Tensor)):
+def _check_layer(width: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, which: str = "") -> int:
+    """The number of outputs of a layer that gets `width` values, outside of autocast of this `dtype`.
+
+    `which` follows its parameters' names in errors.
+    """
+    if type(weight) not in _library.PLAIN or not (bias is None or type(bias) in _library.PLAIN):
         check_tensors(**{f"weight{which}": weight})
         check_optional_tensors(**{f"bias{which}": bias})
     shape = weight.shape
@@ -114,10 +118,10 @@ def _check_layer(
         raise ValueError(f"weight{which} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
     if bias is not None and bias.shape != (shape[0],):  # a part of a torch.Size takes three times as long
         raise ValueError(f"bias{which} has shape {list(bias.shape)}, expected [{shape[0]}] beside weight{which}")
-    if same_dtype and (weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype)):
+    if dtype is not None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype)):
         raise TypeError(
             f"weight{which} is {weight.dtype}, bias{which} {bias if bias is None else bias.dtype} and the input "
-            f"{input.dtype}; they must be the same outside of autocast"
+            f"{dtype}; they must be the same outside of autocast"
         )
     return shape[0]
 
@@ -328,7 +332,7 @@ def mlp_backward(
 ) -> list[Tensor | None]:
     """Those gradients of input, weights and biases that are wanted, in this order.
 
-    All of two dimensions; without activation the last output is not needed.
+    All of two dimensions, outputs contiguous; without activation the last output is not needed.
     """
     layers = len(weights)
     of_weights, of_biases = wanted[1 : 1 + layers], wanted[1 + layers :] or (False,) * layers
@@ -337,14 +341,19 @@ def mlp_backward(
         dy = dy.contiguous()
     last = None if activation == "none" else outputs[-1]
     launches = last is not None and not torch.compiler.is_compiling() and takes_kernel(dy, last)
+    rows = dy.shape[0]
     for layer in reversed(range(layers)):
         below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
         if not (below or of_weights[layer] or of_biases[layer]):
             break
-        backward = launched_backward if launches and dy.numel() else activation_backward
-        # In place, but not of the gradient that we were given.
         given: Any = outputs[layer]
-        dy, dbias = backward(dy, given, activation, of_biases[layer], in_place=layer + 1 < layers)
+        in_place = layer + 1 < layers  # but not of the gradient that we were given
+        if launches and (elements := dy.numel()):
+            dz = dy if in_place else torch.empty_like(dy)
+            dbias = launch_activation_backward(dy, given, dz, activation, rows, elements // rows, of_biases[layer])
+            dy = dz
+        else:
+            dy, dbias = activation_backward(dy, given, activation, of_biases[layer], in_place)
         if dbias is not None:
             gradients[1 + layers + layer] = dbias
         if of_weights[layer]:

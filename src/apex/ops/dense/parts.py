@@ -100,7 +100,7 @@ def _gelu_backward(
     if takes_kernel(dy, input):
         dy, input = dy.contiguous(), input.contiguous()
         dz, active = dy if in_place else torch.empty_like(dy), torch.empty_like(input)
-        return dz, launch_activation_backward(dy, input, dz, "gelu", dy.shape[1], bias_grad, active), active
+        return dz, launch_activation_backward(dy, input, dz, "gelu", *dy.shape, bias_grad, active), active
     return *_activation_backward(dy, input, "gelu", bias_grad), functional.gelu(input, approximate="tanh")
 
 
@@ -113,7 +113,10 @@ def _activation_backward(
     dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     if takes_kernel(dy, saved):
-        return launched_backward(dy, saved, activation, bias_grad, in_place)
+        if not dy.is_contiguous():
+            dy, in_place = dy.contiguous(), True
+        dz = dy if in_place else torch.empty_like(dy)
+        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, *dy.shape, bias_grad)
     if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
         dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
@@ -126,34 +129,24 @@ def _activation_backward(
     return dz, dz.sum(0) if bias_grad else None
 
 
-def launched_backward(
-    dy: Tensor, saved: Tensor, activation: str, bias_grad: bool, in_place: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """`activation_backward` where `takes_kernel` holds."""
-    if not dy.is_contiguous():
-        dy, in_place = dy.contiguous(), True
-    dz = dy if in_place else torch.empty_like(dy)
-    return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, dy.shape[1], bias_grad)
-
-
 def launch_activation_backward(
     dy: Tensor,
     saved: Tensor,
     dz: Tensor,
     activation: str,
+    rows: int,
     columns: int,
     bias_grad: bool,
     active: Tensor | None = None,
 ) -> Tensor | None:
     """Fills `dz`, which may be `dy`, and `active` with gelu's output; returns the gradient of the bias.
 
-    In memory all are contiguous matrices with `columns`, whatever their dimensions.
+    In memory all are contiguous matrices of one dtype, `rows` by `columns`, whatever their dimensions.
     """
-    device = dy.device
-    launch, add_up, partials = _activation_launches(
-        dy.numel() // columns, columns, activation, bias_grad, active is not None, dy.dtype.itemsize, device
-    )
-    dbias = empty_on(device)((columns,), (1,), dy.dtype) if bias_grad else None
+    device, dtype = dy.device, dy.dtype
+    flags = (bias_grad, active is not None)
+    launch, add_up, partials = _activation_launches(rows, columns, activation, flags, dtype, device)
+    dbias = empty_on(device)((columns,), (1,), dtype) if bias_grad else None
     if not partials:
         launch((dy, saved, dz, active, dbias, None, None))
         return dbias
@@ -168,11 +161,11 @@ def launch_activation_backward(
 
 @launch_rule
 def _activation_launches(
-    rows: int, columns: int, activation: str, bias_grad: bool, active: bool, itemsize: int, device: torch.device
+    rows: int, columns: int, activation: str, flags: tuple[bool, bool], dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Any, int]:
     """The kernel, another that adds up its sums unless it does so itself, and the elements of these sums."""
-    here = facts(device)
-    tile = config.activation_tile(rows, columns, active, itemsize, here)
+    (bias_grad, active), here = flags, facts(device)
+    tile = config.activation_tile(rows, columns, active, dtype.itemsize, here)
     rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
     groups, blocks = -(-rows // rows_per_program), -(-columns // tile.block)
     unions = -(-groups // UNION)
@@ -189,11 +182,12 @@ def _activation_launches(
         FULL=columns % tile.block == 0 and rows % tile.rows == 0,
         FINISH=finish,
         num_warps=tile.num_warps,
+        same_dtypes=True,
     )
     if not partials or finish:
         return launch, None, partials
     add_up = shared_kernels.sum_bias_partials.prepare(
-        (-(-columns // 64),), (groups, columns), ROWS=32, BLOCK=64, num_warps=4
+        (-(-columns // 64),), (groups, columns), ROWS=32, BLOCK=64, num_warps=4, same_dtypes=True
     )
     return launch, add_up, partials
 
