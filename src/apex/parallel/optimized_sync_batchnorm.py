@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
 from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm_with_statistics
-from ._statistics import exchange_of, new_consecutive_group, process_count
+from ._statistics import GroupExchange, new_consecutive_group, process_count
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -73,8 +73,9 @@ class SyncBatchNorm(_BatchNorm):
             )
         batches = buffers["num_batches_tracked"] if training and self.track_running_stats else None
         momentum = average_factor(self.momentum, batches)
-        processes = process_count(self.process_group) if by_batch else 1
-        exchange = exchange_of(self.process_group) if processes > 1 else None
+        group = self.process_group
+        processes = process_count(group) if by_batch else 1
+        exchange = GroupExchange(dist.group.WORLD if group is None else group) if processes > 1 else None  # type: ignore[arg-type]
         if exchange is None and by_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
         spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)

@@ -6,7 +6,7 @@ What sizes and flags decide is asked once per pass, of a launch rule, whose answ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -232,13 +232,16 @@ def launch_backward(
     dy: Tensor,
     input: Tensor,
     output: Tensor | None,
-    channels: Channels,
+    channels: Sequence[Tensor | None],
     spec: BatchNormSpec,
     exchange: Exchange | None,
     wants_input: bool,
     wants_z: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Gradients of input and addend (None where they are not wanted), weight and bias."""
+    """Gradients of input and addend (None where they are not wanted), weight and bias.
+
+    `channels` are mean, variance, weight and bias.
+    """
     mean, variance, weight, bias = channels
     eps, _, training, relu, channel_dim = spec
     device, dtype, strides, write_dz = input.device, input.dtype, input.stride(), wants_z and relu

@@ -172,19 +172,20 @@ def backward(
     dy: Tensor,
     input: Tensor,
     output: Tensor | None,
-    channels: Channels,
+    channels: Sequence[Tensor | None],
     spec: BatchNormSpec,
     exchange: Exchange | None = None,
-    *,
     wants_input: bool = True,
     wants_z: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """Gradients of input and addend (None where they are not wanted), weight and bias, without autograd.
 
-    ReLU's mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
+    `channels` are mean, variance, weight and bias. ReLU's mask is taken from `output`; None stands for that of a norm
+    without an addend, which is computed again.
     """
     if launches(input):
         return launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    channels = Channels(*channels)
     if exchange is None:
         return local_gradients(dy, input, output, channels, spec, wants_input, wants_z)
     given = (dy, input, output, channels, spec)
@@ -220,14 +221,14 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
 
     Autograd casts them to the dtypes of what they belong to.
     """
-    input, output, mean, variance, weight, bias = ctx.saved_tensors
-    spec, exchange, channels = ctx.spec, ctx.exchange, Channels(mean, variance, weight, bias)
+    input, output, *channels = ctx.saved_tensors
+    spec, exchange = ctx.spec, ctx.exchange
     wants_input, wants_z, wants_weight, wants_bias = wanted
     found: tuple[Tensor | None, ...]
     if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
-        found = reference.gradients(dy, input, output, channels, spec)
+        found = reference.gradients(dy, input, output, Channels(*channels), spec)
     else:
-        found = backward(dy, input, output, channels, spec, exchange, wants_input=wants_input, wants_z=wants_z)
+        found = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     dx, dz, dweight, dbias = found
     return (
         dx if wants_input else None,
@@ -254,14 +255,10 @@ class BatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def, override]
-        found = _node_gradients(ctx, dy) if ctx.exchange is None else _node_gradients_once(ctx, dy)
-        return *found, None
+        gradients = saved_gradients if ctx.exchange is None else _saved_gradients_once
+        return *gradients(ctx, dy, ctx.needs_input_grad[:4]), None
 
 
-def _node_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    return saved_gradients(ctx, dy, ctx.needs_input_grad[:4])
-
-
-_node_gradients_once = _library.once_differentiable(_node_gradients)
+_saved_gradients_once = _library.once_differentiable(saved_gradients)
 _apply_node = _library.quick_apply(BatchNormFunction)
 _apply_eagerly = _library.eager_apply(BatchNormFunction)
