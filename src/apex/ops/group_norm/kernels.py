@@ -252,14 +252,15 @@ def group_norm_backward_small(
     factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
     # Outside the group the gradient is 0, and so is every term.
     gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
+    # These sums first: threads that keep both until the end store 1056 bytes of them outside of registers.
+    sums = scratch + image * 2 * channels + group * D + within
+    tl.store(sums, tl.sum(gradient, 0), within < D)
+    tl.store(sums + channels, tl.sum(gradient * xhat, 0), within < D)
     scaled = gradient * scale
     count = positions * D
     mean_dy_xhat = tl.sum(scaled * xhat) / count
     result = factor * (scaled - tl.sum(scaled) / count - xhat * mean_dy_xhat)
     tl.store(dx + offset, result.to(dx.dtype.element_ty), mask)
-    sums = scratch + image * 2 * channels + group * D + within
-    tl.store(sums, tl.sum(gradient, 0), within < D)
-    tl.store(sums + channels, tl.sum(gradient * xhat, 0), within < D)
     if ADD_UP:
         _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D, D_BLOCK)
 
