@@ -76,7 +76,9 @@ class Masters:
 
     def __init__(self, optimizer: Any, exact: dict[Tensor, Tensor]) -> None:
         """`exact` has values from before parameters were cast."""
+        # The optimizer has it too, for those who look for a parameter's master (ASP).
         self._of: dict[Tensor, Tensor] = {}
+        optimizer._master_of = self._of
         for group in optimizer.param_groups:
             self.add(optimizer, group, exact)
 

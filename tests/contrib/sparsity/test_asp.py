@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
+from apex.booster import Booster
+from apex.booster.mixed_precision import BF16MixedPrecision
 from apex.contrib.sparsity import ASP, WandaMask, _parameters, create_mask
 from apex.contrib.sparsity._parameters import copies_of, optimizer_chain, tied_tensors
 from apex.contrib.sparsity.asp import eligible_modules
@@ -192,7 +194,7 @@ def test_one_call_masks_all_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [3, 9]  # gradients before the step; weights and two moments of three layers after it
 
 
-@pytest.mark.parametrize("masters", ["amp O2", "amp O5", "fp16_utils", "master_weights"])
+@pytest.mark.parametrize("masters", ["amp O2", "amp O5", "fp16_utils", "master_weights", "booster"])
 def test_half_precision_and_its_masters(masters: str) -> None:
     model = make()
     if masters == "master_weights":
@@ -201,15 +203,21 @@ def test_half_precision_and_its_masters(masters: str) -> None:
     elif masters == "fp16_utils":
         model = model.bfloat16()
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), static_loss_scale=8.0)
+    elif masters == "booster":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        _, optimizer, *_ = Booster("cpu", BF16MixedPrecision("O5")).boost(model, optimizer)
     else:
         optimizer = FusedAdam(model.parameters(), lr=0.01)
         model, optimizer = amp.initialize(model, optimizer, opt_level=masters[4:], verbosity=0)
     quiet(model, allow_recompute_mask=True)
     ASP.init_optimizer_for_pruning(optimizer)
     ASP.compute_sparse_masks()
-    if masters == "fp16_utils":
+    if masters in ("fp16_utils", "booster"):
         for _ in range(3):
-            optimizer.backward(model(torch.randn(8, 16).bfloat16()).float().square().mean())
+            x = torch.randn(8, 16).bfloat16()
+            for layer in model:
+                x = layer(x.to(next((param.dtype for param in layer.parameters()), x.dtype)))
+            optimizer.backward(x.float().square().mean())
             optimizer.step()
             optimizer.zero_grad()
     else:

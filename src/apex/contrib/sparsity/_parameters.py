@@ -88,7 +88,7 @@ def _plain(key: str) -> str:
 
 
 def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn.Module]) -> dict[Tensor, list[Tensor]]:
-    """Copies of the model's tensors: masters of amp and of FP16_Optimizers, and what has their name in averages."""
+    """Copies of the model's tensors: masters (amp, FP16_Optimizers, Booster), and what has their name in averages."""
     found = defaultdict(list)
     for holder in (each for optimizer in optimizers for each in optimizer_chain(optimizer)):
         stash = getattr(holder, "_amp_stash", None)
@@ -96,6 +96,8 @@ def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn
         masters = getattr(holder, "fp32_from_fp16_groups", None) or getattr(holder, "fp32_groups", None)
         pairs += zip(getattr(holder, "fp16_groups", ()), masters or (), strict=False)
         for half, master in (pair for halves, wide in pairs for pair in zip(halves, wide, strict=True)):
+            found[half].append(master)
+        for half, master in getattr(holder, "_master_of", {}).items():
             found[half].append(master)
     for average in averages:
         named = {_plain(key): value for key, value in average.state_dict(keep_vars=True).items()}
