@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..amp._containers import applier, to_type
-from ..amp._models import _cast_model
+from ..amp._amp_state import HALF
+from ..amp._models import ForwardCasts, _cast_model
 from ..logging import get_dist_logger
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class CastModel(ModelWrapper):
@@ -31,18 +29,16 @@ class CastModel(ModelWrapper):
     ) -> None:
         super().__init__(module)
         self.masters = masters
-        self._autocast, self._inputs, self._outputs = autocast, inputs, outputs
+        self._autocast, self._casts = autocast, ForwardCasts(inputs, outputs=outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inputs is not None:
-            cast = functools.partial(to_type, self._inputs)
-            args, kwargs = applier(args, cast), applier(kwargs, cast)
+        return self._casts.run(self._under_autocast, args, kwargs)
+
+    def _under_autocast(self, *args: Any, **kwargs: Any) -> Any:
         if self._autocast is None:
-            found = self.module(*args, **kwargs)
-        else:
-            with torch.autocast(_device_type(self.module, args, kwargs), self._autocast):
-                found = self.module(*args, **kwargs)
-        return found if self._outputs is None else applier(found, functools.partial(to_type, self._outputs))
+            return self.module(*args, **kwargs)
+        with torch.autocast(_device_type(self.module, args, kwargs), self._autocast):
+            return self.module(*args, **kwargs)
 
 
 def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import is_first, raise_everywhere
-from ..checkpoint._sharded import path_or_backup
+from ..checkpoint._sharded import path_or_backup, raising_everywhere
 from ._whole import chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper
 
@@ -125,13 +125,9 @@ class CheckpointIO:
                 atexit.register(_finish, weakref.ref(self))
             self._writing = self._writer.submit(write if is_first() else (lambda path: None), path)
             return
-        failure: Exception | None = None
-        if is_first():
-            try:
+        with raising_everywhere(f"the checkpoint {path} could not be written"):
+            if is_first():
                 write(path)
-            except Exception as error:
-                failure = error
-        raise_everywhere(failure, f"the checkpoint {path} could not be written")
 
     def wait_for_saves(self) -> None:
         """Waits, in all processes, for what the first one writes beside the training; raises what went wrong."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ...amp._amp_state import HALF
 from ...parallel._flat import broadcast_from_first
 from ...transformer import finalize_model_grads, parallel_state
 from ...transformer._norms import counted, grad_norm
@@ -19,7 +21,7 @@ from ...transformer.amp.loss_scaler import agree_on_overflows
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.pipeline_parallel._schedule import Placement
 from ...transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
-from .._precision import HALF, CastModel
+from .._precision import CastModel
 from .._whole import names_in
 from .._zero import ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import AmpOptimizer
@@ -144,7 +146,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         for index, chunk in enumerate(boosted):
             is_last = self._stage(index) == self.placement.stages - 1
             if isinstance(chunk, CastModel) and not is_last:
-                chunk._outputs = None
+                chunk._casts = dataclasses.replace(chunk._casts, outputs=None)
             boosted[index] = _Stage(chunk)
         if replicas > 1 and not self.zero_stage:
             boosted = [replicated(chunk, "torch", self.ddp_options, group) for chunk in boosted]

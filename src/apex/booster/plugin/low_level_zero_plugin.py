@@ -9,14 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...amp._amp_state import HALF
 from ...parallel._flat import broadcast_from_first
-from .._precision import HALF
-from .._zero import (
-    BYTES_OF_A_GRADIENT,
-    ExactWeights,
-    load_plain_state,
-    zero_optimizer,
-)
+from .._zero import BYTES_OF_A_GRADIENT, ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import FP8MixedPrecision
 from ..wrappers import ModelWrapper
 from .plugin_base import DPPluginBase, own_precision
