@@ -41,6 +41,11 @@ def _contiguous(*parameters: Tensor | None) -> Any:
     return [each if each is None or each.is_contiguous() else each.contiguous() for each in parameters]
 
 
+def _dtypes(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a launch rule must know, so that its launches need not look at their tensors."""
+    return tuple([None if each is None else each.dtype for each in tensors])
+
+
 def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int) -> config.Geometry | None:
     """How a tensor lies in memory; None unless it is dense, contiguous in one of the two layouts."""
     images, channels, dimensions = shape[0], shape[channel_dim], range(len(shape))
@@ -72,15 +77,16 @@ def launch_forward(
     """The output, and the mean and variance that it was normalised by; in training, over the ranks of `exchange`."""
     mean, variance, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
-    device, dtype, strides = input.device, input.dtype, input.stride()
-    launches = _forward_launches(input.shape, strides, channel_dim, dtype, training, exchange is None, relu, device)
+    device, strides, flags = input.device, input.stride(), (training, exchange is None, relu)
+    dtypes = _dtypes(input, z, mean, variance, weight, bias)
+    launches = _forward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
         return launch_forward(dense(input, channel_dim), z, running, spec, exchange)
     if z is not None and z.stride() != strides:
         z = like(input, z)
     weight, bias = _contiguous(weight, bias)
     empty = empty_on(device)
-    y = empty(launches.shape, strides, dtype)
+    y = empty(launches.shape, strides, dtypes[0])
     if launches.whole is not None:
         old_mean, old_variance = _contiguous(mean, variance)
         mean, variance = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
@@ -95,7 +101,7 @@ def launch_forward(
         finish = launches.finish
         if exchange is not None:
             partials = exchange.gather(_rank_statistics(partials, launches, empty))
-            finish = _combining(partials)
+            finish = _combining(partials.shape, dtypes[2:4])
         mean, variance = _combine(partials, finish, launches.channels, running, (momentum, 0.0), empty)
     launches.apply((input, z, weight, bias, mean, variance, y), (eps,))
     return y, mean, variance
@@ -119,24 +125,23 @@ def _forward_launches(
     shape: Any,
     strides: tuple[int, ...],
     channel_dim: int,
-    dtype: torch.dtype,
-    training: bool,
-    alone: bool,
-    relu: bool,
+    dtypes: tuple[Any, ...],
+    flags: tuple[bool, ...],
     device: torch.device,
 ) -> ForwardLaunches | None:
     """None for a tensor that is not dense."""
-    geometry = _geometry(shape, strides, channel_dim)
+    dtype, (training, alone, relu), geometry = dtypes[0], flags, _geometry(shape, strides, channel_dim)
     if geometry is None:
         return None
     channels, pitch = geometry.channels, config.pitch(geometry.channels)
     results = (tuple(shape), (channels,), (2 * channels + 1,))
     if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        return ForwardLaunches(*results, kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants))
-    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu)
+        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, same_dtypes=True, **constants)
+        return ForwardLaunches(*results, whole)
+    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu, same_dtypes=True)
     measure, parts = _summing(kernels.batch_norm_measure, geometry, False, dtype, device, pitch)
-    finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch)
+    finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch, same_dtypes=alone)
     return ForwardLaunches(*results, None, parts * pitch, measure, finish, apply)
 
 
@@ -161,9 +166,8 @@ def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 
 def _measured(input: Tensor, channel_dim: int) -> tuple[Tensor, ForwardLaunches, Any]:
     """The statistics of parts of an input, what else is to be launched, and what makes tensors."""
-    device = input.device
-    flags = (channel_dim, input.dtype, True, False, False, device)
-    launches = _forward_launches(input.shape, input.stride(), *flags)
+    device, dtypes = input.device, (input.dtype, *[None] * 5)
+    launches = _forward_launches(input.shape, input.stride(), channel_dim, dtypes, (True, False, False), device)
     if launches is None:
         return _measured(dense(input, channel_dim), channel_dim)
     partials, _ = partial_sums(launches.partials, device, tickets=False)
@@ -182,14 +186,15 @@ def launch_combine(
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
     channels, running = (all_ranks.shape[1] // 2,), Channels(running_mean, running_var)
-    finish, empty = _combining(all_ranks), empty_on(all_ranks.device)
-    return _combine(all_ranks, finish, channels, running, (momentum, 0.0), empty)
+    finish = _combining(all_ranks.shape, _dtypes(running_mean, running_var))
+    return _combine(all_ranks, finish, channels, running, (momentum, 0.0), empty_on(all_ranks.device))
 
 
-def _combining(all_ranks: Tensor) -> Any:
-    """The kernel that puts the statistics of so many ranks together, which lacks its tensors."""
-    ranks, pitch = all_ranks.shape
-    return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch)
+@launch_rule
+def _combining(shape: torch.Size, running: tuple[Any, ...]) -> Any:
+    """The kernel that puts rank statistics, [P, 2C + 1], together, given the dtypes of running statistics."""
+    ranks, pitch = shape
+    return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch, same_dtypes=True)
 
 
 def _combine(
@@ -244,9 +249,10 @@ def launch_backward(
     """
     mean, variance, weight, bias = channels
     eps, _, training, relu, channel_dim = spec
-    device, dtype, strides, write_dz = input.device, input.dtype, input.stride(), wants_z and relu
+    device, strides, write_dz = input.device, input.stride(), wants_z and relu
+    dtypes = _dtypes(input, dy, output, mean, variance, weight, bias)
     flags = (training, wants_input, exchange is None, relu, write_dz)
-    launches = _backward_launches(input.shape, strides, channel_dim, dtype, dy.dtype, flags, device)
+    launches = _backward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
         rest = (output, channels, spec, exchange, wants_input, wants_z)
         return launch_backward(dy, dense(input, channel_dim), *rest)
@@ -257,8 +263,8 @@ def launch_backward(
     parameters = _contiguous(weight, bias, mean, variance)
     empty = empty_on(device)
     sum_dy, sum_dy_xhat = empty(launches.channels, (1,), torch.float32), empty(launches.channels, (1,), torch.float32)
-    dx = empty(launches.shape, strides, dtype) if wants_input else None
-    dz = empty(launches.shape, strides, dy.dtype) if write_dz else None
+    dx = empty(launches.shape, strides, dtypes[0]) if wants_input else None
+    dz = empty(launches.shape, strides, dtypes[1]) if write_dz else None
     if launches.whole is not None:
         launches.whole((input, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
         return dx, dy if wants_z and not relu else dz, sum_dy_xhat, sum_dy
@@ -296,13 +302,12 @@ def _backward_launches(
     shape: Any,
     strides: tuple[int, ...],
     channel_dim: int,
-    dtype: torch.dtype,
-    dy_dtype: torch.dtype,
+    dtypes: tuple[Any, ...],
     flags: tuple[bool, ...],
     device: torch.device,
 ) -> BackwardLaunches | None:
     """None for a tensor that is not dense."""
-    training, wants_input, alone, relu, write_dz = flags
+    (dtype, dy_dtype, *_), (training, wants_input, alone, relu, write_dz) = dtypes, flags
     geometry = _geometry(shape, strides, channel_dim)
     if geometry is None:
         return None
@@ -310,12 +315,12 @@ def _backward_launches(
     results = (tuple(shape), (channels,), (2 * channels + 1,), count)
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
+        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, same_dtypes=True, **constants)
         return BackwardLaunches(*results, whole)
     measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
-    sums = _finishing(kernels.batch_norm_sums, parts, channels)
-    relu = relu and not write_dz
-    apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, RELU=relu, BATCH=training)
+    sums = _finishing(kernels.batch_norm_sums, parts, channels, same_dtypes=True)
+    constants = {"RELU": relu and not write_dz, "BATCH": training, "same_dtypes": True}
+    apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, **constants)
     return BackwardLaunches(*results, None, parts * 2 * channels, measure, sums, apply)
 
 
@@ -327,7 +332,7 @@ def launch_input_gradient(
     geometry, dx = _geometry(x.shape, x.stride(), spec.channel_dim), torch.empty_like(x)
     assert geometry is not None
     flags = {"RELU": spec.relu, "BATCH": spec.training}
-    launch = _elementwise(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
+    launch = _elementwise_of_any(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
     mean, variance, weight, bias = channels
     given = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
     launch((x, like(x, dy), like(x, output), *given, dx), (spec.eps, sums.inverse_count))
@@ -351,12 +356,11 @@ def _summing(
     pace = config.pace(*geometry, backward, dtype.itemsize, here)
     tiles = config.tiling(geometry, pace.elements)
     parts = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
-    constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll}
+    constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll, "same_dtypes": True}
     grid = (parts * tiles.channel_blocks,)
     return kernel.prepare(grid, (*tiles.sizes, parts, *sizes), **constants, num_warps=pace.num_warps), parts
 
 
-@launch_rule
 def _elementwise(
     kernel: Any, geometry: config.Geometry, backward: bool, dtype: torch.dtype, device: torch.device, **flags: bool
 ) -> Any:
@@ -366,9 +370,12 @@ def _elementwise(
     return kernel.prepare(grid, tiles.sizes, **flags, **tiles.constants, num_warps=chosen.num_warps)
 
 
-@launch_rule
-def _finishing(kernel: Any, parts: int, channels: int, *sizes: int) -> Any:
+_elementwise_of_any = launch_rule(_elementwise)  # for tensors of any dtypes
+
+
+def _finishing(kernel: Any, parts: int, channels: int, *sizes: int, same_dtypes: bool) -> Any:
     """What puts the results of parts together."""
     part_block, channel_block = config.finish_block(parts)
-    grid, constants = (-(-channels // channel_block),), {"P_BLOCK": part_block, "C_BLOCK": channel_block}
+    constants: dict[str, Any] = {"P_BLOCK": part_block, "C_BLOCK": channel_block, "same_dtypes": same_dtypes}
+    grid = (-(-channels // channel_block),)
     return kernel.prepare(grid, (parts, channels, *sizes), **constants, num_warps=config.FINISH_WARPS)
