@@ -473,9 +473,16 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[str, Any]:
     """What rules with Adam's two moments take: of a parameter group, at a step that counts from 1."""
     beta1, beta2 = group["betas"]
-    more |= {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": step}
-    more |= {"weight_decay": group["weight_decay"], "bias_correction": bool(group.get("bias_correction", False))}
-    return more
+    return {
+        "lr": group["lr"],
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": group["eps"],
+        "step": step,
+        "weight_decay": group["weight_decay"],
+        "bias_correction": bool(group.get("bias_correction", False)),
+        **more,
+    }
 
 
 def compiled_function(name: str) -> property:
