@@ -75,6 +75,7 @@ def norm_backward_rows(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = None if FULL else column < row_length
+    zero = None if FULL else 0.0
     w = None if weight is None else _load(weight, column, column_mask, 1.0)[None, :]
     b = _load(bias, column, column_mask, 0.0)[None, :] if bias is not None and FROM_OUTPUT else None
     if partials is not None:
@@ -86,20 +87,14 @@ def norm_backward_rows(
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         offset = row[:, None] * row_length + column[None, :]
-        if FULL:
-            row_mask = None
-            mask = None
-            value = tl.load(saved + offset).to(tl.float32)
-            gradient = tl.load(dy + offset).to(tl.float32)
-        else:
-            row_mask = row < rows
-            mask = row_mask[:, None] & column_mask[None, :]
-            value = tl.load(saved + offset, mask=mask, other=0.0).to(tl.float32)
-            gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
-        row_rstd = tl.load(statistics + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+        row_mask = None if FULL else row < rows
+        mask = None if FULL else row_mask[:, None] & column_mask[None, :]
+        value = tl.load(saved + offset, mask=mask, other=zero).to(tl.float32)
+        gradient = tl.load(dy + offset, mask=mask, other=zero).to(tl.float32)
+        row_rstd = tl.load(statistics + row, mask=row_mask, other=zero)[:, None]
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
-            row_mean = tl.load(statistics + rows + row, mask=row_mask, other=None if FULL else 0.0)[:, None]
+            row_mean = tl.load(statistics + rows + row, mask=row_mask, other=zero)[:, None]
         normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
         # Masked elements of `gradient` are zero, so no sum below sees what `normalised` holds there.
         wdy = gradient if weight is None else gradient * w
@@ -111,7 +106,7 @@ def norm_backward_rows(
             correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
         result = (wdy - correction) * row_rstd
         if dsum is not None:
-            result += tl.load(dsum + offset, mask=mask, other=None if FULL else 0.0).to(tl.float32)
+            result += tl.load(dsum + offset, mask=mask, other=zero).to(tl.float32)
         tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
         if partials is not None:
             dweight += _folded(gradient * normalised, FOLD)

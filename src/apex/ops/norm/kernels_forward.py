@@ -28,20 +28,15 @@ def norm_forward_rows(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     offset = row[:, None] * row_length + column[None, :]
-    if FULL:
-        row_mask = None
-        column_mask = None
-        mask = None
-        x = tl.load(input + offset).to(tl.float32)
-    else:
-        row_mask = row < rows
-        column_mask = column < row_length
-        mask = row_mask[:, None] & column_mask[None, :]
-        x = tl.load(input + offset, mask=mask, other=0.0).to(tl.float32)
+    row_mask = None if FULL else row < rows
+    column_mask = None if FULL else column < row_length
+    mask = None if FULL else row_mask[:, None] & column_mask[None, :]
+    zero = None if FULL else 0.0
+    x = tl.load(input + offset, mask=mask, other=zero).to(tl.float32)
     if residual is not None:
         if added is not None:
-            x += tl.load(added + column, mask=column_mask, other=None if FULL else 0.0).to(tl.float32)[None, :]
-        x += tl.load(residual + offset, mask=mask, other=None if FULL else 0.0).to(tl.float32)
+            x += tl.load(added + column, mask=column_mask, other=zero).to(tl.float32)[None, :]
+        x += tl.load(residual + offset, mask=mask, other=zero).to(tl.float32)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + offset, rounded, mask=mask)
         x = rounded.to(tl.float32)
@@ -81,6 +76,7 @@ def norm_forward_long(
     row_output = output + row * row_length
     chunks = tl.cdiv(row_length, BLOCK)
     lane_squares = tl.zeros([BLOCK], tl.float32)
+    zero = None if FULL else 0.0
     if SUBTRACT_MEAN:
         # Each lane sums deviations from the first element it saw. That element is one of its samples, so the squared
         # deviations are at least of the order of what is subtracted below, and nothing cancels.
@@ -103,12 +99,8 @@ def norm_forward_long(
         row_mean = 0.0
         for chunk in tl.range(0, chunks):
             position = chunk * BLOCK + column
-            x = tl.load(
-                row_input + position,
-                mask=None if FULL else position < row_length,
-                other=None if FULL else 0.0,
-                eviction_policy="evict_last",
-            ).to(tl.float32)
+            mask = None if FULL else position < row_length
+            x = tl.load(row_input + position, mask=mask, other=zero, eviction_policy="evict_last").to(tl.float32)
             lane_squares += x * x
     row_rstd = tl.rsqrt(tl.sum(lane_squares) / row_length + eps)
     tl.store(statistics + row, row_rstd)
