@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ..ops.autocast import RuleKernels, casts, device_types, modes_here, restored_by, set_casts
+from ..ops.autocast import RuleKernels, casts_off, device_types, modes_here, restored_by, set_casts
 
-__all__ = ["active", "cast_as_here", "casts", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
+__all__ = ["active", "cast_as_here", "casts_off", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
 
 
 # Up to PyTorch 2.10 autocast also keeps copies made under no_grad, and weights used again would get no gradient.
@@ -104,7 +104,7 @@ def suspended() -> Iterator[None]:
     """Nothing inside is cast, not even in models."""
     _state.suspended += 1
     try:
-        with casts(False, cache=torch.is_autocast_cache_enabled()):
+        with casts_off(cache=torch.is_autocast_cache_enabled()):
             yield
     finally:
         _state.suspended -= 1

@@ -56,7 +56,7 @@ def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
             args, kwargs = applier(args, cast_tensor), applier(kwargs, cast_tensor)
         if not without_casts:
             return function(*args, **kwargs)
-        with _casting.casts(False, cache=torch.is_autocast_cache_enabled()):
+        with _casting.casts_off(cache=torch.is_autocast_cache_enabled()):
             return function(*args, **kwargs)
 
     return wrapper

@@ -119,7 +119,7 @@ def _refuse_unknown(optimizers: list[Any]) -> None:
 def _autocast_off() -> contextlib.AbstractContextManager[None]:
     """Autocast off on this thread; with O2, O3 and O5 it is off already, and there is nothing to do."""
     is_off = not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-    return _NO_CONTEXT if is_off else _casting.casts(False)
+    return _NO_CONTEXT if is_off else _casting.casts_off()
 
 
 def _update_scale(

@@ -20,7 +20,7 @@ def scaled_loss(loss: Tensor, optimizer: Any, scaler: LossScaler) -> Iterator[Te
     """Yields the loss times the scale, to be differentiated inside; afterwards unscales all gradients in place."""
     check_loss(loss)
     scaler.to(loss.device)
-    with _casting.casts(False):
+    with _casting.casts_off():
         yield loss * scaler.scale_tensor().reshape(())
         scaler.clear_overflow_state()
         grads = [param.grad for param in master_params(optimizer) if param.grad is not None]

@@ -33,17 +33,13 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
     """
     index = device.index
     if index is None or current_device() != index or current_stream(index) != 0:
-        sums = _sums(elements, device)
+        sums = torch.empty(elements, dtype=torch.float32, device=device)
         return sums, _tickets(device) if tickets else sums
     key = (get_ident(), index)
     kept = _kept.get(key)
     if kept is None or kept[0].numel() < elements:
-        kept = _kept[key] = _make(elements, device)
+        kept = _kept[key] = torch.empty(elements, dtype=torch.float32, device=device), _tickets(device)
     return kept
-
-
-def _make(elements: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _sums(elements, device), _tickets(device)
 
 
 def _tickets(device: torch.device) -> Tensor:
@@ -55,7 +51,3 @@ def _tickets(device: torch.device) -> Tensor:
             recording.tickets[stream] = _recording.memory(TICKETS, torch.int32)
         found = recording.tickets[stream]
     return torch.zeros(TICKETS, dtype=torch.int32, device=device) if found is None else found
-
-
-def _sums(elements: int, device: torch.device) -> Tensor:
-    return torch.empty(elements, dtype=torch.float32, device=device)

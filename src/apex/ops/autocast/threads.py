@@ -60,10 +60,10 @@ def set_casts(enabled: bool, dtype: torch.dtype | None, cache: bool) -> None:
 
 
 @contextlib.contextmanager
-def casts(enabled: bool, dtype: torch.dtype | None = None, cache: bool = True) -> Iterator[None]:
-    """Switches autocast on or off inside, on this thread."""
+def casts_off(cache: bool = True) -> Iterator[None]:
+    """Switches autocast off inside, on this thread; `cache` says whether copies of weights are kept."""
     restore = restored_by()
-    set_casts(enabled, dtype, cache)
+    set_casts(False, None, cache)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ place in its window is kept, one byte: 67 and 44 us.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +54,18 @@ def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, paddi
     return MAX_POOL(input.permute(0, 2, 3, 1), window, step, pad, height, width).permute(0, 3, 1, 2)
 
 
-def outputs_along(size: int, window: int, stride: int, padding: int) -> int:
-    """How many windows there are along a dimension."""
-    return (size + 2 * padding - window) // stride + 1
+def _empty(input: Tensor, window: int, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Room for the outputs, one for each window, and for their places."""
+    rows, columns = ((size + 2 * padding - window) // stride + 1 for size in (height, width))
+    output = input.new_empty(input.shape[0], rows, columns, input.shape[3])
+    return output, torch.empty_like(output, dtype=torch.int8)
 
 
 def launch_forward(
     input: Tensor, window: int, stride: int, padding: int, height: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = (outputs_along(size, window, stride, padding) for size in (height, width))
-    images, channels = input.shape[0], input.shape[3]
-    output = input.new_empty(images, rows, columns, channels)
-    index = torch.empty_like(output, dtype=torch.int8)
+    output, index = _empty(input, window, stride, padding, height, width)
+    images, rows, columns, channels = output.shape
     grid, tile = _cut(images, rows * columns, channels, FORWARD_TILE)
     sizes = (height, width, rows, columns, channels)
     kernels.max_pool_forward(
@@ -75,14 +75,7 @@ def launch_forward(
 
 
 def launch_backward(
-    dy: Tensor,
-    index: Tensor,
-    window: int,
-    stride: int,
-    padding: int,
-    height: int,
-    width: int,
-    wanted: Sequence[bool],
+    dy: Tensor, index: Tensor, window: int, stride: int, padding: int, height: int, width: int, *_: Any
 ) -> Tensor:
     images, rows, columns, channels = dy.shape
     dx = dy.new_empty(images, height, width, channels)
@@ -103,12 +96,6 @@ def _cut(images: int, positions: int, channels: int, elements: int) -> tuple[tup
     return (images * -(-positions // rows) * -(-channels // block),), (rows, block)
 
 
-def _fake(input: Tensor, window: int, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    rows, columns = (outputs_along(size, window, stride, padding) for size in (height, width))
-    output = input.new_empty(input.shape[0], rows, columns, input.shape[3])
-    return output, torch.empty_like(output, dtype=torch.int8)
-
-
 FAMILY = _library.register_family(
     _library.OpFamily(
         "max_pool",
@@ -125,7 +112,7 @@ MAX_POOL = Op(
     forward=launch_forward,
     backward=launch_backward,
     reference_backward=reference.backward,
-    fake=_fake,
+    fake=_empty,
     backward_fake=lambda dy, index, window, stride, padding, height, width, wanted: dy.new_empty(
         dy.shape[0], height, width, dy.shape[3]
     ),

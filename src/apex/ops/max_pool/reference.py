@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +21,7 @@ def forward(input: Tensor, window: int, stride: int, padding: int, height: int, 
 
 
 def backward(
-    dy: Tensor,
-    index: Tensor,
-    window: int,
-    stride: int,
-    padding: int,
-    height: int,
-    width: int,
-    wanted: Sequence[bool],
+    dy: Tensor, index: Tensor, window: int, stride: int, padding: int, height: int, width: int, *_: Any
 ) -> Tensor:
     """The gradient of the input; of half precision it is summed in float32."""
     wide = dy.to(compute_dtype(dy))

@@ -45,9 +45,7 @@ def add_norm(
         arguments = (branch, residual, added, weight, bias, shape[0], eps, subtract_mean, memory_efficient)
         return _apply(*arguments) if torch.is_grad_enabled() else _forward(*arguments)[:2]
     total = residual + (branch if added is None else branch + added)
-    norm: Any = op.layer_norm if subtract_mean else op.rms_norm
-    parameters = (weight, bias) if subtract_mean else (weight,)
-    return norm(total, shape, *parameters, eps, memory_efficient=memory_efficient), total
+    return op._norm(total, shape, weight, bias, eps, subtract_mean, memory_efficient, None), total
 
 
 def check_addends(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> None:

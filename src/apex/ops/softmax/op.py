@@ -43,8 +43,7 @@ def masked_softmax(
     check_arguments(input, mask, spec)
     if mask is None and not causal and not dropout and _is_native(input, scale):
         return torch.softmax(input if scale == 1.0 else input * scale, -1)
-    noise = draw_noise(input, spec) if dropout else None
-    return SOFTMAX(input, None if mask is None else _narrowed(mask, input), noise, *spec)
+    return SOFTMAX(input, _narrowed(mask, input), draw_noise(input, spec), *spec)
 
 
 def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:

@@ -50,8 +50,10 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
         if dtype in HALF and is_one and min(counts) > 0:
             images = input.to(dtype)
             if _library.runs_triton(FAMILY, images):
-                compute = _by_patches if window == [stride, stride] else _by_kernels
-                output = compute(images, weight.to(dtype), padding, counts)
+                if window == [stride, stride]:
+                    output = _by_patches(images, weight.to(dtype), counts)
+                else:
+                    output = _by_kernels(images, weight.to(dtype), padding, counts)
                 return output if bias is None else output + bias.to(dtype)[:, None, None]
     return functional.conv2d(input, weight, bias, stride, padding)
 
@@ -66,7 +68,8 @@ def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, p
     return fits and stride == STRIDE and outputs % 16 == 0
 
 
-def _by_patches(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
+def _by_patches(images: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """The convolution by patches side by side: a matrix product of their values, in another order."""
     (rows, columns), side = counts, weight.shape[2]
     whole = images[:, :, : rows * side, : columns * side]
     patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 3, 5, 1)
@@ -75,6 +78,7 @@ def _by_patches(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 
 def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
+    """The convolution by `STEM_CONV`, of images and weights padded as the legend says."""
     channels, tall, wide = weight.shape[1:]
     absent, beside = CHANNELS - channels, next_power_of_2(wide) - wide
     # Borders up to where the last windows end, which may lie inside the images.
@@ -89,7 +93,7 @@ def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 def reference(images: Tensor, weight: Tensor) -> Tensor:
     """The convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
-    wide = torch.promote_types(images.dtype, torch.float32)
+    wide = _library.compute_dtype(images)
     input, matrix = images.to(wide).permute(0, 3, 1, 2), weight.to(wide).permute(3, 2, 0, 1)
     return functional.conv2d(input, matrix, None, STRIDE).permute(0, 2, 3, 1).to(images.dtype)
 
