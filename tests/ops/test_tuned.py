@@ -95,6 +95,8 @@ def test_the_users_entries_come_before_those_of_the_package(table: Path, monkeyp
         {"config": {"warps": 2}, "instead_of": {"warps": 1}},
         {"config": {"num_warps": "2"}, "instead_of": {"num_warps": 1}},
         {"config": {"num_warps": 2}, "instead_of": {}},
+        {"config": [], "instead_of": []},
+        {"shape": {**SHAPE, "rows": [8]}},
         {"op": "norm.gone"},
         {"dtype": "16-bit"},
     ],

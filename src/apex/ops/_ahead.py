@@ -66,7 +66,7 @@ def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
 
 
 def program(launch: Launch) -> tuple[Any, ...]:
-    """What Triton makes a program of, but for which of a launch's integers are multiples of 16."""
+    """What Triton compiles a program for, but for what it is told of the integers (`program_key` has that too)."""
     prepared = launch.prepared
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
     # Of a function its name, because Triton wraps update rules for every list anew.

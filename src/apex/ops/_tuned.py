@@ -26,7 +26,7 @@ from ._device import DeviceFacts, forget_launches, launch_rule, next_power_of_2
 FORMAT = 1
 # Tables that come with the package, a file for each GPU.
 SHIPPED = Path(__file__).parent / "tuned"
-# Arguments of rules of which the next power of two is the shape class: what is shared out among programs.
+# Arguments of rules that a shape class rounds up to a power of two: how much there is to share out among programs.
 ROUNDED = frozenset({"rows", "columns", "queries", "tokens", "images"})
 
 _CUDA_DRIVER = ("libcuda.so.1", "cuDriverGetVersion")
@@ -44,12 +44,12 @@ class Question(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Rules know the bits of an element, not its dtype."""
+        """The bits of an element: rules do not know its dtype."""
         return f"{8 * self.arguments['element_size']}-bit"
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The shape class."""
+        """The shape class: the other arguments, of which ROUNDED are rounded."""
         sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
         return {name: next_power_of_2(value) if name in ROUNDED else value for name, value in sizes.items()}
 
@@ -58,7 +58,7 @@ class Question(NamedTuple):
         return self.op, self.dtype, tuple(sorted(self.shape.items()))
 
 
-# Of each tunable rule, the fields of an answer that may be varied.
+# By rule, which fields of an answer may be varied.
 TUNABLE: dict[str, Varied] = {}
 
 _noted: dict[Key, tuple[Question, Any]] | None = None
@@ -185,7 +185,7 @@ def read_tables(path: Path) -> list[Table]:
         found = [Table(path, **table) for table in document["tables"]]
         for table in found:
             for entry in table.entries:
-                key_of(entry), *map(dict, (entry["config"], entry["instead_of"]))
+                hash(key_of(entry)), fits(entry)  # which raise where an entry is no entry
         return found
     except FileNotFoundError:
         return []
@@ -232,7 +232,7 @@ def configurations() -> dict[Key, Changes]:
 
 
 def fits(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry says of whole numbers what they are in place of what."""
+    """Whether an entry replaces whole numbers by whole numbers, and names the same fields for both."""
     changed = (*entry["config"].values(), *entry["instead_of"].values())
     return entry["config"].keys() == entry["instead_of"].keys() and all(type(value) is int for value in changed)
 

@@ -19,8 +19,8 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 def amax(input: Tensor, by_row: bool, compiling: bool = False) -> Tensor:
     """The largest magnitudes of a matrix: of its rows and then of its columns, or of parts that are all of it.
 
-    Not a number in the matrix makes its largest magnitude not a number. While `compiling`, PyTorch's operators find
-    that of a whole matrix: Inductor takes the maximum where it computes the matrix.
+    A NaN in the matrix makes its largest magnitude NaN. While `compiling`, PyTorch's operators find that of a whole
+    matrix: Inductor takes the maximum where it computes the matrix.
     """
     if not compiling:
         return _amax(input, by_row)

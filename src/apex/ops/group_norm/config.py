@@ -27,7 +27,7 @@ FORWARD_TILE = {True: 8192, False: 4096}
 FORWARD_WARPS = 4
 BACKWARD_TILE = 2048
 BACKWARD_WARPS = 2
-# Of the kernels that put together what tiles have found.
+# Of the kernels that add up the sums of tiles: chunks at a time, warps, and images and channels at a time.
 CHUNK_BLOCK = 32
 SUM_WARPS = 4
 PARAMETER_BLOCK = (16, 64)

@@ -22,7 +22,7 @@ MEASURING_PROGRAMS = 1 << 16
 WALK = 16384
 ENOUGH_PROGRAMS = 2048
 
-# Of which the last program of a launch loads so many at once.
+# The most partial sums that the last program of a launch loads at once.
 MOST_AT_ONCE = 4096
 
 REDUCE_BLOCK = 1024
@@ -49,5 +49,5 @@ def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
 
 
 def sum_block(partials: int) -> int:
-    """Of how many partial sums the program that adds them up loads at once."""
+    """How many of the partial sums the program that adds them up loads at once."""
     return min(MOST_AT_ONCE, max(128, next_power_of_2(partials)))

@@ -30,7 +30,7 @@ def _load(tensor, first, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.constexpr):
-    """What the last of the bits let through, beside the residual."""
+    """Stores the residual plus, where the lowest of the `bits` is set, the scaled values."""
     index = first + tl.arange(0, SIZE)
     values = tl.where((bits & 1) != 0, values * kept_scale, 0.0) + residual
     tl.store(output + index, values.to(output.dtype.element_ty), mask=index < count)
@@ -39,10 +39,10 @@ def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.co
 @kernel
 @triton.jit
 def dropout_add(x, residual, seed, kept, output, count, dropout, kept_scale, QUARTER: tl.constexpr):
-    """output = dropout(x) + residual, with the bits of what is `kept` written, if there is a seed; else they are read,
-    and there is no residual.
+    """Forward, with a `seed`: output = dropout(x) + residual; the bits of what is kept are written to `kept`.
 
-    What is drawn depends on the seed and on an element's place alone.
+    Backward, without a seed: `kept` is read, and there is no residual. What is drawn depends on the seed and on an
+    element's place alone.
     """
     program = tl.program_id(0).to(tl.int64)
     places = program * QUARTER + tl.arange(0, QUARTER)
