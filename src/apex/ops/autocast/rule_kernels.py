@@ -73,7 +73,7 @@ def _in_float(operator: Any, _: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
             if position is None:
-                return operator(*[_raised(value) for value in args], **kwargs)
+                return operator(*[_cast(torch.float32, value) for value in args], **kwargs)
             asked = kwargs.get("dtype") if len(args) <= position else args[position]
             if asked is None and args[0].dtype in _LOW:
                 return operator(*args[:position], **{**kwargs, "dtype": torch.float32})
@@ -101,10 +101,6 @@ def _not_in_place(operator: Any, _: str) -> Callable[..., Any]:
 def _low_types(args: Any) -> list[torch.dtype]:
     """The types of tensors that are in half precision."""
     return [value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _LOW]
-
-
-def _raised(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
 
 
 def _in_half(operator: Any, device_type: str) -> Callable[..., Any]:

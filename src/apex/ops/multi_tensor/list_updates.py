@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import rules
-from .op import Lists, Slots, check, factor_on, flag_on, groups_of, l2norm, max_norm
-from .rule import Rule
+from .op import Lists, check, factor_on, flag_on, groups_of, l2norm, max_norm
+from .rule import Rule, Slots
 from .tables import upload
 
 _NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))

@@ -23,12 +23,11 @@ from .._checks import check_tensors
 from .._tolerance import excess
 from . import rules
 from .flat import laid_out_alike
-from .rule import SLOTS, Rule
+from .rule import SLOTS, Rule, Slots
 from .tables import current_stream, upload
 from .torch_lists import TorchLists
 from .triton_lists import TritonLists
 
-Slots = Sequence[Sequence[Tensor] | None]
 Lists = TritonLists | TorchLists
 Groups = list[tuple[Sequence[int], Lists]]
 

@@ -17,9 +17,9 @@ from .._recording import Number
 from . import config
 from .flat import is_dense
 from .op import kernel_fits
-from .rule import GRADIENT, Rule
+from .rule import GRADIENT, Rule, Slots
 from .tables import INDICES, PointerTable, keep_if_captured, upload
-from .torch_lists import Slots, TorchLists
+from .torch_lists import TorchLists
 from .triton_lists import Sum, TritonLists, reductions
 
 MINIMUM_BLOCK = 128

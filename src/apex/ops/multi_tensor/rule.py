@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 SLOTS = 5
 GRADIENT = 1
 SCALARS = 8
 FLAG_COUNT = 3
 QUANTITIES = 4
+
+Slots = Sequence[Sequence[Tensor] | None]  # a list of tensors for each slot, None for one that is not used
+ZEROS, OFF = (0.0,) * SCALARS, (False,) * FLAG_COUNT  # for scalars and flags that a rule does not have
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from .._recording import Number, captures
 from .flat import flat, laid_out_alike
-from .rule import FLAG_COUNT, SCALARS, SLOTS, Rule
-
-Slots = Sequence[Sequence[Tensor] | None]
-
-_ZEROS, _OFF = (0.0,) * SCALARS, (False,) * FLAG_COUNT
+from .rule import OFF, SLOTS, ZEROS, Rule, Slots
 
 # Elements of a large tensor that a rule works on at once: it bounds the temporaries to a few times 16 MB.
 SLICE = 1 << 22
@@ -111,7 +107,7 @@ class TorchLists:
             elif noop.item() != 0:
                 return found.to(torch.float32) if rule.quantities else None
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
-        scalars, flags = (*scalars, *_ZEROS[len(scalars) :]), (*flags, *_OFF[len(flags) :])
+        scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
         for piece in self._pieces():
             values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:

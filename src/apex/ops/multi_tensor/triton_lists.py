@@ -12,10 +12,8 @@ from .. import _device, _library
 from .._partial_sums import TICKETS, partial_sums
 from .._recording import Number
 from . import config
-from .rule import FLAG_COUNT, GRADIENT, SCALARS, SLOTS, Rule
+from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
-
-Slots = Sequence[Sequence[Tensor] | None]
 
 # Imported at first use: importing apex needs no Triton.
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -23,8 +21,7 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 
 # Types of numbers that are known to the host.
 _NUMBERS = frozenset((float, int, bool))
-_ZEROS, _ON_HOST = (0.0,) * SCALARS, (-1,) * SCALARS
-_OFF = (False,) * FLAG_COUNT
+_ON_HOST = (-1,) * SCALARS
 
 
 class Sum(NamedTuple):
@@ -179,7 +176,7 @@ class TritonLists:
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, seed is not None)
         _rule_launch(rule, layout.count, layout.block, layout.blocks_per_program, *settings, finishing)(
             (table.fixed, table.moving, layout.programs, *given, partials, bounds, tickets, out, factor),
-            (*numbers, *_ZEROS[len(numbers) :], seed or 0, *by),
+            (*numbers, *ZEROS[len(numbers) :], seed or 0, *by),
         )
         return partials, layout
 
@@ -282,7 +279,7 @@ def _rule_launch(
         RULE=kernels.compiled(rule),
         TYPES=tuple(None if name is None else getattr(kernels.tl, name) for name in types),
         CONSTANTS=(  # see kernels.py
-            (*flags, *_OFF[len(flags) :]),
+            (*flags, *OFF[len(flags) :]),
             on_device,
             *(tuple(slot in chosen for slot in range(SLOTS)) for chosen in (rule.reads, rule.writes, checks)),
             rule.quantities,
