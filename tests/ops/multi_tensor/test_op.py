@@ -226,6 +226,15 @@ def test_tensors_replaced_by_others_at_their_addresses(route: Route) -> None:
                     assert_close(norm, torch.cat(tensors).double().norm().reshape(1))
 
 
+@pytest.mark.parametrize("route", routes())
+def test_as_many_programs_for_other_numbers_of_tensors(route: Route) -> None:
+    """Where each tensor has one program there is no table of programs, which another launch of as many has."""
+    tensors = torch.randn(1024, device=route.device).split(512)
+    with _library.implementation(route.implementation):
+        for given in (tensors[:1], [tensor[:100] for tensor in tensors], tensors[:1]):
+            assert_close(l2norm(given)[0], torch.cat(list(given)).double().norm().reshape(1))
+
+
 def test_no_tensors() -> None:
     norm, each = l2norm([], per_tensor=True)
     assert norm.item() == 0

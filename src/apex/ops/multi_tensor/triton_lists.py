@@ -174,7 +174,8 @@ class TritonLists:
         given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, seed is not None)
-        _rule_launch(rule, layout.count, layout.block, layout.blocks_per_program, *settings, finishing)(
+        shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program)
+        _rule_launch(rule, *shape, *settings, finishing)(
             (table.fixed, table.moving, layout.programs, *given, partials, bounds, tickets, out, factor),
             (*numbers, *ZEROS[len(numbers) :], seed or 0, *by),
         )
@@ -261,6 +262,7 @@ class TritonLists:
 def _rule_launch(
     rule: Rule,
     programs: int,
+    one_each: bool,  # every tensor has one program, so that there is no table of programs
     block: int,
     blocks_per_program: int,
     flags: tuple[bool, ...],
