@@ -86,6 +86,18 @@ def test_scale_in_place_by_a_factor_on_the_device(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+def test_as_many_programs_of_one_tensor_as_of_several(route: Route) -> None:
+    # On a GPU a program takes 1024 elements, in the interpreter 128.
+    small, large = (100, 2000) if route.device == "cuda" else (100, 200)
+    for sizes in ((small, small), (large,), (small, small)):
+        tensors = [torch.rand(size, device=route.device) for size in sizes]
+        expected = [2 * tensor for tensor in tensors]
+        with _library.implementation(route.implementation):
+            scale(tensors, tensors, 2.0)
+        assert all(map(torch.equal, tensors, expected))
+
+
+@pytest.mark.parametrize("route", routes())
 def test_noop_flag_turns_work_off(route: Route) -> None:
     inputs, outputs = make(route.device), make(route.device)
     before = [tensor.clone() for tensor in outputs]
