@@ -1,5 +1,6 @@
 """Operators in compiled code, whose Python runs once for arguments that look alike."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library, _replay, batch_norm, dense, glu, group_norm, max_pool, norm  # noqa: F401
+from apex.ops._partial_sums import TICKETS
 from tests.harness import Route, routes
 
 OPS = torch.ops.apex
@@ -106,3 +108,42 @@ def test_what_computes_more_than_kernels_do_is_called() -> None:
         first, second = (OPS.norm.default(x, weight, weight, *SETTINGS)[0] for _ in range(2))
         assert torch.equal(first, OPS.norm.default(x.contiguous(), weight, weight, *SETTINGS)[0])
     assert torch.equal(first, second)
+
+
+def test_zeros_that_are_no_tickets_are_made_anew() -> None:
+    looks = _replay.looks_of((torch.ones(2),))
+    for dtype, is_planned in ((torch.int32, True), (torch.float32, False)):
+        implementation = lambda x, dtype=dtype: torch.zeros(TICKETS, dtype=dtype, device=x.device)  # noqa: E731
+        assert (_replay._plan(implementation, looks, torch.device("cpu")) is not None) == is_planned
+
+
+def test_threads_do_not_note_each_others_launches() -> None:
+    """The first would end while the second is at work, and would end the second's recording, too."""
+    inside, begun, ended = (threading.Event() for _ in range(3))
+    plans: dict[Any, Any] = {}
+    glu_of = implementation_of(OPS.glu)
+
+    def first(*arguments: Any) -> Tensor:
+        inside.set()
+        begun.wait(0.3)
+        return glu_of(*arguments)
+
+    def second(*arguments: Any) -> Tensor:
+        begun.set()
+        ended.wait(0.3)
+        return glu_of(*arguments)
+
+    def plan(implementation: Any) -> None:
+        looks = _replay.looks_of((torch.ones(4, 8), None, "silu"))
+        with _library.implementation("triton"):
+            plans[implementation] = _replay._plan(implementation, looks, torch.device("cpu"))
+
+    plan(glu_of)  # imports what is needed
+    threads = [threading.Thread(target=plan, args=(each,)) for each in (first, second)]
+    threads[0].start()
+    inside.wait(30)
+    threads[1].start()
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    assert [len(plans[each].launches) for each in (first, second)] == [1, 1]

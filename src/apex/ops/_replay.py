@@ -7,6 +7,7 @@ launches, where the Python of a call is not in the processor's caches.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from ._launch import PreparedLaunch, recording
 from ._partial_sums import TICKETS, partial_sums
 
 _aten = torch.ops.aten
+_lock = threading.RLock()
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
 
 
 class Plan(NamedTuple):
-    """What a call does. Places are those of arguments, None, and what is made, in this order.
+    """What a call does. Places are those of its arguments, of None, and of what is made, in this order.
 
     What is made is given by sizes, strides and dtype; tickets by None.
     """
@@ -66,28 +68,28 @@ def looks_of(arguments: Sequence[Any]) -> tuple:
 
 
 class _Noted(TorchDispatchMode):
-    """Notes the tensors that are made, and whether anything else is done than making them."""
+    """Notes the tensors that are made by their memory, and whether anything else is done than making them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, Tensor] = {}
-        self.tickets: set[int] = set()
+        self.made: dict[int | None, Tensor] = {}
+        self.tickets: set[int | None] = set()
         self.computes = False
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
         result = function(*arguments, **(keywords or {}))
-        is_tickets = function is _aten.zeros.default and result.shape == (TICKETS,)
-        if is_tickets:
-            self.tickets.add(_memory(result))
-        if is_tickets or function in _EMPTY:
+        if function in _EMPTY:
             self.made[_memory(result)] = result
+        elif function is _aten.zeros.default and (result.shape, result.dtype) == ((TICKETS,), torch.int32):
+            self.made[_memory(result)] = result
+            self.tickets.add(_memory(result))
         elif function is not _aten.detach.default:  # by which PyTorch ends a call that makes a tensor
             self.computes = True
         return result
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _memory(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.untyped_storage()._cdata
 
 
 @_device.launch_rule
@@ -99,30 +101,27 @@ def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Plan 
         else each
         for each in looks
     ]
-    # The dispatch forgets its answers about such tensors when this begins and when it ends.
-    planned = _device.stand_ins(_device.facts(device)), _library.implementation(_library.requested)
-    with planned[0], planned[1], recording(device_type="meta") as launches, _Noted() as noted:
+    # Threads must not note each other's launches. The dispatch forgets its answers about such tensors when this begins
+    # and when it ends.
+    with (
+        _lock,
+        _device.stand_ins(_device.facts(device)),
+        _library.implementation(_library.requested),
+        recording(device_type="meta") as launches,
+        _Noted() as noted,
+    ):
         results = implementation(*arguments)
     found = results if isinstance(results, tuple) else (results,)
-    used = [*found, *(tensor for launch in launches for tensor in launch.tensors if tensor is not None)]
-    if noted.computes or any(tensor.storage_offset() for tensor in used):  # places are those of whole tensors
-        return None
+    used = [*found, *(tensor for launch in launches for tensor in launch.tensors)]
+    if noted.computes or any(tensor is not None and tensor.storage_offset() for tensor in used):
+        return None  # places are those of whole tensors
     made = {memory: noted.made[memory] for memory in map(_memory, used) if memory in noted.made}
-    places = {
-        _memory(each): place
-        for place, each in enumerate((*arguments, None, *made.values()))
-        if isinstance(each, Tensor)
-    }
-    steps = []
-    for launch in launches:
-        tensors = [len(arguments) if each is None else places[_memory(each)] for each in launch.tensors]
-        steps.append((launch.prepared, tensors, launch.floats))
+    values = enumerate((*arguments, None, *made.values()))
+    places = {_memory(each): place for place, each in values if each is None or isinstance(each, Tensor)}
+    kinds = {memory: (tuple(each.shape), each.stride(), each.dtype) for memory, each in made.items()}
     return Plan(
-        [
-            None if key in noted.tickets else (tuple(each.shape), each.stride(), each.dtype)
-            for key, each in made.items()
-        ],
-        steps,
+        [None if memory in noted.tickets else kind for memory, kind in kinds.items()],
+        [(each.prepared, [places[_memory(tensor)] for tensor in each.tensors], each.floats) for each in launches],
         [places[_memory(each)] for each in found],
         isinstance(results, tuple),
     )
