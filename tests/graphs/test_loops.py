@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -260,6 +260,39 @@ def tensors_that_python_replaces(device: str, way: Way) -> list[Any]:
         found += numbers(step(*batch), state.total)
         found.append(state.weight is weight)
     return found + numbers(model, *averages.values())
+
+
+class Cell(NamedTuple):
+    state: Tensor
+    name: str
+
+
+class Remembers(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.last = [torch.zeros(3, device=device), torch.ones(3, device=device)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.last = [inputs + self.last[1], self.last[0] * 0.5]
+        return self.last[0]
+
+
+@loop(graphs=1)
+def tensors_in_tuples_and_lists(device: str, way: Way) -> list[Any]:
+    """Which the function makes anew, beside things that are no tensors."""
+    model, place = Remembers(device), SimpleNamespace(cell=Cell(torch.zeros(3, device=device), "one"))
+
+    @way
+    def step(inputs: Tensor) -> Tensor:
+        place.cell = Cell(place.cell.state * 0.5 + model(inputs), place.cell.name)
+        return place.cell.state
+
+    found = []
+    for index in range(8):
+        if index == 6:
+            place.cell = place.cell._replace(state=torch.ones(3, device=device))
+        found += numbers(step(torch.full((3,), float(index), device=device)), *place.cell, *model.last)
+    return found
 
 
 @loop(graphs=1)

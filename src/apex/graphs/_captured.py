@@ -17,7 +17,7 @@ from ..ops import _recording
 from ..ops._recording import Recording, is_number
 from ._place import PLAIN, version_of
 from ._references import References
-from ._state import Snapshot, State, parameters
+from ._state import Snapshot, State
 
 
 def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
@@ -111,7 +111,7 @@ class Graph:
         torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
         try:
             self._replay, outputs = backend.capture(run, device)
-            self.state = State(before, (*parameters(known), *references.parameters()), references.entries(), recording)
+            self.state = State(before, recording)
         finally:
             before.restore()
             torch.clear_autocast_cache()

@@ -6,7 +6,7 @@ import enum
 import functools
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,10 @@ class Place(NamedTuple):
         keys = "".join(f"[{key!r}]" for key in path[1:] if not isinstance(key, Tensor))
         return Place(f"{type(root).__name__}.{path[0]}{keys}", root, path, **flags)
 
+    def item(self, key: Any) -> Place:
+        """An item of the dict, list or tuple that is there."""
+        return self._replace(name=f"{self.name}[{key!r}]", path=(*self.path, key))
+
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""
         found = self.root
@@ -60,20 +64,18 @@ class Place(NamedTuple):
         return functools.partial(self.root.get, *self.path, MISSING) if is_entry else self.read
 
     def put(self, value: Any) -> None:
-        """Changes it."""
-        owner = self._replace(path=self.path[:-1]).read()
-        (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, self.path[-1], value)
+        """Changes it; where it is an item of a tuple, that becomes another one."""
+        place, key = self._replace(path=self.path[:-1]), self.path[-1]
+        owner = place.read()
+        if isinstance(owner, tuple):
+            items = (*owner[:key], value, *owner[key + 1 :])
+            place.put(owner._make(items) if hasattr(owner, "_make") else items)
+        else:
+            (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, key, value)
 
     def has(self, value: Any) -> bool:
         """Whether something equal to `value` is there."""
         return Guard(self.name, self.read, value).holds()
-
-
-def tensors_in(value: Any) -> Sequence[Tensor]:
-    """A tensor, or the tensors of a tuple of nothing else; empty for everything else."""
-    if isinstance(value, Tensor):
-        return (value,)
-    return value if isinstance(value, tuple) and all(isinstance(each, Tensor) for each in value) else ()
 
 
 def version_of(value: Any) -> int | None:

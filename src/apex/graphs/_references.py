@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ._place import PLAIN, Place, is_generator, tensors_in
+from ._place import PLAIN, Place, is_generator
 
 # Items of a dict or list whose numbers are looked at; and how far into dicts and lists in each other.
 _FEW_ITEMS, _LONGEST_PATH = 64, 6
@@ -49,11 +49,11 @@ class References:
         """Where all of this is, modes of modules, and tensors in them."""
         found = [*self.plain, *self._tensors]
         for module in self._modules.values():
-            name, attributes, buffers = type(module).__name__, vars(module), module._buffers
-            found.append(Place(f"{name}.training", attributes, ("training",)))
-            for entries in (attributes, buffers):
-                keys = [key for key, value in entries.items() if _holds_tensors(value)]
-                found += [Place(f"{name}.{key}", entries, (key,), variable=True) for key in keys]
+            name = type(module).__name__
+            found.append(Place(f"{name}.training", vars(module), ("training",)))
+            for entries in (vars(module), module._buffers):
+                for key in entries.keys() - {"_parameters", "_buffers"}:
+                    found += _tensors_at(Place(f"{name}.{key}", entries, (key,), variable=True))
         return found
 
     def parameters(self) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ class References:
         return [param for param in found if param is not None and type(param) in (torch.Tensor, nn.Parameter)]
 
     def entries(self) -> list[Mapping[str, Any]]:
-        """Where modules have their parts: other modules, parameters and hooks."""
+        """Dicts of the parts of modules: other modules, parameters and hooks."""
         names = ("_modules", "_parameters", "_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
         return [getattr(module, name) for module in self._modules.values() for name in names]
 
@@ -111,8 +111,8 @@ class References:
         value = place.read()
         if _is_plain(value) or self._note(value):
             self.plain.append(place)
-        elif _holds_tensors(value):
-            self._tensors.append(place)
+        elif isinstance(value, torch.Tensor):
+            self._tensors += _tensors_at(place)
         elif isinstance(value, dict | list | tuple | set):
             self._add_items(place, value, names, file)
         elif callable(value) and not isinstance(value, type):
@@ -124,8 +124,8 @@ class References:
         named = items.keys() & names.strings
         for key, item in items.items() if len(place.path) < _LONGEST_PATH and not isinstance(value, set) else ():
             matters = key in named if named else len(items) <= _FEW_ITEMS
-            if matters or _holds_tensors(item) or isinstance(item, _CLOSED):
-                self._add(place._replace(name=f"{place.name}[{key!r}]", path=(*place.path, key)), names, file)
+            if matters or isinstance(item, tuple | _CLOSED):
+                self._add(place.item(key), names, file)
         if not named:
             self.plain.append(place._replace(name=f"the length of {place.name}", path=(*place.path, len)))
 
@@ -140,9 +140,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _holds_tensors(value: Any) -> bool:
-    """Whether something is a tensor that is no parameter, or a tuple of such."""
-    return bool(tensors_in(value)) and not getattr(value, "requires_grad", False)
+def _tensors_at(place: Place) -> Iterator[Place]:
+    """Where tensors are that are no parameters: at a place, and in dicts, lists and tuples there."""
+    value = place.read()
+    if isinstance(value, torch.Tensor) and not value.requires_grad:
+        yield place
+    elif isinstance(value, dict | list | tuple) and len(place.path) < _LONGEST_PATH:
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _tensors_at(place.item(key))
 
 
 def _unwrapped(function: Any) -> Any:

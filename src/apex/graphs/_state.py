@@ -21,15 +21,15 @@ from torch import Tensor
 from ..amp._amp_state import _amp_state
 from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-from ._place import MISSING, Place, tensors_in, version_of
+from ._place import MISSING, Place, version_of
 from ._references import References
 
 
-def parameters(optimizers: Iterable[Any]) -> list[Tensor]:
-    """Parameters that a step may change, and the half-precision ones that amp writes from them."""
+def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
+    """Parameters that a step may change, the half-precision ones that amp writes from them, and others."""
     found = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     found += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
-    return list({id(param): param for param in found}.values())
+    return list({id(param): param for param in (*found, *others)}.values())
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
@@ -107,6 +107,7 @@ class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
     def __init__(self, optimizers: Sequence[Any], references: References) -> None:
+        self.optimizers, self.references = optimizers, references
         self.found = [(place, place.read()) for place in (*_training_places(optimizers), *references.places())]
         self.versions = [version_of(value) for _, value in self.found]
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
@@ -143,11 +144,9 @@ def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
 class State:
     """What one graph needs in the places, and what it leaves there."""
 
-    def __init__(
-        self, before: Snapshot, params: Iterable[Tensor], entries: list[Mapping[str, Any]], recording: Recording
-    ) -> None:
+    def __init__(self, before: Snapshot, recording: Recording) -> None:
         before.check()
-        self.params = list({id(param): param for param in params}.values())
+        self.params = parameters(before.optimizers, before.references.parameters())
         # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
         # these, so that they must be in the place, too.
         self._needs: list[tuple[Callable[[], Any], Place, Any, bool]] = []
@@ -170,9 +169,9 @@ class State:
             if value is not MISSING:
                 self._needs.append((place.reader(), place, value, is_written or not place.variable))
         self._addresses = [param.data_ptr() for param in self.params]
-        # Most are empty: of those only the size is asked.
-        self._entries, self._filled = entries, [each for each in entries if each]
-        self._sizes, self._parts = [*map(len, entries)], _values(self._filled)
+        self._entries = before.references.entries()
+        self._filled = [each for each in self._entries if each]  # few have hooks, and of the others the size will do
+        self._sizes, self._parts = [*map(len, self._entries)], _values(self._filled)
         self._are_trained = [param.requires_grad for param in self.params]
 
     def is_stale(self) -> bool:
@@ -191,15 +190,14 @@ class State:
             found = read()
             if found is need:
                 continue
-            kinds, others = ([(t.shape, t.dtype, t.device) for t in tensors_in(each)] for each in (need, found))
-            if kinds and kinds == others:
+            both = isinstance(need, Tensor) + isinstance(found, Tensor)
+            if both == 2 and (need.shape, need.dtype, need.device) == (found.shape, found.dtype, found.device):
                 # A copy: two may have changed places, and all are read before one is written to.
-                moved.append((place, need, [tensor.clone() for tensor in tensors_in(found)], is_changed))
-            elif kinds or others or not place.has(need):
+                moved.append((place, need, found.clone(), is_changed))
+            elif both or not place.has(need):
                 return f"{place.name} (was {reprlib.repr(need)})"
-        for place, need, values, is_changed in moved:
-            for own, value in zip(tensors_in(need), values, strict=True):
-                own.detach().copy_(value)
+        for place, need, value, is_changed in moved:
+            need.detach().copy_(value)
             if is_changed:
                 place.put(need)
         return None
