@@ -176,6 +176,15 @@ def test_a_divided_sgd_decays_weights_as_the_one_it_was_made_from(after: bool) -
     torch.testing.assert_close(params[1], params[0])
 
 
+def test_an_optimizer_with_a_step_of_its_own_is_not_divided() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="the optimizer is a Own, whose state cannot be divided"):
+        zero_optimizer(Own([nn.Parameter(torch.ones(3))], lr=0.1))
+
+
 def test_wrappers_are_transparent() -> None:
     booster = make("fp16")
     inner = net()

@@ -41,12 +41,14 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Di
     state that there was, if any, for `load_plain_state`, when nothing is cast any more.
     """
     groups = optimizer.param_groups
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):
+    # A subclass with a step of its own is another algorithm.
+    known = type(optimizer).step.__module__.startswith(("torch.optim.", "apex."))
+    if known and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):
         kind: type[DistributedFusedAdam] = DistributedFusedAdam
         decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(getattr(optimizer, "adam_w_mode", False))
         options.update(adam_w_mode=decoupled or bool(groups[0].get("decoupled_weight_decay", False)))
         options.update(amsgrad=bool(groups[0].get("amsgrad", False)))
-    elif isinstance(optimizer, (torch.optim.SGD, FusedSGD)):
+    elif known and isinstance(optimizer, (torch.optim.SGD, FusedSGD)):
         kind = DividedSGD
     else:
         raise ValueError(

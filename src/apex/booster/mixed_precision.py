@@ -221,8 +221,8 @@ class FP16ApexMixedPrecision(Precision):
         """For sharded models, which `apex.amp` does not scale losses of: its rule, in a scaler of PyTorch's kind."""
         low, high = self.options["min_loss_scale"] or 2.0**-24, self.options["max_loss_scale"]
         if self._loss_scale == "dynamic":
-            scaling = [self.options.get(name, default) for name, default in _SCALING.items()]
-            return HysteresisScaler(*scaling, hysteresis=1, min_scale=low, max_scale=high)
+            start, growth, backoff, window = (self.options.get(name, default) for name, default in _SCALING.items())
+            return HysteresisScaler(start, growth, backoff, window, hysteresis=1, min_scale=low, max_scale=high)
         scale = float(self._loss_scale)
         return None if scale == 1.0 else HysteresisScaler(scale, min_scale=scale, max_scale=scale)
 
