@@ -145,7 +145,7 @@ def real_tensors() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
-    """Lets launch rules plan for another device, for compiling kernels where that device is absent."""
+    """`stand_ins` for a device that is not here, to compile kernels for it: launch rules answer anew."""
     forget_launches()
     try:
         with stand_ins(other):
@@ -156,7 +156,7 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_ins(device: DeviceFacts) -> Iterator[None]:
-    """Lets tensors without memory stand for those of a device, about which launch rules learn nothing new."""
+    """Lets tensors without memory stand for those of `device`; launch rules keep what they have answered for it."""
     global _pretended
     previous, _pretended = _pretended, device
     try:

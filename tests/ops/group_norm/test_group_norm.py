@@ -350,6 +350,13 @@ def test_large_groups_are_cut_up() -> None:
         assert tile.rows * tile.channel_block <= 8192
 
 
+def test_tiles_are_addressed_with_32_bits() -> None:
+    for positions in (1 << 20, 1 << 28, 1024**3, 2**31 - 1):
+        tile = config.tile_config(positions, 64, 16384, False)
+        assert tile.channel_block * positions < 2**31
+    assert config.tile_config(1 << 20, 64, 16384, False).channel_block == 16
+
+
 def test_scattered_groups_are_cut_up_in_large_tensors() -> None:
     assert config.groups_apart(47 * 32 * 96 * 96, 2, last=False)
     assert not config.groups_apart(47 * 32 * 96 * 96, 2, last=True)

@@ -12,5 +12,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 32
 
 
 def vector(element_size: int, want_loss: bool) -> int:
-    """Elements that share a target where they divide the classes: 16 bytes, but a float32 loss is no faster for it."""
+    """How many neighbouring elements share a target, where that divides the classes.
+
+    16 bytes of them; for the loss 8 in float32, too, where 4 are no faster.
+    """
     return 8 if want_loss else 16 // element_size

@@ -97,5 +97,7 @@ def tile_config(positions: int, channels: int, elements: int, last: bool) -> Til
         rows = min(elements // block, next_power_of_2(positions))
     else:
         rows = min(next_power_of_2(positions), 1024)
-        block = min(elements // rows, next_power_of_2(channels))
+        # Fewer channels where positions are many: where an element lies in its tile is a 32-bit number in the kernels.
+        addressed = (2**31 - 1) // positions
+        block = min(elements // rows, next_power_of_2(channels), 1 << (addressed.bit_length() - 1))
     return TileConfig(rows, block, -(-positions // rows), -(-channels // block))

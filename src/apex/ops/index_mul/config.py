@@ -9,7 +9,7 @@ from .._device import DeviceFacts, next_power_of_2
 # Below this many elements the host is the limit, and sorting from Python takes more of it than PyTorch's operators do:
 # a step of 8192x256 takes 553 us of an H200's host, that of the operators 373.
 NATIVE_BELOW = 1 << 23
-# Rows of in1 that are cleared, or partial sums that are added, at a time.
+# How many rows of in1 are cleared, or partial sums added, at a time.
 FINISH_ROWS = 16
 
 

@@ -38,7 +38,8 @@ class ForwardConfig(NamedTuple):
 class BackwardConfig(NamedTuple):
     """`kind` names the kernel: rows, held, wide or columns.
 
-    With a `group` one launch does all: programs add up the weight gradients of so many of them, then those sums.
+    With a `group` one launch does all: the last of every `group` programs adds up their weight gradients, and the last
+    of all adds up these sums.
     """
 
     kind: str
@@ -187,7 +188,7 @@ def folds(config: BackwardConfig, element_size: int, device: DeviceFacts) -> boo
 
 
 def plain_programs(config: BackwardConfig, rows: int) -> int:
-    """More of them where no parameter has a gradient: there are no partial sums to keep few.
+    """How many programs where no parameter has a gradient: more, since there are no partial sums to keep few.
 
     RMS norm float32 19009x512 in 34.8, with twice as many as there are otherwise 35.6, with a program for every tile
     34.0; but bfloat16 43890x1160 in 86, 88 and 116, float32 8192x8192 in 196, 199 and 218.

@@ -8,8 +8,8 @@ MASK: 0 none, 1 causal, 2 hides what is not zero, 3 is added. NOISE: 0 no dropou
 element that tells what is kept. FULL: no query and no key needs a bound. ALIGN: a power of two up to 16 that divides
 `keys`, which is given as `keys_by_align` times it: bounds that it divides let loads and stores be as wide.
 
-Functions get `at`, which is the queries of a program, the position of their rows among all, and how many queries and
-keys there are; and `drop`, which is the noise, the share that is dropped, and the scale of what is kept.
+Functions get two tuples: `at`, the queries of a program, the position of their rows among all, and how many queries
+and keys there are; `drop`, the noise, the share that is dropped, and the scale of what is kept.
 """
 
 import triton

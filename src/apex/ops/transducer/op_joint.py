@@ -123,7 +123,7 @@ def _shape(f: Tensor, g: Tensor, batch_offset: Tensor | None, packed_rows: int) 
 
 
 def within_rows(batch_offset: Tensor | None, rows: int) -> Tensor | None:
-    """Offsets that name no row beyond those there are, whatever values they have; the host does not know them."""
+    """The offsets, clamped to the rows there are: their values, which the host does not know, may be anything."""
     return None if batch_offset is None else batch_offset.clamp(0, rows)
 
 

@@ -12,7 +12,7 @@ import torch
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Multiples of so many elements are where the kernels' blocks begin (`kernels.ALIGNMENT`).
+# The kernels' blocks begin at multiples of so many elements (`kernels.ALIGNMENT`).
 ALIGNMENT = 16
 # Rows up to this length are held in registers, several per program.
 SHORT_ROW = 1024
