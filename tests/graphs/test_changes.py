@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from apex.graphs import CapturedStep
+from apex.graphs._references import References
+from apex.graphs._state import Snapshot, State
+from apex.ops._recording import Recording
 from tests.graphs.common import assert_equal_bits
 from tests.graphs.recorder import CpuGraphs
 
@@ -304,3 +307,51 @@ def test_outputs_that_are_objects_have_no_gradients() -> None:
         found = run(torch.full((2, 4), float(index)))
         assert torch.equal(found.outputs, model(torch.full((2, 4), float(index))))
         assert (found.outputs.requires_grad, found.name) == (False, "one")
+
+
+def test_numbers_in_tensors_of_the_host_are_frozen_by_a_graph_of_a_device() -> None:
+    """They are compared before a replay; what a capture has done to them is refused, and undone."""
+    weight, device = torch.tensor([2.0, 3.0]), torch.device("meta")
+    references = References(lambda: weight)
+    before = Snapshot([], references, device)
+    state = State(before, Recording(True, device))
+    assert state.bring() is None
+    weight = torch.tensor([2.0, 3.0])
+    assert state.bring() is None
+    weight[1] = 4.0
+    assert state.bring() == "weight (was [2.0, 3.0])"
+    with pytest.raises(NotImplementedError, match="every call changes weight, which no graph can"):
+        State(before, Recording(True, device))
+    before.restore()
+    assert weight.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.gpu
+def test_optimizers_that_count_on_the_host_run_eagerly() -> None:
+    def train(way: Callable[[Step], Step]) -> list[Tensor]:
+        weight = nn.Parameter(torch.ones(4, device="cuda"))
+        optimizer = torch.optim.Adagrad([weight], lr=0.1, lr_decay=0.5)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            (weight * x).sum().backward()
+            optimizer.step()
+            return weight
+
+        run = way(step)
+        found = [run(torch.ones(4, device="cuda")).detach().clone() for _ in range(6)]
+        return [*found, optimizer.state[weight]["step"]]
+
+    expected = train(lambda step: step)
+    with pytest.warns(UserWarning, match=r"every call changes Adagrad.state\['step'\]"):
+        assert_equal_bits(expected, train(lambda step: captured(step, "cuda")))
+
+
+@pytest.mark.gpu
+def test_a_number_in_a_tensor_of_the_host_is_noticed() -> None:
+    weight = torch.tensor(1.0)
+    run = captured(lambda x: x * weight, "cuda")
+    for value in (1.0, 1.0, 1.0, 2.0, 2.0, 1.0):
+        weight.fill_(value)
+        assert float(run(torch.ones(1, device="cuda"))) == value
+    assert run.graphs == 2

@@ -107,7 +107,7 @@ class Graph:
             with watched(optimizers), _recording.active(recording):
                 return function(*args, **kwargs)
 
-        before = Snapshot(known, references)
+        before = Snapshot(known, references, device)
         torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
         try:
             self._replay, outputs = backend.capture(run, device)

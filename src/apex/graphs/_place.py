@@ -18,10 +18,15 @@ from ..ops._recording import Guard
 # What is compared: no tensor, and nothing that has parts.
 PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
 MISSING = object()
+# The last key of a place that is the contents of a tensor on the host: a graph has frozen those.
+CONTENTS = Tensor.tolist
 
 
 class Place(NamedTuple):
-    """Somewhere in Python: the attributes and keys that lead from `root` to what is there; `len` for how many."""
+    """Somewhere in Python: the attributes and keys that lead from `root` to what is there.
+
+    The last key may be `len`, for how many there are, or `CONTENTS`.
+    """
 
     name: str
     root: Any
@@ -48,8 +53,8 @@ class Place(NamedTuple):
         found = self.root
         try:
             for key in self.path:
-                if key is len:
-                    found = len(found)
+                if key is len or key is CONTENTS:
+                    found = key(found)
                 elif isinstance(found, dict):
                     found = found.get(key, MISSING)
                 else:
@@ -57,6 +62,9 @@ class Place(NamedTuple):
         except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
             return MISSING
         return found
+
+    def is_computed(self) -> bool:
+        return self.path[-1] is len or self.path[-1] is CONTENTS
 
     def reader(self) -> Callable[[], Any]:
         """What does as `read`, in a quarter of the time for an entry of a dict: most places are, and are read often."""
@@ -67,7 +75,9 @@ class Place(NamedTuple):
         """Changes it; where it is an item of a tuple, that becomes another one."""
         place, key = self._replace(path=self.path[:-1]), self.path[-1]
         owner = place.read()
-        if isinstance(owner, tuple):
+        if key is CONTENTS:
+            owner.detach().copy_(torch.tensor(value, dtype=owner.dtype, device=HOST))
+        elif isinstance(owner, tuple):
             items = (*owner[:key], value, *owner[key + 1 :])
             place.put(owner._make(items) if hasattr(owner, "_make") else items)
         else:

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from ..amp._amp_state import _amp_state
+from ..ops._host import HOST, on_host
 from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-from ._place import MISSING, Place, version_of
+from ._place import CONTENTS, MISSING, Place, version_of
 from ._references import References
+
+_FEW_NUMBERS = 64
 
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -103,12 +106,21 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else state
 
 
+def _with_value(place: Place, device: torch.device) -> tuple[Place, Any]:
+    """A place and what is there; of a few numbers on the host, which a graph of another device freezes, these."""
+    value = place.read()
+    if isinstance(value, Tensor) and on_host(value) and device != HOST and value.numel() <= _FEW_NUMBERS:
+        place = place._replace(path=(*place.path, CONTENTS))
+        return place, place.read()
+    return place, value
+
+
 class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
-    def __init__(self, optimizers: Sequence[Any], references: References) -> None:
+    def __init__(self, optimizers: Sequence[Any], references: References, device: torch.device) -> None:
         self.optimizers, self.references = optimizers, references
-        self.found = [(place, place.read()) for place in (*_training_places(optimizers), *references.places())]
+        self.found = [_with_value(place, device) for place in (*_training_places(optimizers), *references.places())]
         self.versions = [version_of(value) for _, value in self.found]
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
@@ -152,14 +164,15 @@ class State:
         self._needs: list[tuple[Callable[[], Any], Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
         for (place, value), version in zip(before.found, before.versions, strict=True):
-            if (id(place.root), *place.path[1:]) in recording.followed:
+            if (id(place.root), *place.path[1:3]) in recording.followed:
                 continue
             after = place.read()
-            is_written, is_replaced = version_of(after) != version, after is not value
+            is_computed = place.is_computed()
+            if (is_computed or (is_number(value) and is_number(after))) and value != after:
+                raise NotImplementedError(f"every call changes {place.name}, which no graph can")
+            is_written, is_replaced = version_of(after) != version, after is not value and not is_computed
             if place.optional and not is_replaced and not is_written:
                 continue
-            if is_number(value) and is_number(after) and value != after:
-                raise NotImplementedError(f"every call changes {place.name}, which no graph can")
             if place.optional:
                 self.params.append(place.root)
             if is_replaced and after is not MISSING:
