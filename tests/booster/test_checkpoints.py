@@ -165,6 +165,8 @@ def test_tied_weights(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
+        for layer in model:
+            layer.register_buffer("table", torch.rand(3) if layer is model[0] else model[0].table)
         return model
 
     booster, model = make(), tied(0)

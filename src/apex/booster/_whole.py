@@ -81,16 +81,22 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
     return {name: value for stage in of_all_stages(found) for name, value in stage.items()}
 
 
+def _identity(value: Any, param: Any) -> Any:
+    """What entries of state dicts have in common that are one tensor: a parameter, or a buffer's memory."""
+    if param is not None or not isinstance(value, Tensor) or value.is_meta or not value.numel():
+        return id(value) if param is None else param
+    return value.data_ptr(), value.shape, value.stride()
+
+
 @torch.no_grad()
 def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -> None:
     """Loads whole tensors, part by part; raises, with `strict`, if some are missing or not the model's."""
     masters = _masters_of(model)
     own: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
-    aliases: dict[Tensor, set[str]] = {}
+    aliases: dict[Any, set[str]] = {}
     for chunk, key, name, value, param in _entries(model):
         own.setdefault(name, []).append((chunk, key, value, param))
-        if param is not None:
-            aliases.setdefault(param, set()).add(name)
+        aliases.setdefault(_identity(value, param), set()).add(name)
     missing, unexpected = set(own), set[str]()
     exact: dict[Any, Tensor] = {}
     for state in parts:
@@ -104,7 +110,7 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -
                     exact[param] = value
                 local.setdefault(chunk, {})[key] = value
                 # A tensor that has several names in the model may have been saved under one.
-                missing -= {name, *aliases.get(param, ())}
+                missing -= aliases[_identity(like, param)]
         for chunk, filled in local.items():
             chunk.load_state_dict(filled, strict=False)
         if masters is not None:
