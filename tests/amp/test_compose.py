@@ -293,6 +293,29 @@ def test_compile_without_graph_breaks(level: str) -> None:
     torch.testing.assert_close(compiled(batch(0)[0]), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_a_compiled_training_step() -> None:
+    """Scaling, unscaling and the optimizer run in Python between the graphs, with autocast switched off and on."""
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = prepared("O1", model=nn.Linear(6, 4))
+
+        def step(inputs: Tensor, targets: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs).float(), targets)
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            return loss
+
+        run = torch.compile(step, backend="eager") if compiled else step
+        results.append(([run(*batch(index)).item() for index in range(3)], values(amp.master_params(optimizer))))
+        amp.shutdown()
+    assert results[0][0] == results[1][0]
+    assert_same(results[0][1], results[1][1])
+
+
 @levels
 def test_threads_with_replicas(level: str) -> None:
     """As nn.DataParallel: shallow replicas with weights of their own, each in a thread that knows nothing of amp."""

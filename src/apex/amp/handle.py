@@ -33,6 +33,17 @@ _ORIGINAL_UPDATE = LossScaler.update_scale
 _NO_CONTEXT = contextlib.nullcontext()
 
 
+def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, called in Python by a training step that is compiled: there is nothing in it for a graph."""
+    untraced = torch._disable_dynamo(function)  # as torch.compiler.disable, which would import the compiler here
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (untraced if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
 def scale_loss(
     loss: Tensor,
@@ -122,6 +133,7 @@ def _autocast_off() -> contextlib.AbstractContextManager[None]:
     return _NO_CONTEXT if is_off else _casting.casts_off()
 
 
+@_outside_graphs
 def _update_scale(
     scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
 ) -> None:
@@ -187,6 +199,7 @@ def restore_grads(stash: AmpOptimizerState) -> None:
     stash.accumulated_grads = {}
 
 
+@_outside_graphs
 def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
     """Unscales the new gradients, adds them to what was there before, and tells the scaler of overflow."""
     stash: AmpOptimizerState = self._amp_stash
@@ -320,6 +333,7 @@ def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
     return amp_step
 
 
+@_outside_graphs
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A step: skipped, turned off on the device by `found_inf`, or as it is."""
     stash: AmpOptimizerState = optimizer._amp_stash

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,10 +11,15 @@ import torch
 _CANDIDATES = ("cuda", "cpu", "npu", "xpu", "mps")
 
 
-@functools.cache
+_found: tuple[str, ...] | None = None
+
+
 def device_types() -> tuple[str, ...]:
     """The device types of this machine whose operators can be cast."""
-    return tuple(name for name in _CANDIDATES if _has_autocast(name))
+    global _found  # not functools.cache: torch.compile would trace the function behind it, and fail at a type it lacks
+    if _found is None:
+        _found = tuple(name for name in _CANDIDATES if _has_autocast(name))
+    return _found
 
 
 def _has_autocast(device_type: str) -> bool:
