@@ -69,6 +69,16 @@ def test_small_tiles_of_float32_do_not_spill(rule) -> None:
                 assert split == "queries" or head == 64 or tile[:2] in ((32, 64), (64, 16))
 
 
+def test_float32_gradients_of_long_queries_take_large_tiles_of_stored_logits() -> None:
+    """Of heads of 33 to 64 elements, whose tiles take 252 of 255 registers on sm_90; larger ones would spill."""
+    for head in (8, 32, 33, 48, 64, 65, 128):
+        for length in (16, 64, 100, 128, 302, 546, 5000):
+            tile = config.stored_tile(head, 4, length, length, "bias", LARGE)
+            most = 128 if 32 < head <= 64 else 64
+            assert tile.queries == min(most, config.head_block(length))
+            assert tile.queries * config.head_block(head) <= 128 * 64
+
+
 def test_kernels_know_what_divides_the_lengths() -> None:
     for rows in (1, 72, 103, 248, 356, 576):
         for columns in (8, 15, 36, 381, 512):

@@ -118,8 +118,8 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
     # of 58 batches of 2 heads, 576 long and 64 wide: 207 (128 keys, where threads keep 296 bytes outside of registers:
     # 398), of 310 batches of one, 336 long and 8 wide: 182 (2 stages: 189, 128 keys: 192). In float32 of 23 batches of
-    # 4, 736 long and 32 wide: 626 (2 stages: 749, 16 queries: 795), of 102 of 2, 546 long and 64 wide: 1522 (2 stages:
-    # 1574, 16 by 64: 1526).
+    # 4, 736 long and 32 wide: 605 (64 queries: 740, 128 keys in 8 warps: 652), of 102 of 2, 546 long and 64 wide: 1498
+    # (2 stages: 1578, 16 by 64: 1566, 128 keys in 8 warps: 1419, but of 24 of 4, 302 long, 292 in place of 253).
     if element_size == 4:
         tile = Tile(32, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 1)
     elif block <= 64 and "bias" not in kind:
@@ -136,9 +136,9 @@ def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind:
     """For the gradient of the queries from that of the logits."""
     block = head_block(head_dim)
     # All gradients of 57 float32 batches of 8 heads, 144 long and 8 wide: 121 (64 by 64: 134, 32 by 32: 129, one stage:
-    # 124), of 102 of 2 heads, 546 long and 64 wide: 1541 (2 stages: 1607, 64 by 64: 1563, 32 by 32: 1573).
+    # 124), of 102 of 2 heads, 546 long and 64 wide: 1384 (64 by 32: 1496, 64 by 64: 1435, 128 by 64 in 8 warps: 1450).
     if element_size == 4:
-        tile = Tile(64, 32, 4, 2 if block != 64 and block <= 128 else 1)
+        tile = Tile(128, 32, 4, 1) if block == 64 else Tile(64, 32, 4, 2 if block <= 128 else 1)
     else:
         tile = Tile(128, 64, 4, 3) if block <= 128 else Tile(64, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)

@@ -10,7 +10,7 @@ from .kernels_common import (
     aligned,
     aligned_strides,
     bias_tile,
-    dot,
+    finite_dot,
     is_kept,
     key_of_head,
     key_terms,
@@ -56,7 +56,7 @@ def _queries_tiles(
     for column in range(begin, end, BN):
         left = partners - column
         ks = tile(k, left, k_n, head_dim, BN, BD, WHOLE_N, FULL_D)
-        products = dot(qs, tl.trans(ks), None, PRECISION)
+        products = finite_dot(qs, tl.trans(ks), None, PRECISION)
         biases = products
         terms = products
         if HAS_BIAS:
@@ -67,13 +67,13 @@ def _queries_tiles(
             products, biases, terms, largest[:, None], reciprocal[:, None], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
         vs = tile(v, left, v_n, head_dim, BN, BD, WHOLE_N, FULL_D)
-        ds = dot(gs, tl.trans(vs), None, PRECISION) * kept - deltas[:, None]
+        ds = finite_dot(gs, tl.trans(vs), None, PRECISION) * kept - deltas[:, None]
         if DROPS:
             ds = tl.where(is_kept(keys[:, None], (column + n)[None, :], threshold), ds, -deltas[:, None])
         ds = p * ds
         if not WHOLE_N:
             ds = tl.where(n[None, :] < left, ds, 0.0)
-        result = dot(ds.to(ks.dtype), ks, result, PRECISION)
+        result = finite_dot(ds.to(ks.dtype), ks, result, PRECISION)
         k += BN * k_n
         v += BN * v_n
     return result
@@ -222,7 +222,7 @@ def attention_backward_keys(
             out += BM * o_m
         else:
             deltas = tl.load(delta + row + r, mask=r < m_left, other=0.0)
-        products = dot(ks, tl.trans(qs), None, PRECISION)
+        products = finite_dot(ks, tl.trans(qs), None, PRECISION)
         biases = products
         if HAS_BIAS:
             # Loaded a step ahead by hand: the pipeliner does not take transposed tiles.
@@ -232,7 +232,7 @@ def attention_backward_keys(
         p = _probabilities(
             products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
-        dp = dot(vs, tl.trans(gs), None, PRECISION)
+        dp = finite_dot(vs, tl.trans(gs), None, PRECISION)
         ds = dp * kept - deltas[None, :]
         dropped = p
         if DROPS:
@@ -241,12 +241,12 @@ def attention_backward_keys(
             ds = tl.where(keep, ds, -deltas[None, :])
             dropped = tl.where(keep, p, 0.0)
         ds = (p * ds).to(qs.dtype)
-        dvs = dot(dropped.to(gs.dtype), gs, dvs, PRECISION)
+        dvs = finite_dot(dropped.to(gs.dtype), gs, dvs, PRECISION)
         if STORES:
             # Zeros beyond the last query.
             inside = (n[:, None] < left) & (r[None, :] < pitch - row)
             tl.store(dlogits + n[:, None] * pitch + (row + r)[None, :], ds, mask=inside)
-        dks = dot(ds, qs, dks, PRECISION)
+        dks = finite_dot(ds, qs, dks, PRECISION)
         q += BM * q_m
         dout += BM * g_m
     store_tile(dk + z * dk_z + h * dk_h + column * dk_n, dks * scale, left, dk_n, head_dim, BN, BD)
@@ -323,7 +323,7 @@ def attention_backward_stored(
             else:
                 ds = tl.load(pointers, mask=(n[:, None] < columns - column) & (r[None, :] < pitch - first), other=0.0)
             ks = tile(k, columns - column, k_n, head_dim, BN, BD, FULL_N, FULL_D)
-            result = dot(tl.trans(ds), ks, result, PRECISION)
+            result = finite_dot(tl.trans(ds), ks, result, PRECISION)
             k += BN * k_n
             dlogits += tl.cast(BN, tl.int64) * pitch
         store_tile(dq + z * d_z + h * d_h + first.to(tl.int64) * d_m, result * scale, left, d_m, head_dim, BM, BD)

@@ -106,7 +106,7 @@ class Problem(NamedTuple):
     ) -> Any:
         """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them.
 
-        Rules for packed sequences are asked with the dtypes of all tensors.
+        Rules are asked with the dtypes of all tensors.
         """
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
         sizes = (*self[:5], total, *strides, *self._statistics_strides())
@@ -119,7 +119,7 @@ class Problem(NamedTuple):
             TAIL=self.tail,
             DROPS=dropout > 0,
             ALIGN_S=math.gcd(16, *strides),
-            same_dtypes=total > 0,
+            same_dtypes=True,
             **flags,
             **self.tiling(tile),
         )
@@ -186,5 +186,6 @@ def dquery_dbias_launch(
         ALIGN_S=math.gcd(16, *strides),
         BATCHES=block[0],
         ELEMENTS=block[1],
+        same_dtypes=True,
         **problem.tiling(tile),
     )
