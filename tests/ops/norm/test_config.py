@@ -62,8 +62,9 @@ def test_rows_of_a_tile_are_added_up_at_once_where_threads_have_them(
     rows: int, length: int, size: int, device: DeviceFacts
 ) -> None:
     config = backward_config(rows, length, size, True, device)
-    if folds(config, size, device):
+    if folds(config, length, size, device):
         assert config.block * size >= 16 * config.num_warps * device.warp_size
+        assert length * size % 16 == 0, "threads load single values"
     elif config.rows_per_program > 1:  # sums of every row fit into registers
         assert config.rows_per_program * config.block <= 32 * config.num_warps * device.warp_size or length % 16
 
@@ -124,6 +125,7 @@ def test_no_configuration_needs_more_registers_than_there_are(rows: int, size: i
             held, threads = backward.rows_per_program * backward.block, 32 * backward.num_warps
             if backward.kind == "rows":
                 assert held <= 32 * threads, length
+                assert vector >= 8 or threads == 256 or held <= max(32, 8 * threads), length
                 assert backward.num_stages <= (3 if vector >= 8 else 2), length
             elif backward.kind == "wide":
                 assert (backward.chunks * (1 + two) + 2 * backward.held) * held <= 160 * threads, length

@@ -298,7 +298,7 @@ def _backward_launches(
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             STAGES=chosen.num_stages,
-            FOLD=config.folds(chosen, dtype.itemsize, here),
+            FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
             GROUP=group,
             **main,
         )
