@@ -351,10 +351,12 @@ def test_large_groups_are_cut_up() -> None:
 
 
 def test_tiles_are_addressed_with_32_bits() -> None:
-    for positions in (1 << 20, 1 << 28, 1024**3, 2**31 - 1):
+    for positions in (1 << 20, 1 << 28, 1024**3, op.MOST_POSITIONS):
         tile = config.tile_config(positions, 64, 16384, False)
         assert tile.channel_block * positions < 2**31
     assert config.tile_config(1 << 20, 64, 16384, False).channel_block == 16
+    with pytest.raises(ValueError, match="4294967296 positions of an image are too many"):
+        op._sizes((1, 2, 1 << 16, 1 << 16), 2)
 
 
 def test_scattered_groups_are_cut_up_in_large_tensors() -> None:

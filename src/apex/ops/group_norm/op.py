@@ -22,6 +22,8 @@ from . import config, reference
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
 ACTIVATIONS = ("", "silu", "swish")
+# Positions of an image are 32-bit in the kernels.
+MOST_POSITIONS = 2**31 - 2**16
 
 
 def group_norm(
@@ -196,8 +198,11 @@ def _forward_launches(
 
 
 def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """Images, positions of each, channels and groups."""
-    return shape[0], math.prod(shape[2:]), shape[1], groups
+    """Images, positions of each, channels and groups, if the kernels can count them."""
+    positions = math.prod(shape[2:])
+    if positions > MOST_POSITIONS:
+        raise ValueError(f"{positions} positions of an image are too many for the kernels; APEX_IMPL=torch takes them")
+    return shape[0], positions, shape[1], groups
 
 
 def _tiles(
