@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops._checks import check_gradient
+from apex.ops._checks import check_shape
 from apex.ops.norm import NORM, checked_shape, joined_statistics
 
 
@@ -28,7 +28,7 @@ def ln_bwd(dz, x_or_z, mu_, rsigma, gamma, beta_=None, memory_efficient=False) -
     # Without memory_efficient beta is not needed for the maths, but its gradient is wanted all the same.
     beta = gamma if beta_ is None else beta_
     statistics = joined_statistics(mu_, rsigma, x_or_z, row_length, True, memory_efficient)
-    check_gradient(dz, x_or_z.shape, x_or_z.device)
+    check_shape("the gradient", dz, x_or_z.shape, x_or_z.device)
     settings = (row_length, 0.0, True, memory_efficient, dz.dtype, x_or_z.dtype)
     saved = (x_or_z, gamma, beta, statistics)
     dx, dgamma, dbeta = NORM.run_backward((dz,), saved, settings, (True, True, True))

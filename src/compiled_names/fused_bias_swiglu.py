@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apex.ops._checks import check_gradient
+from apex.ops._checks import check_shape
 from apex.ops.glu import GLU, check
 
 
@@ -19,5 +19,5 @@ def forward(input: Tensor, bias: Tensor | None) -> Tensor:
 
 def backward(grad_output: Tensor, input: Tensor, bias: Tensor | None) -> Tensor:
     check(input, bias, "silu")
-    check_gradient(grad_output, (*input.shape[:-1], input.shape[-1] // 2), input.device)
+    check_shape("the gradient", grad_output, (*input.shape[:-1], input.shape[-1] // 2), input.device)
     return GLU.run_backward((grad_output,), (input, bias), ("silu",), (True, False))[0]

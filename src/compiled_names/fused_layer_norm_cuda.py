@@ -10,7 +10,7 @@ import math
 
 from torch import Tensor
 
-from apex.ops._checks import check_gradient
+from apex.ops._checks import check_shape
 from apex.ops.norm import NORM, checked_shape, joined_statistics
 
 
@@ -27,7 +27,7 @@ def _backward(
 ) -> list[Tensor]:
     row_length = math.prod(checked_shape(input_or_output, normalized_shape, gamma, beta))
     statistics = joined_statistics(mean, invvar, input_or_output, row_length, subtract_mean, memory_efficient)
-    check_gradient(dout, input_or_output.shape, input_or_output.device)
+    check_shape("the gradient", dout, input_or_output.shape, input_or_output.device)
     settings = (row_length, epsilon, subtract_mean, memory_efficient, dout.dtype, input_or_output.dtype)
     wanted = (True, gamma is not None, beta is not None)
     gradients = NORM.run_backward((dout,), (input_or_output, gamma, beta, statistics), settings, wanted)

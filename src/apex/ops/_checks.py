@@ -71,9 +71,9 @@ def check_parameters(input: Tensor, shape: tuple[int, ...], **parameters: Tensor
             raise TypeError(f"{name} must be floating-point, got {parameter.dtype}")
 
 
-def check_gradient(gradient: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """Raises for a gradient that does not have the shape of the output on the output's device."""
-    if tuple(gradient.shape) != tuple(shape) or gradient.device != device:
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """Raises for a tensor, a gradient say, that does not have this shape on this device."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.device != device:
         raise ValueError(
-            f"the gradient has shape {list(gradient.shape)} on {gradient.device}, expected {list(shape)} on {device}"
+            f"{name} has shape {list(tensor.shape)} on {tensor.device}, expected {list(shape)} on {device}"
         )

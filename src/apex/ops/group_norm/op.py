@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_parameters, check_tensors
+from .._checks import check_parameters, check_shape, check_tensors
 from .._device import DeviceFacts, empty_on, facts, launch_rule, next_power_of_2
 from .._op import Op, laid_out_like
 from .._partial_sums import TICKETS, partial_sums
@@ -86,16 +86,8 @@ def group_norm_backward(
     silu: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias, given the statistics of the forward pass."""
-    if dy.shape != input.shape or dy.device != input.device:
-        raise ValueError(
-            f"the gradient has shape {list(dy.shape)} on {dy.device}, the input {list(input.shape)} on {input.device}"
-        )
-    expected = (input.shape[0], groups, 2)
-    if tuple(statistics.shape) != expected or statistics.device != input.device:
-        raise ValueError(
-            f"the statistics have shape {list(statistics.shape)} on {statistics.device}, expected {list(expected)} on "
-            f"{input.device}"
-        )
+    check_shape("the gradient", dy, input.shape, input.device)
+    check_shape("statistics", statistics, (input.shape[0], groups, 2), input.device)
     saved = (input, weight, bias, statistics.to(_library.compute_dtype(input)))
     wanted = (True, weight is not None, bias is not None)
     dx, dweight, dbias = GROUP_NORM.run_backward((dy,), saved, (groups, eps, silu), wanted)

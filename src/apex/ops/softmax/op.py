@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_gradient, check_tensors
+from .._checks import check_shape, check_tensors
 from .._device import facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -130,7 +130,7 @@ def softmax_forward(
 
 def softmax_backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise: Tensor | None = None) -> Tensor:
     """The gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
-    check_gradient(dy, probabilities.shape, probabilities.device)
+    check_shape("the gradient", dy, probabilities.shape, probabilities.device)
     check_arguments(probabilities, None, spec)
     _check_noise(probabilities, spec, noise)
     (gradient,) = SOFTMAX.run_or_trace_backward((dy,), (probabilities, noise), spec, (True,))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors
+from .._checks import check_shape, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -46,12 +46,8 @@ def xentropy_backward(
 ) -> Tensor:
     """The gradient of the logits, contiguous, from `loss_gradient` and the second result of `xentropy_forward`."""
     check_logits(logits, labels, smoothing)
-    for name, tensor in (("loss_gradient", loss_gradient), ("log_sums", log_sums)):
-        if tensor.shape != labels.shape or tensor.device != logits.device:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} on {tensor.device}, expected {list(labels.shape)} as the "
-                f"labels, on {logits.device}"
-            )
+    check_shape("loss_gradient", loss_gradient, labels.shape, logits.device)
+    check_shape("log_sums", log_sums, labels.shape, logits.device)
     settings = (float(smoothing), padding_idx)
     return XENTROPY.run_backward((loss_gradient,), (logits, log_sums, labels), settings, (True,))[0].contiguous()  # type: ignore[union-attr]
 
