@@ -148,6 +148,18 @@ def far_away(device: str) -> tuple[Any, ...]:
 
 
 @case
+def what_is_put_into_a_variable_first(device: str) -> tuple[Any, ...]:
+    trainer = types.SimpleNamespace(config=Config())
+
+    def step(x: Tensor) -> Tensor:
+        config = trainer.config
+        total = x + 1
+        return total * config.weight
+
+    return step, lambda: setattr(trainer.config, "weight", 2.0)
+
+
+@case
 def a_number_in_a_list(device: str) -> tuple[Any, ...]:
     weights = [1.0, 3.0]
     return lambda x: x * weights[0], weights.reverse

@@ -163,18 +163,23 @@ class _Names:
         # "self.config", "self.config.weight"
         self.attributes: set[str] = set()
         self.strings = {constant for constant in code.co_consts if isinstance(constant, str)}
-        path = ""
+        path = ""  # what was loaded last
+        own: dict[str, str] = {}  # what was put into variables of the code itself
         for each in dis.get_instructions(code):
+            # One instruction may load two variables, or store one and load another.
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
             if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
-                path = path and f"{path}.{each.argval}"
+                path = path and f"{path}.{names[0]}"
                 self.attributes.add(path)
-            elif "LOAD_" in each.opname and each.opname != "LOAD_CONST":
-                # One instruction may load two variables, or store one and load another.
-                path = str(each.argval[-1] if isinstance(each.argval, tuple) and each.argval else each.argval)
-                if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    self.globals.add(path)
+                continue
+            if each.opname.startswith("STORE_FAST"):
+                own[names[0]] = path
+            if "LOAD_" in each.opname and each.opname != "LOAD_CONST":
+                path = own.get(names[-1], str(names[-1]))
             elif each.opname not in ("COPY", "DUP_TOP"):  # between a variable and its attribute in `self.count += 1`
                 path = ""
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                self.globals.add(path)
         for inner in (_Names(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
             self.globals |= inner.globals
             self.attributes |= inner.attributes
