@@ -103,11 +103,16 @@ def test_values_are_read_anew() -> None:
     assert read() == {"alpha": 0.25, "model": model, "the length of seen": 1}
 
 
+@pytest.mark.filterwarnings("ignore:.*jit.script.* is deprecated:DeprecationWarning")
 def test_modes_of_modules_and_tensors_in_them() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
     places = {place.name for place in References(lambda x: model(x)).places()} - {"model"}
     modes = {"Sequential.training", "BatchNorm1d.training", "Dropout.training"}
     assert places == modes | {f"BatchNorm1d.{name}" for name, _ in model[0].named_buffers()}
+    scripted = torch.jit.script(nn.Dropout())  # whose mode is no attribute in Python
+    (mode,) = (each for each in References(lambda x: scripted(x)).places() if each.name.endswith(".training"))
+    scripted.eval()
+    assert mode.read() is False
 
 
 def test_every_closure_of_one_function_is_looked_at() -> None:
@@ -117,6 +122,9 @@ def test_every_closure_of_one_function_is_looked_at() -> None:
     first, second = scaled(1.0), scaled(2.0)
     places = References(lambda x: first(x) + second(x)).plain
     assert [place.read() for place in places if place.name == "factor"] == [1.0, 2.0]
+    third, fourth = (functools.partial(lambda x, factors: x * factors[0], factors=[factor]) for factor in (3.0, 4.0))
+    places = References(lambda x: third(x) + fourth(x)).plain
+    assert {place.read() for place in places if place.name == "factors[0]"} == {3.0, 4.0}
 
 
 def test_what_has_no_code() -> None:

@@ -40,8 +40,8 @@ class References:
         self.plain: list[Place] = []
         self._tensors: list[Place] = []
         self._modules: dict[int, nn.Module] = {}
-        self._seen: set[tuple[int, int]] = set()
-        self._look(function, None, tuple(args), dict(kwargs or {}))
+        self._seen: set[tuple[int, ...]] = set()
+        self._look(function, None, tuple(args), kwargs or {})
         for leaf in tree_leaves((args, kwargs)):
             self._note(leaf)
 
@@ -49,10 +49,10 @@ class References:
         """Where all of this is, modes of modules, and tensors in them."""
         found = [*self.plain, *self._tensors]
         for module in self._modules.values():
-            name = type(module).__name__
-            found.append(Place(f"{name}.training", vars(module), ("training",)))
+            name, is_scripted = type(module).__name__, "training" not in vars(module)
+            found.append(Place(f"{name}.training", module if is_scripted else vars(module), ("training",)))
             for entries in (vars(module), module._buffers):
-                for key in entries.keys() - {"_parameters", "_buffers"}:
+                for key in {*entries.keys()} - {"_parameters", "_buffers"}:
                     found += _tensors_at(Place(f"{name}.{key}", entries, (key,), variable=True))
         return found
 
@@ -79,22 +79,25 @@ class References:
 
     def _look(self, function: Any, file: str | None, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
         """At a function, if it is in the given file."""
+        kwargs = kwargs or {}
         if isinstance(function, functools.partial):
-            self._look(function.func, file, (*function.args, *args), {**function.keywords, **(kwargs or {})})
+            self._look(function.func, file, (*function.args, *args), {**function.keywords, **kwargs})
             return
         if not isinstance(function, FunctionType | MethodType) and not hasattr(function, "__wrapped__"):
             function = getattr(function, "__call__")  # noqa: B004, B009  an object that can be called
-        plain, owner = _unwrapped(function), getattr(function, "__self__", None)
-        code = getattr(plain, "__code__", None)
-        if code is None or (id(plain), id(owner)) in self._seen or file not in (None, code.co_filename):
+        if isinstance(function, MethodType):
+            args = (function.__self__, *args)
+        plain = _unwrapped(function)
+        code, key = getattr(plain, "__code__", None), tuple(map(id, (plain, *args, *kwargs.values())))
+        if code is None or key in self._seen or file not in (None, code.co_filename):
             return
-        self._seen.add((id(plain), id(owner)))
+        self._seen.add(key)
         names = _Names(code)
         places = {name: Place(name, plain.__globals__, (name,)) for name in names.globals & plain.__globals__.keys()}
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
             places[name] = Place(name, cell, ("cell_contents",))
         with contextlib.suppress(TypeError):  # what it is wrapped in takes other arguments
-            given = inspect.signature(plain).bind_partial(*(() if owner is None else (owner,)), *args, **(kwargs or {}))
+            given = inspect.signature(plain).bind_partial(*args, **kwargs)
             given.apply_defaults()
             objects = [name for name, value in given.arguments.items() if not _is_plain(value)]
             places |= {name: Place(name, given.arguments, (name,)) for name in objects}
