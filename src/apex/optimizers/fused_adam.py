@@ -83,6 +83,7 @@ class FusedAdam(FusedOptimizer):
             rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,
             adam_hyperparameters(group, step, decoupled=decoupled),
             (decoupled, bool(group["amsgrad"])),
-            **scaling.arguments,
+            noop=scaling.found_inf,
+            grad_scale=scaling.inverse_scale,
             seed=seed,
         )

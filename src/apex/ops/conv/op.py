@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._device import empty_on
 from .._tolerance import excess
 from ..dense.parts import activation_backward, launch_activation_backward, takes_kernel
 
@@ -43,16 +44,17 @@ def conv_bias_relu(
     """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
     check(input, weight, spec, bias=bias, scale=scale)
     shift: Any = bias if bias.dim() == 1 else bias.reshape(-1)
+    padding, stride = spec
     if scale is None and cudnn_does_it(input, weight, bias):
-        stride, padding = (spec.stride,) * 2, (spec.padding,) * 2
-        output = torch.cudnn_convolution_relu(input, weight, shift.contiguous(), stride, padding, (1, 1), 1)
+        settings = ((stride, stride), (padding, padding), (1, 1), 1)
+        output = torch.cudnn_convolution_relu(input, weight, shift.contiguous(), *settings)
         if mask is None:
             return output
         fused, shift = True, None
     else:
         fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
         # Where no kernel follows, the convolution adds the bias with less trouble.
-        output = functional.conv2d(input, weight, None if fused else shift, spec.stride, spec.padding)
+        output = functional.conv2d(input, weight, None if fused else shift, stride, padding)
     if mask is not None and (mask.shape != output.shape or mask.device != output.device):
         raise ValueError(
             f"mask has shape {list(mask.shape)} on {mask.device}, the output of the convolution {list(output.shape)} "
@@ -106,7 +108,7 @@ def conv_bias_relu_gradients(
     shape = output.shape
     if dy.shape != shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(shape)}")
-    dz, dbias = _relu_backward(dy, output, shape[1], bias_grad)
+    dz, dbias = _relu_backward(dy, output, shape, bias_grad)
     if scale is None:
         return *conv_gradients(dz, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
@@ -115,15 +117,18 @@ def conv_bias_relu_gradients(
     return dx, None if dweight is None else dweight * factor, dbias
 
 
-def _relu_backward(dy: Tensor, output: Tensor, channels: int, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _relu_backward(dy: Tensor, output: Tensor, shape: torch.Size, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
     """Gradients before ReLU and of the bias."""
     if not output.is_contiguous(memory_format=torch.channels_last):
         dz = torch.ops.aten.threshold_backward(dy, output, 0)
         return dz, _bias_gradient(dz) if bias_grad else None
+    channels = shape[1]
     if not torch.compiler.is_compiling() and takes_kernel(dy, output):
-        dy = dy.contiguous(memory_format=torch.channels_last)
-        dz, rows = torch.empty_like(dy), dy.numel() // channels
-        return dz, launch_activation_backward(dy, output, dz, "relu", rows, channels, bias_grad)
+        strides = output.stride()
+        if dy.stride() != strides:
+            dy = torch.empty_like(output).copy_(dy)
+        dz = empty_on(dy.device)(tuple(shape), strides, dy.dtype)
+        return dz, launch_activation_backward(dy, output, dz, "relu", dy.numel() // channels, channels, bias_grad)
     dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, channels) for each in (dy, output))
     dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
     return dz.view(output.movedim(1, -1).shape).movedim(-1, 1), dbias
@@ -147,22 +152,23 @@ def _bias_gradient(dz: Tensor) -> Tensor:
 
 def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor | None) -> None:
     """Raises for arguments that do not fit each other; PyTorch's convolution checks the rest."""
-    if input.dim() != 4 or weight.dim() != 4:
+    images, weights, (padding, stride) = input.shape, weight.shape, spec
+    if len(images) != 4 or len(weights) != 4:
         raise ValueError(
-            f"images [N, C, H, W] and weights [C', C, h, w] are needed, got {list(input.shape)} and "
-            f"{list(weight.shape)}"
+            f"images [N, C, H, W] and weights [C', C, h, w] are needed, got {list(images)} and {list(weights)}"
         )
-    if spec.padding < 0 or spec.stride < 1:
-        raise ValueError(f"padding={spec.padding}, stride={spec.stride}: at least 0 and 1 are needed")
-    (_, _, height, width), (channels, _, *window) = input.shape, weight.shape
-    if window[0] > height + 2 * spec.padding or window[1] > width + 2 * spec.padding:
-        raise ValueError(
-            f"weights {list(weight.shape)} reach beyond images {list(input.shape)} with padding={spec.padding}"
-        )
+    if padding < 0 or stride < 1:
+        raise ValueError(f"padding={padding}, stride={stride}: at least 0 and 1 are needed")
+    if weights[2] > images[2] + 2 * padding or weights[3] > images[3] + 2 * padding:
+        raise ValueError(f"weights {list(weights)} reach beyond images {list(images)} with padding={padding}")
     for name, values in per_channel.items():
-        if values is not None and values.numel() != channels:
-            raise ValueError(f"{name} has shape {list(values.shape)}, expected a value for each of {channels} channels")
-        if values is not None and values.device != input.device:
+        if values is None:
+            continue
+        if values.numel() != weights[0]:
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}, expected a value for each of {weights[0]} channels"
+            )
+        if values.device != input.device:
             raise ValueError(f"{name} is on {values.device}, the input on {input.device}")
 
 

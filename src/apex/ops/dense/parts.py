@@ -98,9 +98,9 @@ def _gelu_backward(
     dy: Tensor, input: Tensor, bias_grad: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     if takes_kernel(dy, input):
-        dy, input = dy.contiguous(), input.contiguous()
+        (rows, columns), dy, input = dy.shape, dy.contiguous(), input.contiguous()
         dz, active = dy if in_place else torch.empty_like(dy), torch.empty_like(input)
-        return dz, launch_activation_backward(dy, input, dz, "gelu", *dy.shape, bias_grad, active), active
+        return dz, launch_activation_backward(dy, input, dz, "gelu", rows, columns, bias_grad, active), active
     return *_activation_backward(dy, input, "gelu", bias_grad), functional.gelu(input, approximate="tanh")
 
 
@@ -116,7 +116,8 @@ def _activation_backward(
         if not dy.is_contiguous():
             dy, in_place = dy.contiguous(), True
         dz = dy if in_place else torch.empty_like(dy)
-        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, *dy.shape, bias_grad)
+        rows, columns = dy.shape
+        return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, rows, columns, bias_grad)
     if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
         dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)

@@ -233,10 +233,8 @@ def launch_backward(
     device, weight_dtype = saved.device, None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
     param_grads = weight is not None and (wanted[1] or wanted[2])
-    dtypes, flags = (
-        (saved.dtype, dy.dtype, input_dtype, weight_dtype, bias_dtype),
-        (subtract_mean, from_output, param_grads),
-    )
+    dtypes = (saved.dtype, dy.dtype, input_dtype, weight_dtype, bias_dtype)
+    flags = (subtract_mean, from_output, param_grads)
     launches = _backward_launches(saved.shape, row_length, dtypes, flags, device)
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, input_dtype)

@@ -27,16 +27,18 @@ def _adam(values, whole, scalars, FLAGS):
     return p - update, g, m, v, peak
 
 
-def corrections(beta1: float, beta2: float, *, step: Any, bias_correction: bool = True) -> tuple[Any, Any]:
-    """The factors that undo the bias of Adam's moments towards zero: of the first, and of the second's root."""
+def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool = True) -> tuple[Any, Any]:
+    """The factors that undo the bias of Adam's moments towards zero: of the first, and of the second's root.
+
+    Relatives of Adam call the last two arguments `bias`.
+    """
     if not bias_correction:
         return 1.0, 1.0
     return 1 / (1 - beta1**step), (1 - beta2**step) ** -0.5
 
 
-def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, decoupled=True, **bias):
-    """`bias`, here and in Adam's relatives, is for `corrections`."""
-    first, root = corrections(beta1, beta2, **bias)
+def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=True, decoupled=True):
+    first, root = corrections(beta1, beta2, step, bias_correction)
     # Not 1 - lr * weight_decay as a factor, whose rounding to float32 would add up over the steps.
     decay = lr * weight_decay if decoupled else weight_decay
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root

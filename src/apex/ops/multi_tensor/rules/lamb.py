@@ -47,9 +47,9 @@ def _lamb_unscaled(values, whole, scalars, FLAGS):
     return p - scalars[0] * _direction(p, m, v, scalars, FLAGS), g, m, v, a
 
 
-def _lamb_scalars(*, lr, beta1, beta2, eps, weight_decay, grad_averaging=True, **bias):
+def _lamb_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=True, grad_averaging=True):
     """lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
-    first, root = corrections(beta1, beta2, **bias)
+    first, root = corrections(beta1, beta2, step, bias_correction)
     return lr, first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, weight_decay, root, 1 - beta2
 
 
