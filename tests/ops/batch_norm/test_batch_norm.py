@@ -553,6 +553,31 @@ def test_what_is_left_to_torch() -> None:
             assert runs_kernels(small, None, BatchNormSpec())
 
 
+def test_small_norms_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few elements that PyTorch's operator takes as they are, and nothing that it takes but we refuse."""
+    monkeypatch.setattr(op, "check", None)
+    x, one, mean, variance = torch.randn(3, 6, 4), torch.rand(6), torch.zeros(6), torch.ones(6)
+    expected = torch.nn.functional.batch_norm(x, mean.clone(), variance.clone(), one, one, True)
+    assert torch.equal(batch_norm(x, mean, variance, one, one, z=x, relu=True), (expected + x).relu())
+    assert not torch.equal(mean, torch.zeros(6))
+    for changed in (
+        {"weight": one[:, None]},
+        {"weight": one.int()},
+        {"weight": torch.rand(12)[::2]},
+        {"bias": one.double()},
+        {"z": x[0]},
+        {"z": x.int()},
+        {"input": x.half()},
+        {"input": x[:1, :, :1]},
+        {"input": x[0, :, 0]},
+        {"running_mean": mean},
+        {"channel_dim": -1},
+        {"input": torch.empty(1, 1).expand(config.NATIVE_BELOW // 6 + 1, 6)},
+    ):
+        with pytest.raises(TypeError, match="not callable"):
+            batch_norm(**{"input": x, "weight": one, "bias": one, "relu": True, **changed})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_tiles_cover_everything(last: bool) -> None:
     for positions, channels in ((49, 2048), (3136, 96), (1, 5), (100352, 256)):

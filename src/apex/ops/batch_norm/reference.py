@@ -243,11 +243,17 @@ def torch_norm(
         output, found = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
         return output.relu_() if spec.relu else output, found
-    mean, variance, weight, bias = [_cast(each, wide) for each in running]
+    mean, variance, weight, bias = running
+    for each in running:
+        if each is not None and (each.dtype != wide or not each.is_contiguous()):
+            mean, variance, weight, bias = [_cast(each, wide) for each in running]
+            break
     if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
-    flags = (spec.training, spec.momentum, spec.eps, torch.backends.cudnn.enabled)
+    # What Dynamo knows, and what takes a sixth of its time.
+    cudnn = torch.backends.cudnn.enabled if torch.compiler.is_compiling() else torch._C._get_cudnn_enabled()
+    flags = (spec.training, spec.momentum, spec.eps, cudnn)
     found = None
     if wanted:  # what torch.batch_norm calls, which also tells the statistics of the batch
         output, batch_mean, inverse_deviation, *_ = torch._batch_norm_impl_index(
@@ -260,10 +266,10 @@ def torch_norm(
         running.mean.copy_(mean)
     if spec.training and variance is not running.variance:
         running.variance.copy_(variance)
-    # In place: no derivative of a batch norm asks for its output.
+    # Not in place, which takes autograd longer: no derivative of a batch norm asks for its output, which is freed.
     if z is not None:
-        output = output.add_((z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype))
-    output = output.relu_() if spec.relu else output
+        output = output + (z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype)
+    output = output.relu() if spec.relu else output
     return output if spec.channel_dim == 1 else output.movedim(1, -1), found
 
 
