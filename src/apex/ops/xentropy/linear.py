@@ -127,7 +127,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             _, *gradients = _pass(given, labels, loss_gradient.contiguous(), spec, wanted)
             factor = None
         else:
-            factor = loss_gradient if count is None else loss_gradient / count
+            # Where every row is ignored the mean is NaN and the gradients are zero, as PyTorch has it.
+            factor = loss_gradient if count is None else loss_gradient / count.clamp(min=1)
             if not ctx.is_compiled:
                 gradients, ctx.gradients = ctx.gradients, None
                 if gradients is None:  # a second backward pass through a retained graph
