@@ -95,14 +95,14 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
 
 def _check_input(input: Tensor) -> int:
     """The number of values per row."""
-    if not isinstance(input, Tensor):
+    if type(input) not in _library.PLAIN:
         check_tensors(input=input)
-    if input.dim() < 1 or not input.is_floating_point():
+    shape = input.shape
+    if not shape or not input.is_floating_point():
         raise ValueError(
-            f"input must have at least one dimension and a floating dtype, got shape {list(input.shape)} and "
-            f"{input.dtype}"
+            f"input must have at least one dimension and a floating dtype, got shape {list(shape)} and {input.dtype}"
         )
-    return input.shape[-1]
+    return shape[-1]
 
 
 def _check_layer(width: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, which: str = "") -> int:
@@ -116,7 +116,7 @@ def _check_layer(width: int, weight: Tensor, bias: Tensor | None, dtype: torch.d
     shape = weight.shape
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(f"weight{which} has shape {list(shape)}, expected [out, {width}] for rows of {width} values")
-    if bias is not None and bias.shape != (shape[0],):  # a part of a torch.Size takes three times as long
+    if bias is not None and (bias.dim() != 1 or bias.numel() != shape[0]):
         raise ValueError(f"bias{which} has shape {list(bias.shape)}, expected [{shape[0]}] beside weight{which}")
     if dtype is not None and (weight.dtype != dtype or (bias is not None and bias.dtype != dtype)):
         raise TypeError(
