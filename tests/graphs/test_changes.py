@@ -22,6 +22,7 @@ from apex.graphs import CapturedStep
 from apex.graphs._references import References
 from apex.graphs._state import Snapshot, State
 from apex.ops._recording import Recording
+from apex.optimizers import FusedAdam
 from tests.graphs.common import assert_equal_bits
 from tests.graphs.recorder import CpuGraphs
 
@@ -357,6 +358,29 @@ def test_optimizers_that_count_on_the_host_run_eagerly() -> None:
     expected = train(lambda step: step)
     with pytest.warns(UserWarning, match=r"every call changes Adagrad.state\['step'\]"):
         assert_equal_bits(expected, train(lambda step: captured(step, "cuda")))
+
+
+@pytest.mark.gpu
+def test_a_rate_in_a_tensor_of_the_host_is_followed() -> None:
+    def train(way: Callable[[Step], Step]) -> tuple[Any, list[Tensor]]:
+        weight, rate = nn.Parameter(torch.ones(4, device="cuda")), torch.tensor(0.1)
+        optimizer = FusedAdam([weight], lr=rate)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            (weight * x).square().sum().backward()
+            optimizer.step()
+            return weight
+
+        run, found = way(step), []
+        for _ in range(6):
+            found.append(run(torch.ones(4, device="cuda")).detach().clone())
+            rate.mul_(0.5)
+        return run, found
+
+    (_, expected), (run, found) = train(lambda step: step), train(lambda step: captured(step, "cuda"))
+    assert_equal_bits(expected, found)
+    assert run.graphs == 1
 
 
 @pytest.mark.gpu

@@ -395,5 +395,25 @@ def test_methods_have_graphs_for_each_object() -> None:
     assert functools.partial(capture, warmup=2)(abs).__name__ == "abs"
 
 
+def test_methods_of_classes_and_of_objects_without_a_dict() -> None:
+    class Trainer:
+        __slots__ = ("factor",)
+
+        def step(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+        @classmethod
+        @capture
+        def of_class(cls, x: Tensor) -> Tensor:
+            return x + 1
+
+    Trainer.step = captured(Trainer.step, warmup=1)  # type: ignore[method-assign, assignment]
+    trainer = Trainer()
+    for trainer.factor in (2.0, 2.0, 2.0, 3.0, 3.0, 2.0):
+        assert float(trainer.step(torch.ones(1))) == trainer.factor
+    assert trainer.step.graphs == 2  # type: ignore[attr-defined]
+    assert float(Trainer.of_class(torch.ones(1))) == float(trainer.of_class(torch.ones(1))) == 2.0
+
+
 def test_without_a_gpu_no_device_is_found() -> None:
     assert CudaGraphs.device_of([torch.ones(1)]) is None

@@ -36,9 +36,11 @@ def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
-    """Every number, flag and tensor in the parameter groups and defaults of optimizers, but for counts on the host."""
-    found = [Place.of(optimizer, "defaults", name) for optimizer in optimizers for name in optimizer.defaults]
+    """Numbers, flags and tensors in parameter groups, but for counts on the host; and defaults that are no tensors."""
+    found = []
     for optimizer in optimizers:
+        names = [name for name, value in optimizer.defaults.items() if not isinstance(value, Tensor)]
+        found += [Place.of(optimizer, "defaults", name) for name in names]
         for index, group in enumerate(optimizer.param_groups):
             names = [name for name in group if name != "params" and (name != "step" or isinstance(group[name], Tensor))]
             found += [Place.of(optimizer, "param_groups", index, name) for name in names]

@@ -8,6 +8,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -56,9 +57,11 @@ class CapturedStep:
         self._has_said = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A method that is decorated has graphs for each instance."""
+        """A method that is decorated has graphs for each instance that can keep them."""
         if instance is None:
             return self
+        if isinstance(instance, type) or not hasattr(instance, "__dict__"):
+            return MethodType(self, instance)
         name = f"_captured_{self.__qualname__}"  # type: ignore[attr-defined]  # a method may call that of a base class
         if name not in vars(instance):
             bound = self._function.__get__(instance, owner)  # type: ignore[attr-defined]
