@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ._library import PLAIN, TRITON_DTYPES
 
+FLOATS = TRITON_DTYPES | {torch.float64}
+
 
 def check_tensors(**arguments: Any) -> None:
     """Raises for the first argument, given by name, that is no tensor."""

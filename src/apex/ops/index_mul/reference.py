@@ -10,26 +10,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def wide(tensor: Tensor) -> Tensor:
-    """Half precision as float32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+from .._library import compute_dtype
 
 
 def forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
     """in1[index] * in2."""
     if not in2.numel():  # on a GPU the derivative of an embedding without columns reads memory that is not its own
         return in2 + in1.sum()
-    return (torch.embedding(wide(in1), index) * wide(in2)).to(in2.dtype)
+    dtype = compute_dtype(in2)
+    return (torch.embedding(in1.to(dtype), index) * in2.to(dtype)).to(in2.dtype)
 
 
 def backward_backward(
     grad_grad1: Tensor, grad_grad2: Tensor, grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of grad_out, in1 and in2, given those of the gradients of in1 and in2."""
-    picked = torch.embedding(wide(grad_grad1), index)
-    second = wide(grad_grad2)
-    of_grad_out = picked * wide(in2) + second * torch.embedding(wide(in1), index)
-    of_in1 = torch.ops.aten.embedding_dense_backward(second * wide(grad_out), index, in1.shape[0], -1, False)
-    of_in2 = picked * wide(grad_out)
+    dtype = compute_dtype(in2)
+    first, second, gradient = (tensor.to(dtype) for tensor in (grad_grad1, grad_grad2, grad_out))
+    picked = torch.embedding(first, index)
+    of_grad_out = picked * in2.to(dtype) + second * torch.embedding(in1.to(dtype), index)
+    of_in1 = torch.ops.aten.embedding_dense_backward(second * gradient, index, in1.shape[0], -1, False)
+    of_in2 = picked * gradient
     return of_grad_out.to(grad_out.dtype), of_in1.to(in1.dtype), of_in2.to(in2.dtype)

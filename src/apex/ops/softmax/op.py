@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_shape, check_tensors
+from .._checks import FLOATS, check_shape, check_tensors
 from .._device import facts, launch_rule
 from .._op import Op
 from . import config, reference
@@ -26,8 +26,6 @@ LONGEST_ROW = 2**31 - 2**16
 # Values of the kernels' MASK and NOISE.
 NO_MASK, CAUSAL, HIDES, ADDED = range(4)
 NO_NOISE, SEED, KEEP = range(3)
-
-_SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def masked_softmax(
@@ -70,7 +68,7 @@ def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> No
     """Refuses what does not fit, in clear words, before anything is touched."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
-    if input.dtype not in _SUPPORTED or input.dim() == 0:
+    if input.dtype not in FLOATS or input.dim() == 0:
         raise TypeError(
             f"softmax needs an input of float16, bfloat16, float32 or float64 with at least one dimension, got "
             f"{input.dtype} of shape {list(input.shape)}"
@@ -91,7 +89,7 @@ def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> No
 def _check_mask(input: Tensor, mask: Tensor) -> None:
     if not isinstance(mask, Tensor):
         check_tensors(mask=mask)
-    if mask.dtype not in (torch.bool, torch.uint8) and mask.dtype not in _SUPPORTED:
+    if mask.dtype not in (torch.bool, torch.uint8) and mask.dtype not in FLOATS:
         raise TypeError(f"mask must be bool or uint8 (hides) or floating-point (is added), got {mask.dtype}")
     if mask.device != input.device:
         raise ValueError(f"mask is on {mask.device}, the input on {input.device}")

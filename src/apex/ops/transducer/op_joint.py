@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors, values_at_hand
+from .._checks import FLOATS, check_tensors, values_at_hand
 from .._device import empty_on, facts, launch_rule, next_power_of_2
 from .._op import Op
 from . import config, reference
@@ -23,7 +23,6 @@ from . import config, reference
 kernels = _library.LazyModule(f"{__package__}.kernels_joint")
 shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
-SUPPORTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # The elements of a packed tensor are counted in two parts, because a float of 32 bits holds 24.
 LOW_BITS = 20
 
@@ -88,7 +87,7 @@ def joint_arguments(
             f"f and g must be batch x frames x features and batch x tokens x features, got shapes {list(f.shape)} and "
             f"{list(g.shape)}"
         )
-    if f.dtype not in SUPPORTED or g.dtype not in SUPPORTED:
+    if f.dtype not in FLOATS or g.dtype not in FLOATS:
         raise TypeError(f"f and g must be float16, bfloat16, float32 or float64, got {f.dtype} and {g.dtype}")
     if f.device != g.device:
         raise ValueError(f"f is on {f.device}, g on {g.device}")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import at_hand, check_tensors, integer
+from .._checks import FLOATS, at_hand, check_tensors, integer
 from .._device import facts
 from .._op import Op
 from . import config, reference
-from .op_joint import FAMILY, SUPPORTED, check_lengths, check_offset, fill_rest, within_rows
+from .op_joint import FAMILY, check_lengths, check_offset, fill_rest, within_rows
 
 kernels = _library.LazyModule(f"{__package__}.kernels_loss")
 
@@ -41,7 +41,7 @@ def check_loss(
             f"label must be batch x labels of int32 or int64, got {label.dtype} of shape {list(label.shape)}"
         )
     batches, tokens = label.shape[0], label.shape[1] + 1
-    if x.dtype not in SUPPORTED:
+    if x.dtype not in FLOATS:
         raise TypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
     if batch_offset is None:
         if x.dim() != 4 or x.shape[0] != batches or x.shape[2] != tokens:
