@@ -578,6 +578,20 @@ def test_small_norms_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> N
             batch_norm(**{"input": x, "weight": one, "bias": one, "relu": True, **changed})  # type: ignore[arg-type]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+def test_small_norms_refuse_another_device(dtype: torch.dtype, training: bool) -> None:
+    """PyTorch's operator notices that before it changes anything, and the error is ours."""
+    x = torch.randn(3, 6, 4, 4, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
+    here = [torch.ones(6, device="cuda") for _ in range(4)]
+    for place, name in enumerate(("running_mean", "running_var", "weight", "bias")):
+        given = [each.cpu() if number == place else each for number, each in enumerate(here)]
+        with pytest.raises(ValueError, match=f"{name} is on cpu"):
+            batch_norm(x, *given, training=training)
+    assert all(torch.equal(each, torch.ones_like(each)) for each in here)
+
+
 @pytest.mark.parametrize("last", [True, False])
 def test_tiles_cover_everything(last: bool) -> None:
     for positions, channels in ((49, 2048), (3136, 96), (1, 5), (100352, 256)):
