@@ -99,11 +99,11 @@ class TritonRowLists(TritonLists):
         needed = -(-max(self.sizes) // block)
         return _device.next_power_of_2(needed) if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
 
-    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
+    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, given: Any) -> Tensor:
         layout = self._layout(rule)
         is_one_each = layout.count == len(self.sizes) and rule.quantities == total.columns
         if not (is_one_each and total.per_tensor) or total.average:
-            return super()._measured(rule, hyper, flags, total, **given)
+            return super()._measured(rule, hyper, flags, total, given)
         # A program per row, whose sums are the row's: nothing is left to add up.
         self._run(rule, hyper, flags, partials=total.out, **given)
         return total.out

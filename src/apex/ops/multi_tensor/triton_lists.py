@@ -95,10 +95,13 @@ class TritonLists:
             self._run(rule, hyper, flags, **given)
             return None
         columns = max(2, rule.quantities)
-        return self._measured(rule, hyper, flags, Sum(self._empty(len(self.sizes), columns), per_tensor=True), **given)
+        return self._measured(rule, hyper, flags, Sum(self._empty(len(self.sizes), columns), per_tensor=True), given)
 
-    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, **given: Any) -> Tensor:
-        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it."""
+    def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, given: Any) -> Tensor:
+        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
+
+        `given` are arguments of `_run` by name.
+        """
         if self._finishes_each if total.per_tensor else self._finishes_all:
             self._run(rule, hyper, flags, total, **given)
         else:
@@ -115,7 +118,7 @@ class TritonLists:
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
         """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
-        return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), **given)
+        return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
@@ -124,7 +127,7 @@ class TritonLists:
         """
         factor = self._empty(1)
         total = Sum(self._empty(1), root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
-        return self._measured(rule, {}, (), total, **scaling), factor
+        return self._measured(rule, {}, (), total, scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
         """Moves `averages`, float32 [tensors, 2], in column 0 by `share` towards what `rule` measures of each tensor.
@@ -132,7 +135,7 @@ class TritonLists:
         A negative average is none yet, and becomes what is measured.
         """
         total = Sum(averages, per_tensor=True, average=True, numbers=(0.0, 0.0, share))
-        self._measured(rule, {}, (), total, **scaling)
+        self._measured(rule, {}, (), total, scaling)
 
     # Launches ---------------------------------------------------------------------------------------------------------
 
