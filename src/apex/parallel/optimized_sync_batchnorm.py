@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
-from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm_with_statistics
+from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm, batch_norm_with_statistics
 from ._statistics import GroupExchange, new_consecutive_group, process_count
 
 
@@ -78,9 +78,14 @@ class SyncBatchNorm(_BatchNorm):
         exchange = GroupExchange(dist.group.WORLD if group is None else group) if processes > 1 else None  # type: ignore[arg-type]
         if exchange is None and by_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
-        spec = BatchNormSpec(self.eps, momentum, by_batch, self.fuse_relu, channel_dim)
-        running = Channels(mean, variance, weight, bias)
-        output, _ = batch_norm_with_statistics(input, z, running, spec, exchange, wanted=False)
+        eps, relu = self.eps, self.fuse_relu
+        if exchange is None:
+            given = (input, mean, variance, weight, bias, by_batch, momentum, eps)
+            output = batch_norm(*given, z=z, relu=relu, channel_dim=channel_dim)
+        else:
+            spec = BatchNormSpec(eps, momentum, by_batch, relu, channel_dim)
+            running = Channels(mean, variance, weight, bias)
+            output, _ = batch_norm_with_statistics(input, z, running, spec, exchange, wanted=False)
         if batches is not None:
             batches.add_(1)
         return output
