@@ -15,7 +15,7 @@ import torch
 from apex.ops import _library, _tuned, all_families, layer_norm
 from apex.ops._device import INTERPRETER, DeviceFacts, facts
 from apex.ops._launch import recording
-from apex.ops.norm import config
+from apex.ops.norm import add_norm, config, op
 from apex.ops.norm.op import NORM
 
 pytest.importorskip("triton")
@@ -195,6 +195,25 @@ def test_a_launch_that_does_not_fit_is_made_as_the_rule_says(
     assert warps == [2, 1, 1]
     (record,) = caplog.records
     assert "the tuned launches of norm are no longer used, since one does not fit" in record.getMessage()
+
+
+def test_so_is_one_that_adds_a_residual(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs more memory than the launch of the same rule that was tuned."""
+    write(table, ENTRY)
+    prepare, warps = op._forward_launch, []
+
+    def fails_with_two_warps(*arguments: Any) -> Any:
+        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
+        if warps[-1] == 2:
+            raise OutOfResources("shared memory")
+        return prepare(*arguments)
+
+    monkeypatch.setattr(op, "_forward_launch", fails_with_two_warps)
+    x, weight = torch.randn(8, 64, dtype=torch.float32, device=DEVICE), torch.ones(64, device=DEVICE)
+    with _library.implementation("triton"), torch.no_grad():
+        output, total = add_norm(x, x, None, 64, weight, weight, subtract_mean=True)
+    torch.testing.assert_close(output, torch.nn.functional.layer_norm(total, (64,)) + 1)
+    assert warps == [2, 1]
 
 
 def test_without_a_table_what_does_not_fit_is_an_error(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,24 @@ def give_up(family: str, error: Exception) -> bool:
     return True
 
 
+def falls_back(family: str) -> Callable[[Callable[..., Any]], Any]:
+    """Lets a function that launches kernels of a family, and is no `Op`'s, launch again where it is to `give_up`."""
+
+    def decorate(launch: Callable[..., Any]) -> Any:
+        @functools.wraps(launch)
+        def run(*arguments: Any) -> Any:
+            try:
+                return launch(*arguments)
+            except Exception as error:
+                if not give_up(family, error):
+                    raise
+            return launch(*arguments)
+
+        return run
+
+    return decorate
+
+
 def configurations() -> dict[Key, Changes]:
     """What the tables for this Triton change on any GPU: for compiling ahead, where the GPU and its driver are not."""
     triton = versions()["triton"]
