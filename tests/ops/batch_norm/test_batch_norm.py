@@ -563,10 +563,12 @@ def test_small_norms_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> N
     for changed in (
         {"weight": one[:, None]},
         {"weight": one.int()},
+        {"weight": 1.0},
         {"weight": torch.rand(12)[::2]},
         {"bias": one.double()},
         {"z": x[0]},
         {"z": x.int()},
+        {"z": x.to("meta"), "running_mean": mean, "running_var": variance},
         {"input": x.half()},
         {"input": x[:1, :, :1]},
         {"input": x[0, :, 0]},
@@ -589,6 +591,9 @@ def test_small_norms_refuse_another_device(dtype: torch.dtype, training: bool) -
         given = [each.cpu() if number == place else each for number, each in enumerate(here)]
         with pytest.raises(ValueError, match=f"{name} is on cpu"):
             batch_norm(x, *given, training=training)
+    with pytest.raises(ValueError, match="z is on cpu"):
+        batch_norm(x, *here, training=training, z=x.cpu())
+    batch_norm(x.double(), *[each.clone() for each in here], training=training)  # which takes no float32 by itself
     assert all(torch.equal(each, torch.ones_like(each)) for each in here)
 
 

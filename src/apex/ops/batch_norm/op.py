@@ -55,12 +55,12 @@ def batch_norm(
         cudnn = torch._C._get_cudnn_enabled()
         try:
             output = torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn)
+            # Not in place, which takes autograd longer. The norm's output is freed: its derivative does not ask for it.
+            output = output if z is None else output + z
         except RuntimeError:
             spec = BatchNormSpec(training=training)
             check(input, Channels(running_mean, running_var, weight, bias), z, spec)  # says it in our words
             raise
-        # Not in place, which takes autograd longer, and the norm's output is freed: its derivative does not ask for it.
-        output = output if z is None else output + z
         return output.relu() if relu else output
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
     running = Channels(running_mean, running_var, weight, bias)
@@ -123,14 +123,21 @@ def torch_checks(
     if len(shape) < 2 or values <= shape[1] or (running_mean is None) != (running_var is None):
         return False
     if dtype != torch.float32:
-        if input.is_cpu or z is not None or weight is None or bias is None:
-            return False  # it would round in between
+        if dtype not in _library.TRITON_DTYPES or input.is_cpu or z is not None or weight is None or bias is None:
+            return False  # it would round in between, or take no float32 beside it
         if not reference.keeps_float32(input, training):
             return False
     elif z is not None and (z.dtype != dtype or z.shape != shape):
         return False
+    if z is not None and running_mean is not None and z.device != input.device:
+        return False  # it would notice when the running statistics have moved
     for each in (running_mean, running_var, weight, bias):
-        if each is not None and (each.dtype != torch.float32 or each.dim() != 1 or not each.is_contiguous()):
+        if each is not None and (
+            type(each) not in _library.PLAIN
+            or each.dtype != torch.float32
+            or each.dim() != 1
+            or not each.is_contiguous()
+        ):
             return False
     return True
 
