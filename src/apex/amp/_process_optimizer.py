@@ -72,9 +72,7 @@ def _take_exact_value(param: Tensor) -> Tensor | None:
 
 def release_optimizer(optimizer: Any) -> None:
     """Gives an optimizer back as it was before amp: model parameters in its groups, with the masters' values."""
-    stash: AmpOptimizerState | None = vars(optimizer).pop("_amp_stash", None)
-    if stash is None:
-        return
+    stash: AmpOptimizerState = vars(optimizer).pop("_amp_stash")
     for name, value in stash.replaced.items():
         vars(optimizer).pop(name, None)
         if value is not _ABSENT:
