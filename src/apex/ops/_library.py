@@ -236,8 +236,9 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 def is_eager(tensor: torch.Tensor) -> bool:
     """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
-    known = type(tensor) in PLAIN or is_stand_in(tensor)
-    return not torch.compiler.is_compiling() and known and not sees_operators_only()
+    if torch.compiler.is_compiling() or sees_operators_only():
+        return False
+    return type(tensor) in PLAIN or is_stand_in(tensor)
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
-from .._device import empty_on
 from .._tolerance import excess
 from ..dense.parts import activation_backward, launch_activation_backward, takes_kernel
 
@@ -108,7 +107,7 @@ def conv_bias_relu_gradients(
     shape = output.shape
     if dy.shape != shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(shape)}")
-    dz, dbias = _relu_backward(dy, output, shape, bias_grad)
+    dz, dbias = _relu_backward(dy, output, shape[1], bias_grad)
     if scale is None:
         return *conv_gradients(dz, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
     # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
@@ -117,18 +116,16 @@ def conv_bias_relu_gradients(
     return dx, None if dweight is None else dweight * factor, dbias
 
 
-def _relu_backward(dy: Tensor, output: Tensor, shape: torch.Size, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _relu_backward(dy: Tensor, output: Tensor, channels: int, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
     """Gradients before ReLU and of the bias."""
     if not output.is_contiguous(memory_format=torch.channels_last):
         dz = torch.ops.aten.threshold_backward(dy, output, 0)
         return dz, _bias_gradient(dz) if bias_grad else None
-    channels = shape[1]
     if not torch.compiler.is_compiling() and takes_kernel(dy, output):
-        strides = output.stride()
-        if dy.stride() != strides:
+        if dy.stride() != output.stride():
             dy = torch.empty_like(output).copy_(dy)
-        dz = empty_on(dy.device)(tuple(shape), strides, dy.dtype)
-        return dz, launch_activation_backward(dy, output, dz, "relu", dy.numel() // channels, channels, bias_grad)
+        dz, rows = torch.empty_like(output), dy.numel() // channels
+        return dz, launch_activation_backward(dy, output, dz, "relu", rows, channels, bias_grad)
     dy_rows, output_rows = (each.movedim(1, -1).reshape(-1, channels) for each in (dy, output))
     dz, dbias = activation_backward(dy_rows, output_rows, "relu", bias_grad)
     return dz.view(output.movedim(1, -1).shape).movedim(-1, 1), dbias

@@ -125,8 +125,9 @@ class TritonLists:
 
         `rule` measures squares, or absolute values that are maximised.
         """
-        factor = self._empty(1)
-        total = Sum(self._empty(1), root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
+        empty = _device.empty_on(self.device)
+        norm, factor = empty((1,), (1,), torch.float32), empty((1,), (1,), torch.float32)
+        total = Sum(norm, root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
         return self._measured(rule, {}, (), total, scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
