@@ -87,9 +87,9 @@ def test_scale_in_place_by_a_factor_on_the_device(route: Route) -> None:
 
 @pytest.mark.parametrize("route", routes())
 def test_as_many_programs_of_one_tensor_as_of_several(route: Route) -> None:
-    # On a GPU a program takes 1024 elements, in the interpreter 128.
-    small, large = (100, 2000) if route.device == "cuda" else (100, 200)
-    for sizes in ((small, small), (large,), (small, small)):
+    # On a GPU a program takes 1024 elements, in the interpreter 128; twice as many of a tensor that so has one program.
+    small, large = (2000, 3000) if route.device == "cuda" else (200, 300)
+    for sizes in ((small,) * 3, (large,), (small,) * 3):
         tensors = [torch.rand(size, device=route.device) for size in sizes]
         expected = [2 * tensor for tensor in tensors]
         with _library.implementation(route.implementation):

@@ -4,6 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from apex.ops._device import DeviceFacts
+from apex.ops.multi_tensor import config
 from apex.ops.multi_tensor.flat import is_dense
 from apex.ops.multi_tensor.tables import Layout, PointerTable
 
@@ -24,6 +26,16 @@ def test_a_layout_covers_every_element_once(sizes: list[int], block: int) -> Non
     assert bounds[-1] == layout.count == len(programs)
     for tensor in range(len(sizes)):
         assert all(row[0] == tensor for row in programs[bounds[tensor] : bounds[tensor + 1]])
+
+
+def test_tensors_of_up_to_two_blocks_have_one_program_each() -> None:
+    device = DeviceFacts("any", "cuda", multiprocessors=132, warp_size=32, shared_memory=227 << 10)
+    for lists in (1, 2, 5):
+        usual = config.block(device, lists)
+        for largest in (0, 1, usual - 1, usual, usual + 1, 2 * usual, 2 * usual + 1, 10 * usual):
+            chosen = config.block(device, lists, largest)
+            assert chosen == (2 * usual if usual < largest <= 2 * usual else usual)
+            assert (Layout([largest, 1], chosen, CPU).programs is None) == (0 < largest <= 2 * usual)
 
 
 def test_only_what_moved_is_uploaded() -> None:

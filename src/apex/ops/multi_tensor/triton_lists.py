@@ -221,7 +221,7 @@ class TritonLists:
 
     def _block_for(self, lists: int) -> int:
         """Elements of each of so many lists that a program handles at once."""
-        return config.block(_device.facts(self.device), lists)
+        return config.block(_device.facts(self.device), lists, max(self.sizes, default=0))
 
     def _blocks_per_program(self, block: int, lists: int) -> int:
         """How many blocks of so many lists a program that measures walks over."""
