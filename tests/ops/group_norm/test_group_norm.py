@@ -383,8 +383,11 @@ def test_no_program_works_long_while_others_have_nothing_to_do() -> None:
         channels = groups * channels_of_group
         for direction in ("forward", "backward"):
             padded = next_power_of_2(channels_of_group) * positions
-            if config.small_config(positions, channels_of_group, direction, 2, INTERPRETER) is not None:
+            small = config.small_config(positions, channels_of_group, direction, 2, INTERPRETER)
+            if small is not None:
                 assert padded <= 32768
+                held = small.position_block * small.channel_block
+                assert held <= (16 if direction == "backward" and 512 < held <= 2048 else 64) * 32 * small.num_warps
             for last in (True, False):
                 elements = config.FORWARD_TILE[last] if direction == "forward" else config.BACKWARD_TILE
                 tile = config.tile_config(positions, channels, elements, last)
