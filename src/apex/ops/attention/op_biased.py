@@ -229,7 +229,9 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
     """As `launch_backward`, that of the bias in `dtype` unless it is None; None where kernels take no such tensors."""
     query, key, value, mask, bias, output, statistics, inf, dtype = given
     device, of_query = query.device, query.dtype
-    launches = _backward_launches(_forms(query, key, value, mask, bias, output, dout), dtype, device)
+    # Beside these their forms are known: those of the key, of the query and of the query.
+    strides = (value.stride(), output.stride(), dout.stride())
+    launches = _backward_launches(_forms(query, key, mask, bias), strides, (dtype, dout.dtype), device)
     if launches is None:
         return None
     empty, floats = empty_on(device), (launches.scale, inf, 1.0)
@@ -254,15 +256,21 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
 
 @launch_rule
 def _backward_launches(
-    forms: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device
+    forms: tuple[Any, ...], strides: tuple[Any, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device
 ) -> BackwardLaunches | None:
-    """None where kernels do not take the tensors as they are, of which the last are the output and its gradient."""
-    found, o, g = _problem(forms[:5], device), _strides(*forms[5]), _strides(*forms[6])
+    """None where kernels do not take the tensors as they are.
+
+    `forms` are those of query, key, mask and bias, `strides` those of value, output and its gradient, `dtypes` those of
+    the gradient of the bias, None without one, and of the output's.
+    """
+    (query, key, mask, bias), (v, o, g) = forms, strides
+    value, dtype = (key[0], v, key[2]), dtypes[0]
+    found, o, g = _problem((query, key, value, mask, bias), device), _strides(query[0], o), _strides(query[0], g)
     if found is None or o is None or g is None:
         return None
     problem, strides = found
     strides, here = (*strides, *o, *g), facts(device)
-    (dquery, dq), (dkey, dk), (dvalue, dv) = map(_like, forms[:3])
+    (dquery, dq), (dkey, dk), (dvalue, dv) = map(_like, (query, key, value))
     results, of_keys = (dquery, dkey, dvalue, problem.scale), (*strides, *dk, *dv)
     if dtype is None:
         of_queries = dquery_launch(problem, (*strides, *dq), here)
@@ -286,7 +294,7 @@ def _backward_launches(
     )
     stored = (at_once, heads, columns, pitch)
     # As [..., H, N, pitch of M].
-    sizes = tuple(forms[4][0])
+    sizes = tuple(bias[0])
     lead = contiguous_strides((*(1,) * (3 - len(sizes)), *sizes[:-2], columns, pitch))[:-2]
     dbias = (sizes, (*lead, 1, pitch)[-len(sizes) :])
     return BackwardLaunches(parts, *results, (stored, contiguous_strides(stored)), dbias, sums)
