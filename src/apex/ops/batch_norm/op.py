@@ -49,8 +49,10 @@ def batch_norm(
     ones are used. The running variance is the unbiased one; a single value per channel counts as its own. Statistics
     are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
     """
-    if not torch.compiler.is_compiling() and torch_checks(
-        input, z, running_mean, running_var, weight, bias, training, relu, channel_dim
+    if (
+        not torch.compiler.is_compiling()
+        and (input.numel() < config.NATIVE_BELOW or (z is None and not relu))
+        and torch_checks(input, z, running_mean, running_var, weight, bias, training, channel_dim)
     ):
         cudnn = torch._C._get_cudnn_enabled()
         try:
@@ -107,21 +109,19 @@ def torch_checks(
     weight: Tensor | None,
     bias: Tensor | None,
     training: bool,
-    relu: bool,
     channel_dim: int,
 ) -> bool:
-    """Whether a norm is for PyTorch's operator as it is, which itself refuses what is left of what `check` does.
+    """Whether a small or plain norm is for PyTorch's operator as it is, which refuses what else `check` does.
 
     Of few elements `check` and what follows it take half as long as the operator's own work on the host.
     """
-    values = input.numel()
     if channel_dim != 1 or _library.requested == "triton":
         return False
-    if values >= config.NATIVE_BELOW and (relu or z is not None or input.is_contiguous()):
-        return False  # there may be kernels for it
-    shape, dtype = input.shape, input.dtype
+    shape, dtype, values = input.shape, input.dtype, input.numel()
     if len(shape) < 2 or values <= shape[1] or (running_mean is None) != (running_var is None):
         return False
+    if values >= config.NATIVE_BELOW and input.is_contiguous():
+        return False  # there may be kernels for it
     if dtype != torch.float32:
         if dtype not in _library.TRITON_DTYPES or input.is_cpu or z is not None or weight is None or bias is None:
             return False  # it would round in between, or take no float32 beside it
