@@ -87,6 +87,13 @@ def test_attributes_and_items_of_attributes() -> None:
     assert sum(place.name == "Dropout.training" for place in References(train).places()) == 2
 
 
+def test_items_of_tensors_are_named_without_looking_at_them() -> None:
+    key = torch.empty(3, device="meta")
+    averages = {key: torch.ones(1)}
+    (place,) = (each for each in References(lambda: averages).places() if each.read() is averages[key])
+    assert place.name == "averages"
+
+
 def test_values_are_read_anew() -> None:
     alpha = 0.5
     model = first = nn.Dropout()

@@ -117,7 +117,7 @@ class Graph:
             torch.clear_autocast_cache()
         # Indices of inputs that the function writes to.
         self._written = [index for index, each in enumerate(self._inputs) if version_of(each) != versions[index]]
-        self._outputs = detached(outputs)
+        self._outputs = map_tensors(Tensor.detach, outputs)
 
     def prepare(self) -> str | None:
         """Makes ready for a replay; or returns what keeps it from being replayed now."""
@@ -142,12 +142,7 @@ class Graph:
             action()
         self._recording.count_steps()
         self.state.leave()
-        return detached(self._outputs)
-
-
-def detached(outputs: Any) -> Any:
-    """What a function returned, without the graph of autograd."""
-    return map_tensors(Tensor.detach, outputs)
+        return map_tensors(Tensor.detach, self._outputs)
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:

@@ -39,14 +39,15 @@ class Place(NamedTuple):
     variable: bool = False
 
     @staticmethod
-    def of(root: Any, *path: Any, **flags: bool) -> Place:
+    def of(root: Any, attribute: str, *keys: Any, **flags: bool) -> Place:
         """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
-        keys = "".join(f"[{key!r}]" for key in path[1:] if not isinstance(key, Tensor))
-        return Place(f"{type(root).__name__}.{path[0]}{keys}", root, path, **flags)
+        place = Place(f"{type(root).__name__}.{attribute}", root, (attribute,), **flags)
+        return functools.reduce(Place.item, keys, place)
 
     def item(self, key: Any) -> Place:
-        """An item of the dict, list or tuple that is there."""
-        return self._replace(name=f"{self.name}[{key!r}]", path=(*self.path, key))
+        """An item of the dict, list or tuple that is there, or how many there are."""
+        shown = "" if isinstance(key, Tensor) or key is len else f"[{key!r}]"  # of a tensor that takes long
+        return self._replace(name=self.name + shown, path=(*self.path, key))
 
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""

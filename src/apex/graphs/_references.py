@@ -130,7 +130,7 @@ class References:
             if matters or isinstance(item, tuple | _CLOSED):
                 self._add(place.item(key), names, file)
         if not named:
-            self.plain.append(place._replace(name=f"the length of {place.name}", path=(*place.path, len)))
+            self.plain.append(place.item(len)._replace(name=f"the length of {place.name}"))
 
 
 def _is_open(value: Any, attribute: str) -> bool:

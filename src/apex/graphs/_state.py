@@ -111,7 +111,7 @@ def _listed(state: Any) -> Any:
 def _with_value(place: Place, device: torch.device) -> tuple[Place, Any]:
     """A place and what is there; of a few numbers on the host, which a graph of another device freezes, these."""
     value = place.read()
-    if isinstance(value, Tensor) and on_host(value) and device != HOST and value.numel() <= _FEW_NUMBERS:
+    if isinstance(value, Tensor) and on_host(value) and device != HOST and 0 < value.numel() <= _FEW_NUMBERS:
         place = place._replace(path=(*place.path, CONTENTS))
         return place, place.read()
     return place, value
@@ -147,7 +147,8 @@ class Snapshot:
             entries.clear()
             entries.update(before)
         for place, value in self.found:
-            if value is not MISSING and place.path[-1] is not len and place.read() is not value:
+            is_there = place.has(value) if place.is_computed() else place.read() is value
+            if not is_there and value is not MISSING and place.path[-1] is not len:
                 place.put(value)
 
 

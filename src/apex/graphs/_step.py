@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
-from ._captured import Graph, detached, flattened, references_of, watched
+from ._captured import Graph, flattened, map_tensors, references_of, watched
 from ._references import line_of
 from ._state import hyperparameters, parameters
 
@@ -119,7 +119,7 @@ class CapturedStep:
             outputs = self._function(*args, **kwargs)
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
-        return detached(outputs)
+        return map_tensors(Tensor.detach, outputs)
 
     def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
         """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
