@@ -15,7 +15,7 @@ step = 5  # a global of this name that nobody reads
 
 
 def names(function: Any) -> set[str]:
-    return {place.name for place in References(function).plain}
+    return {place.name for place in References(function).variables}
 
 
 def helper(x: Tensor) -> Tensor:
@@ -103,11 +103,11 @@ def test_values_are_read_anew() -> None:
         seen.append(x)
         return model(x) * alpha
 
-    read = lambda: {place.name: place.read() for place in References(train).plain}  # noqa: E731
+    read = lambda: {place.name: place.read() for place in References(train).variables}  # noqa: E731
     assert read() == {"alpha": 0.5, "model": first, "the length of seen": 0}
     alpha, model = 0.25, nn.Dropout()
     train(torch.ones(1))
-    assert read() == {"alpha": 0.25, "model": model, "the length of seen": 1}
+    assert read() == {"alpha": 0.25, "model": model, "the length of seen": 1, "seen[0]": seen[0]}
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script.* is deprecated:DeprecationWarning")
@@ -127,10 +127,10 @@ def test_every_closure_of_one_function_is_looked_at() -> None:
         return lambda x: x * factor
 
     first, second = scaled(1.0), scaled(2.0)
-    places = References(lambda x: first(x) + second(x)).plain
+    places = References(lambda x: first(x) + second(x)).variables
     assert [place.read() for place in places if place.name == "factor"] == [1.0, 2.0]
     third, fourth = (functools.partial(lambda x, factors: x * factors[0], factors=[factor]) for factor in (3.0, 4.0))
-    places = References(lambda x: third(x) + fourth(x)).plain
+    places = References(lambda x: third(x) + fourth(x)).variables
     assert {place.read() for place in places if place.name == "factors[0]"} == {3.0, 4.0}
 
 

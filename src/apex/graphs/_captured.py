@@ -15,9 +15,8 @@ from torch.utils import _pytree
 
 from ..ops import _recording
 from ..ops._recording import Recording, is_number
-from ._place import PLAIN, version_of
-from ._references import References
-from ._state import Snapshot, State
+from ._references import PLAIN, References
+from ._state import Snapshot, State, version_of
 
 
 def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
@@ -63,7 +62,7 @@ def _is_record(leaf: Any) -> bool:
 
 def references_of(function: Callable[..., Any], arguments: tuple[Any, Any]) -> References:
     """What a function reads, but for the tensors in its arguments."""
-    return References(function, *map_tensors(lambda _: None, arguments))
+    return References(function, map_tensors(lambda _: None, arguments))
 
 
 @contextlib.contextmanager

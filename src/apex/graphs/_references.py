@@ -1,29 +1,86 @@
-"""What a Python function refers to: numbers, which a graph would freeze, tensors and modules."""
+"""What a Python function refers to: numbers, which a graph would freeze, tensors and modules; and where they are."""
 
 from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import inspect
+import operator
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ._place import PLAIN, Place, is_generator
+from ..ops._recording import Guard
 
+# What is compared: no tensor, and nothing that has parts.
+PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
+MISSING = object()
 # Items of a dict or list whose numbers are looked at; and how far into dicts and lists in each other.
 _FEW_ITEMS, _LONGEST_PATH = 64, 6
-_CLOSED = nn.Module | torch.optim.Optimizer | torch.Tensor
+_CLOSED = nn.Module | torch.optim.Optimizer | Tensor
+
+
+class Place(NamedTuple):
+    """Somewhere in Python: the attributes and keys that lead from `root` to what is there; `len` for how many."""
+
+    name: str
+    root: Any
+    path: tuple[Any, ...]
+    # Most steps replace what is there without reading it, as they do with gradients: see `Recording.reads`.
+    temporary: bool = False
+    # A variable of the function, an attribute of one, an item: a tensor that is only read stays there.
+    variable: bool = False
+
+    @staticmethod
+    def of(root: Any, attribute: str, *keys: Any, temporary: bool = False) -> Place:
+        """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
+        place = Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
+        return functools.reduce(Place.item, keys, place)
+
+    def item(self, key: Any) -> Place:
+        """An item of the dict, list or tuple that is there, or how many there are."""
+        shown = "" if isinstance(key, Tensor) or key is len else f"[{key!r}]"  # of a tensor that takes long
+        return self._replace(name=self.name + shown, path=(*self.path, key))
+
+    def read(self) -> Any:
+        """What is there, `MISSING` if nothing is."""
+        found = self.root
+        try:
+            for key in self.path:
+                if key is len:
+                    found = len(found)
+                elif isinstance(found, dict):
+                    found = found.get(key, MISSING)
+                else:
+                    found = getattr(found, key) if isinstance(key, str) else found[key]
+        except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
+            return MISSING
+        return found
+
+    def put(self, value: Any) -> None:
+        """Changes it; where it is an item of a tuple, that becomes another one."""
+        place, key = self._replace(path=self.path[:-1]), self.path[-1]
+        owner = place.read()
+        if isinstance(owner, tuple):
+            items = (*owner[:key], value, *owner[key + 1 :])
+            place.put(owner._make(items) if hasattr(owner, "_make") else items)
+        else:
+            (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, key, value)
+
+    def has(self, value: Any) -> bool:
+        """Whether something equal to `value` is there."""
+        return Guard(self.name, self.read, value).holds()
 
 
 class References:
-    """What a function reads: numbers, flags and strings, tensors, modules, generators of random numbers.
+    """What a function reads: numbers, flags and strings, tensors, modules.
 
     Looked at: its arguments and their defaults, variables of enclosing functions, globals of its file, and attributes
     of all these that it names, over several dots; items of dicts and lists; the same of functions and methods that it
@@ -31,23 +88,19 @@ class References:
     modules, behind properties, and in lists of more than 64.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, Any] = ((), {})) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
-        self.generators: list[Any] = []
-        # Numbers, flags and strings, modules and optimizers, lengths of lists.
-        self.plain: list[Place] = []
-        self._tensors: list[Place] = []
+        # Where numbers, flags and strings, tensors, modules and optimizers are, and lengths of lists.
+        self.variables: list[Place] = []
         self._modules: dict[int, nn.Module] = {}
         self._seen: set[tuple[int, ...]] = set()
-        self._look(function, None, tuple(args), kwargs or {})
-        for leaf in tree_leaves((args, kwargs)):
+        self._look(function, None, *arguments)
+        for leaf in tree_leaves(arguments):
             self._note(leaf)
 
     def places(self) -> list[Place]:
         """Where all of this is, modes of modules, and tensors in them."""
-        found = [*self.plain, *self._tensors]
+        found = [*self.variables]
         for module in self._modules.values():
             name, is_scripted = type(module).__name__, "training" not in vars(module)
             found.append(Place(f"{name}.training", module if is_scripted else vars(module), ("training",)))
@@ -56,10 +109,10 @@ class References:
                     found += _tensors_at(Place(f"{name}.{key}", entries, (key,), variable=True))
         return found
 
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[Tensor]:
         """Those of the modules."""
         found = (param for module in self._modules.values() for param in module._parameters.values())
-        return [param for param in found if param is not None and type(param) in (torch.Tensor, nn.Parameter)]
+        return [param for param in found if param is not None and type(param) in (Tensor, nn.Parameter)]
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Dicts of the parts of modules: other modules, parameters and hooks."""
@@ -67,17 +120,14 @@ class References:
         return [getattr(module, name) for module in self._modules.values() for name in names]
 
     def _note(self, value: Any) -> bool:
-        """Whether a value is a module, an optimizer, a scaler or a generator."""
+        """Whether a value is a module, an optimizer or a scaler."""
         if isinstance(value, nn.Module):
             self._modules.update((id(module), module) for module in value.modules())
         elif isinstance(value, torch.amp.GradScaler):
             self.scalers.append(value)
-        elif is_generator(value):
-            self.generators.append(value)
-            return True
         return isinstance(value, nn.Module | torch.amp.GradScaler | torch.optim.Optimizer)
 
-    def _look(self, function: Any, file: str | None, args: tuple[Any, ...] = (), kwargs: Any = None) -> None:
+    def _look(self, function: Any, file: str | None, args: Any = (), kwargs: Any = None) -> None:
         """At a function, if it is in the given file."""
         kwargs = kwargs or {}
         if isinstance(function, functools.partial):
@@ -102,7 +152,7 @@ class References:
             objects = [name for name, value in given.arguments.items() if not _is_plain(value)]
             places |= {name: Place(name, given.arguments, (name,)) for name in objects}
         if plain.__defaults__:
-            self.plain.append(Place(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
+            self.variables.append(Place(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
         for path in sorted(names.attributes):
             of, _, attribute = path.rpartition(".")
             if of in places and _is_open(places[of].read(), attribute):
@@ -112,10 +162,9 @@ class References:
 
     def _add(self, place: Place, names: _Names, file: str) -> None:
         value = place.read()
-        if _is_plain(value) or self._note(value):
-            self.plain.append(place)
-        elif isinstance(value, torch.Tensor):
-            self._tensors += _tensors_at(place)
+        is_tensor = isinstance(value, Tensor) and not value.requires_grad
+        if is_tensor or _is_plain(value) or self._note(value):
+            self.variables.append(place)
         elif isinstance(value, dict | list | tuple | set):
             self._add_items(place, value, names, file)
         elif callable(value) and not isinstance(value, type):
@@ -130,7 +179,7 @@ class References:
             if matters or isinstance(item, tuple | _CLOSED):
                 self._add(place.item(key), names, file)
         if not named:
-            self.plain.append(place.item(len)._replace(name=f"the length of {place.name}"))
+            self.variables.append(place.item(len)._replace(name=f"the length of {place.name}"))
 
 
 def _is_open(value: Any, attribute: str) -> bool:
@@ -146,7 +195,7 @@ def _is_plain(value: Any) -> bool:
 def _tensors_at(place: Place) -> Iterator[Place]:
     """Where tensors are that are no parameters: at a place, and in dicts, lists and tuples there."""
     value = place.read()
-    if isinstance(value, torch.Tensor) and not value.requires_grad:
+    if isinstance(value, Tensor) and not value.requires_grad:
         yield place
     elif isinstance(value, dict | list | tuple) and len(place.path) < _LONGEST_PATH:
         for key in value if isinstance(value, dict) else range(len(value)):

@@ -13,7 +13,7 @@ import random
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,7 @@ from ..amp._amp_state import _amp_state
 from ..ops._host import HOST, on_host
 from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-from ._place import CONTENTS, MISSING, Place, version_of
-from ._references import References
-
-_FEW_NUMBERS = 64
+from ._references import MISSING, Place, References
 
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -35,12 +32,15 @@ def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list
     return list({id(param): param for param in (*found, *others)}.values())
 
 
+def version_of(value: Any) -> int | None:
+    """How often a tensor was written to."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else None
+
+
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
-    """Numbers, flags and tensors in parameter groups, but for counts on the host; and defaults that are no tensors."""
-    found = []
+    """Numbers, flags and tensors in parameter groups and defaults of optimizers, but for counts on the host."""
+    found = [Place.of(optimizer, "defaults", name) for optimizer in optimizers for name in optimizer.defaults]
     for optimizer in optimizers:
-        names = [name for name, value in optimizer.defaults.items() if not isinstance(value, Tensor)]
-        found += [Place.of(optimizer, "defaults", name) for name in names]
         for index, group in enumerate(optimizer.param_groups):
             names = [name for name in group if name != "params" and (name != "step" or isinstance(group[name], Tensor))]
             found += [Place.of(optimizer, "param_groups", index, name) for name in names]
@@ -49,25 +49,20 @@ def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
 
 def _training_places(optimizers: Sequence[Any]) -> list[Place]:
     """Every place of these optimizers and of amp, and the gradients of all tensors of the process."""
-    stepped = {id(param): param for param in parameters(optimizers)}
     found = hyperparameters(optimizers)
-    found += [Place.of(param, "grad", temporary=True) for param in stepped.values()]
     # An optimizer may step outside of the function, and a backward pass may come through another's parameters.
     leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
-    found += [Place.of(leaf, "grad", temporary=True, optional=True) for leaf in leaves if id(leaf) not in stepped]
+    found += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
     for optimizer in optimizers:
-        found += [
-            Place.of(optimizer, "state", param, name) for param in optimizer.state for name in optimizer.state[param]
-        ]
+        for param, state in optimizer.state.items():
+            found += [Place.of(optimizer, "state", param, name) for name in state]
         found += [Place.of(optimizer, name) for name in ("most_recent_scale", "scale_set_by_backward")]
         found.append(Place.of(optimizer, "param_groups", len))
         for index in range(len(optimizer.param_groups)):
             found += [Place.of(optimizer, "_skipped", index), Place.of(optimizer, "param_groups", index, "params", len)]
-    for optimizer in _amp_state.optimizers:
-        found += [
-            Place.of(optimizer._amp_stash, name)
-            for name in ("found_inf", "already_patched", "params_have_scaled_gradients")
-        ]
+    for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
+        names = ("found_inf", "already_patched", "params_have_scaled_gradients")
+        found += [Place.of(stash, name) for name in names]
     for scaler in _amp_state.loss_scalers:
         found += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
     return found
@@ -89,46 +84,43 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
         yield from _dicts(part)
 
 
-def _generator_states(others: Iterable[Any]) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """What reads and what sets the state of each generator on the host: those that everyone uses, and others."""
-    for each in (random, torch.default_generator, getattr(sys.modules.get("numpy"), "random", random), *others):
-        if hasattr(each, "getstate"):
-            yield each.getstate, each.setstate
-        elif hasattr(each, "get_state"):
-            yield each.get_state, each.set_state
-        elif hasattr(each, "bit_generator"):
-            place = Place("", each.bit_generator, ("state",))
-            yield place.read, place.put
+def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """What reads and what sets the state of each generator of random numbers on the host."""
+    yield random.getstate, random.setstate
+    yield torch.get_rng_state, torch.set_rng_state
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        yield numpy.get_state, numpy.set_state
 
 
 def _listed(state: Any) -> Any:
-    """The state of a generator as something that compares."""
-    if isinstance(state, tuple | dict):
-        return [*map(_listed, state.values() if isinstance(state, dict) else state)]
-    return state.tolist() if hasattr(state, "tolist") else state
+    """Numbers on the host as something that compares."""
+    return state.tolist() if hasattr(state, "tolist") else [*map(_listed, state)] if isinstance(state, tuple) else state
 
 
-def _with_value(place: Place, device: torch.device) -> tuple[Place, Any]:
-    """A place and what is there; of a few numbers on the host, which a graph of another device freezes, these."""
-    value = place.read()
-    if isinstance(value, Tensor) and on_host(value) and device != HOST and 0 < value.numel() <= _FEW_NUMBERS:
-        place = place._replace(path=(*place.path, CONTENTS))
-        return place, place.read()
-    return place, value
+class Found(NamedTuple):
+    """What was in a place before a capture; of a tensor its version, and a copy where the host computes with it."""
+
+    place: Place
+    value: Any
+    version: int | None
+    copied: Tensor | None
 
 
 class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
     def __init__(self, optimizers: Sequence[Any], references: References, device: torch.device) -> None:
-        self.optimizers, self.references = optimizers, references
-        self.found = [_with_value(place, device) for place in (*_training_places(optimizers), *references.places())]
-        self.versions = [version_of(value) for _, value in self.found]
+        self.optimizers, self.references, self.found = optimizers, references, list[Found]()
+        for place in (*_training_places(optimizers), *references.places()):
+            value = place.read()
+            is_frozen = isinstance(value, Tensor) and on_host(value) and device != HOST and not place.temporary
+            self.found.append(Found(place, value, version_of(value), value.clone() if is_frozen else None))
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
         self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
         self._sizes = [(each, len(each)) for optimizer in optimizers for each in _dicts(optimizer.state)]
-        self._random = [(get, put, get()) for get, put in _generator_states(references.generators)]
+        self._random = [(get, put, get()) for get, put in _generators()]
 
     def check(self) -> None:
         """Raises for what the host has done since, and would not do at a replay."""
@@ -146,14 +138,11 @@ class Snapshot:
         for entries, before in self._dicts:
             entries.clear()
             entries.update(before)
-        for place, value in self.found:
-            is_there = place.has(value) if place.is_computed() else place.read() is value
-            if not is_there and value is not MISSING and place.path[-1] is not len:
+        for place, value, version, copied in self.found:
+            if copied is not None and version_of(value) != version:
+                value.copy_(copied)
+            if value is not MISSING and place.path[-1] is not len and place.read() is not value:
                 place.put(value)
-
-
-def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
-    return [*itertools.chain.from_iterable([each.values() for each in entries])]
 
 
 class State:
@@ -161,34 +150,33 @@ class State:
 
     def __init__(self, before: Snapshot, recording: Recording) -> None:
         before.check()
-        self.params = parameters(before.optimizers, before.references.parameters())
         # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
         # these, so that they must be in the place, too.
-        self._needs: list[tuple[Callable[[], Any], Place, Any, bool]] = []
+        self._needs: list[tuple[Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
-        for (place, value), version in zip(before.found, before.versions, strict=True):
-            if (id(place.root), *place.path[1:3]) in recording.followed:
+        leaves = []
+        for place, value, version, copied in before.found:
+            if (id(place.root), *place.path[1:]) in recording.followed:
                 continue
-            after = place.read()
-            is_computed = place.is_computed()
-            if (is_computed or (is_number(value) and is_number(after))) and value != after:
+            after, is_read = place.read(), id(value) in recording.reads
+            is_written, is_replaced = version_of(after) != version, after is not value
+            if place.temporary and not (is_written or is_replaced or is_read):
+                continue
+            if (is_number(value) and is_number(after) and value != after) or (copied is not None and is_written):
                 raise NotImplementedError(f"every call changes {place.name}, which no graph can")
-            is_written, is_replaced = version_of(after) != version, after is not value and not is_computed
-            if place.optional and not is_replaced and not is_written:
-                continue
-            if place.optional:
-                self.params.append(place.root)
+            if place.temporary and isinstance(place.root, Tensor):
+                leaves.append(place.root)
             if is_replaced and after is not MISSING:
                 self._results.append((place, after))
-                if place.temporary and isinstance(value, Tensor) and id(value) not in recording.reads:
+                if place.temporary and isinstance(value, Tensor) and not is_read:
                     continue
             if value is not MISSING:
-                self._needs.append((place.reader(), place, value, is_written or not place.variable))
+                self._needs.append((place, value, is_written or not place.variable))
+        self.params = parameters(before.optimizers, (*before.references.parameters(), *leaves))
         self._addresses = [param.data_ptr() for param in self.params]
-        self._entries = before.references.entries()
-        self._filled = [each for each in self._entries if each]  # few have hooks, and of the others the size will do
-        self._sizes, self._parts = [*map(len, self._entries)], _values(self._filled)
         self._are_trained = [param.requires_grad for param in self.params]
+        self._entries = before.references.entries()
+        self._parts = _values(self._entries)
 
     def is_stale(self) -> bool:
         """Whether a parameter has other memory now, so that the graph is of no use any more."""
@@ -199,11 +187,12 @@ class State:
         """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
-        if [*map(len, self._entries)] != self._sizes or not all(map(operator.is_, _values(self._filled), self._parts)):
+        parts = _values(self._entries)
+        if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return "the parts or hooks of a module"
         moved = []
-        for read, place, need, is_changed in self._needs:
-            found = read()
+        for place, need, is_changed in self._needs:
+            found = place.read()
             if found is need:
                 continue
             both = isinstance(need, Tensor) + isinstance(found, Tensor)
@@ -223,3 +212,7 @@ class State:
         for place, after in self._results:
             if place.read() is not after:
                 place.put(after)
+
+
+def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable([each.values() for each in entries])]

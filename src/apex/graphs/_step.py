@@ -124,7 +124,7 @@ class CapturedStep:
     def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
         """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
         references = references_of(self._function, arguments)
-        places = (*references.plain, *hyperparameters(list(self._optimizers.values())))
+        places = (*references.variables, *hyperparameters(list(self._optimizers.values())))
         before = [(place, place.read()) for place in places]
         outputs = self._eagerly(arguments, device)
         if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
