@@ -140,10 +140,19 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> t
     return output.transpose(1, 2).reshape(sequences * length, heads, head_dim).detach(), logsumexp if saves else None
 
 
-def _form(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, settings: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that launches depend on: sizes, strides, dtypes, the number of bounds, settings and device."""
+def _form(
+    qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, settings: tuple[Any, ...]
+) -> tuple[Tensor, tuple[Any, ...]]:
+    """qkv with the elements of a head side by side, and all that launches depend on.
+
+    That is sizes, strides, dtypes, the number of bounds, settings and device.
+    """
+    strides = qkv.stride()
+    if strides[3] != 1:
+        qkv = qkv.contiguous()
+        strides = qkv.stride()
     dtypes = (qkv.dtype, cu_seqlens.dtype, seed is None)
-    return qkv.shape, qkv.stride(), dtypes, cu_seqlens.shape[0], settings, qkv.device
+    return qkv, (qkv.shape, strides, dtypes, cu_seqlens.shape[0], settings, qkv.device)
 
 
 def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]] | None:
@@ -162,9 +171,7 @@ def launch_forward(
 ) -> tuple[Tensor | None, ...]:
     """Output and, if it `saves` them, statistics [1, H, total]; if cuDNN was asked, in its own order and shape."""
     max_seqlen, _, _, cudnn_first = settings
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    form = _form(qkv, cu_seqlens, seed, settings)
+    qkv, form = _form(qkv, cu_seqlens, seed, settings)
     found = _forward_launch(form, saves)
     if found is None:
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
@@ -198,9 +205,8 @@ def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[floa
 def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
     """The gradient of qkv; `saved` is what `PACKED_ATTENTION` saves, then its settings."""
     (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
-    if qkv.stride(3) != 1:
-        qkv = qkv.contiguous()
-    found = _backward_launches(_form(qkv, cu_seqlens, seed, settings), dout.dtype)
+    qkv, form = _form(qkv, cu_seqlens, seed, settings)
+    found = _backward_launches(form, dout.dtype)
     if found is None:
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
     of_query, of_key_value, floats, of_gradient, of_delta = found

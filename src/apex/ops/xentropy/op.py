@@ -80,7 +80,7 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
     rows = _whole_rows(logits)
     losses = torch.empty_like(labels, dtype=torch.float32)
     log_sums = torch.empty_like(losses)
-    sizes = (*rows.shape, rows.stride(0), padding_idx)
+    sizes = (*rows.shape, rows.stride()[0], padding_idx)
     launch = _forward_launch(sizes, smoothing > 0, False, False, rows.dtype, rows.device)
     launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
     return losses, log_sums
@@ -105,7 +105,7 @@ def launch_backward(
         dlosses = dlosses.contiguous()
     if labels.dtype is not torch.int64:
         labels = labels.long()
-    sizes = (rows.stride(0), padding_idx, loss_stride)
+    sizes = (rows.stride()[0], padding_idx, loss_stride)
     dtypes = (logits.dtype, dlosses.dtype, log_sums.dtype)
     launch, is_short, layout = _backward_launch(logits.shape, sizes, smoothing > 0, dtypes, device)
     gradient = empty_on(device)(*layout, dtypes[0])
