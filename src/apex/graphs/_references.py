@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -106,13 +106,9 @@ class References:
             found.append(Place(f"{name}.training", module if is_scripted else vars(module), ("training",)))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    found += _tensors_at(Place(f"{name}.{key}", entries, (key,), variable=True))
+                    parts = _parts(Place(f"{name}.{key}", entries, (key,), variable=True))
+                    found += [part for part in parts if _is_tensor(part.read())]
         return found
-
-    def parameters(self) -> list[Tensor]:
-        """Those of the modules."""
-        found = (param for module in self._modules.values() for param in module._parameters.values())
-        return [param for param in found if param is not None and type(param) in (Tensor, nn.Parameter)]
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Dicts of the parts of modules: other modules, parameters and hooks."""
@@ -158,28 +154,31 @@ class References:
             if of in places and _is_open(places[of].read(), attribute):
                 places[path] = Place(path, places[of].root, (*places[of].path, attribute))
         for name in sorted(places):
-            self._add(places[name]._replace(variable=True), names, code.co_filename)
+            for part in _parts(places[name]._replace(variable=True), names.strings):
+                value = part.read()
+                if _is_tensor(value) or _is_plain(value) or self._note(value):
+                    self.variables.append(part)
+                elif callable(value) and not isinstance(value, type):
+                    self._look(value, code.co_filename)
 
-    def _add(self, place: Place, names: _Names, file: str) -> None:
-        value = place.read()
-        is_tensor = isinstance(value, Tensor) and not value.requires_grad
-        if is_tensor or _is_plain(value) or self._note(value):
-            self.variables.append(place)
-        elif isinstance(value, dict | list | tuple | set):
-            self._add_items(place, value, names, file)
-        elif callable(value) and not isinstance(value, type):
-            self._look(value, file)
 
-    def _add_items(self, place: Place, value: Any, names: _Names, file: str) -> None:
-        """Of a dict those that the function names, or all if it names none; of all, tensors and modules."""
-        items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
-        named = items.keys() & names.strings
-        for key, item in items.items() if len(place.path) < _LONGEST_PATH and not isinstance(value, set) else ():
-            matters = key in named if named else len(items) <= _FEW_ITEMS
-            if matters or isinstance(item, tuple | _CLOSED):
-                self._add(place.item(key), names, file)
-        if not named:
-            self.variables.append(place.item(len)._replace(name=f"the length of {place.name}"))
+def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
+    """A place; or where the items of a dict, list or tuple are that is there, and how many these are.
+
+    Of a dict those that are named, or all if none is; of many, tensors and modules alone.
+    """
+    value = place.read()
+    if _is_plain(value) or not isinstance(value, dict | list | tuple | set) or len(place.path) > _LONGEST_PATH:
+        yield place
+        return
+    items = dict(value) if isinstance(value, dict) else {} if isinstance(value, set) else dict(enumerate(value))
+    named = items.keys() & names
+    for key, item in items.items():
+        matters = key in named if named else len(items) <= _FEW_ITEMS
+        if matters or isinstance(item, tuple | _CLOSED):
+            yield from _parts(place.item(key), names)
+    if not named:
+        yield place.item(len)._replace(name=f"the length of {place.name}")
 
 
 def _is_open(value: Any, attribute: str) -> bool:
@@ -192,14 +191,8 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _tensors_at(place: Place) -> Iterator[Place]:
-    """Where tensors are that are no parameters: at a place, and in dicts, lists and tuples there."""
-    value = place.read()
-    if isinstance(value, Tensor) and not value.requires_grad:
-        yield place
-    elif isinstance(value, dict | list | tuple) and len(place.path) < _LONGEST_PATH:
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from _tensors_at(place.item(key))
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
 
 
 def _unwrapped(function: Any) -> Any:

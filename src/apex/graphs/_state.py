@@ -13,10 +13,10 @@ import random
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..amp._amp_state import _amp_state
 from ..ops._host import HOST, on_host
@@ -98,24 +98,17 @@ def _listed(state: Any) -> Any:
     return state.tolist() if hasattr(state, "tolist") else [*map(_listed, state)] if isinstance(state, tuple) else state
 
 
-class Found(NamedTuple):
-    """What was in a place before a capture; of a tensor its version, and a copy where the host computes with it."""
-
-    place: Place
-    value: Any
-    version: int | None
-    copied: Tensor | None
-
-
 class Snapshot:
     """What there was before a capture, which `restore` puts back."""
 
     def __init__(self, optimizers: Sequence[Any], references: References, device: torch.device) -> None:
-        self.optimizers, self.references, self.found = optimizers, references, list[Found]()
+        self.optimizers, self.references = optimizers, references
+        # Places with what is there: of a tensor with its version, and with a copy where the host computes with it.
+        self.found: list[tuple[Place, Any, int | None, Tensor | None]] = []
         for place in (*_training_places(optimizers), *references.places()):
             value = place.read()
             is_frozen = isinstance(value, Tensor) and on_host(value) and device != HOST and not place.temporary
-            self.found.append(Found(place, value, version_of(value), value.clone() if is_frozen else None))
+            self.found.append((place, value, version_of(value), value.clone() if is_frozen else None))
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
         self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
@@ -154,7 +147,7 @@ class State:
         # these, so that they must be in the place, too.
         self._needs: list[tuple[Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
-        leaves = []
+        leaves: list[Tensor] = []
         for place, value, version, copied in before.found:
             if (id(place.root), *place.path[1:]) in recording.followed:
                 continue
@@ -172,11 +165,12 @@ class State:
                     continue
             if value is not MISSING:
                 self._needs.append((place, value, is_written or not place.variable))
-        self.params = parameters(before.optimizers, (*before.references.parameters(), *leaves))
-        self._addresses = [param.data_ptr() for param in self.params]
-        self._are_trained = [param.requires_grad for param in self.params]
         self._entries = before.references.entries()
         self._parts = _values(self._entries)
+        leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]
+        self.params = parameters(before.optimizers, leaves)
+        self._addresses = [param.data_ptr() for param in self.params]
+        self._are_trained = [param.requires_grad for param in self.params]
 
     def is_stale(self) -> bool:
         """Whether a parameter has other memory now, so that the graph is of no use any more."""
