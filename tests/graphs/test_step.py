@@ -100,6 +100,8 @@ def test_on_a_cpu_the_function_simply_runs() -> None:
         assert step(x, factor=3.0).requires_grad
     assert seen == [x] * 4
     assert (step.graphs, step.reason) == (0, None)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # which has neither a shape nor strides
+    assert capture(lambda tensor: tensor)(nested) is nested
 
 
 @pytest.mark.parametrize(

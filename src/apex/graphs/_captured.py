@@ -25,7 +25,7 @@ def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     leaves, structure = _pytree.tree_flatten(value)
     kinds: list[Any] = [repr(structure)]  # PyTorch 2.6 does not hash structures
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
             tensors.append(leaf)
             strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
             kinds.append((leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad))

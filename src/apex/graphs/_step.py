@@ -80,10 +80,11 @@ class CapturedStep:
         return functools.partial(CapturedStep, warmup=self._warmup, max_graphs=self._max_graphs), (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.reason:
+            return self._function(*args, **kwargs)
         arguments = args, kwargs
         tensors, kind = flattened(arguments)
-        known = self._params or [tensor for tensor in tensors if not on_host(tensor)]
-        device = None if self.reason else self._backend.device_of(known)
+        device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])
         if device is None:
             return self._function(*args, **kwargs)
         kind = (*kind, *_modes(device))
