@@ -40,11 +40,6 @@ def _contiguous(*parameters: Tensor | None) -> Any:
     return [None if each is None else each.contiguous() for each in parameters]
 
 
-def _dtypes(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What a launch rule must know, so that its launches need not look at their tensors."""
-    return tuple([None if each is None else each.dtype for each in tensors])
-
-
 def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int) -> config.Geometry | None:
     """How a tensor lies in memory; None unless it is dense, contiguous in one of the two layouts."""
     images, channels, dimensions = shape[0], shape[channel_dim], range(len(shape))
@@ -77,7 +72,7 @@ def launch_forward(
     mean, variance, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
     device, strides, flags = input.device, input.stride(), (training, exchange is None, relu)
-    dtypes = _dtypes(input, z, *running)
+    dtypes: tuple[Any, ...] = tuple([None if each is None else each.dtype for each in (input, z, *running)])
     launches = _forward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
         return launch_forward(dense(input, channel_dim), z, running, spec, exchange)
@@ -186,7 +181,8 @@ def launch_combine(
     all_ranks: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
     """Mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
-    finish = _combining(all_ranks.shape, _dtypes(running_mean, running_var))
+    dtypes = tuple([None if each is None else each.dtype for each in (running_mean, running_var)])
+    finish = _combining(all_ranks.shape, dtypes)
     channels, running = (all_ranks.shape[1] // 2,), Channels(running_mean, running_var)
     return _combine(all_ranks, finish, channels, running, (momentum, 0.0), empty_on(all_ranks.device))
 
@@ -250,7 +246,8 @@ def launch_backward(
     mean, variance, weight, bias = channels
     eps, _, training, relu, channel_dim = spec
     device, strides, write_dz = input.device, input.stride(), wants_z and relu
-    dtypes = _dtypes(input, dy, output, *channels)
+    tensors = (input, dy, output, *channels)
+    dtypes: tuple[Any, ...] = tuple([None if each is None else each.dtype for each in tensors])
     flags = (training, wants_input, exchange is None, relu, write_dz)
     launches = _backward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
