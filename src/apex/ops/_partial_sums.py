@@ -48,6 +48,6 @@ def _tickets(device: torch.device) -> Tensor:
     if recording is not None and recording.captures and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in recording.tickets:
-            recording.tickets[stream] = _recording.memory(TICKETS, torch.int32)
+            recording.tickets[stream] = recording.memory(TICKETS, torch.int32)
         found = recording.tickets[stream]
     return torch.zeros(TICKETS, dtype=torch.int32, device=device) if found is None else found

@@ -137,10 +137,13 @@ class Recording:
         return self._places[:_MOST_NUMBERS][len(self.numbers) - 1]
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """`count` zeros outside of the graph's pool, where replays write elsewhere too; None where no more is left."""
+        """`count` zeros outside of the graph's pool, where replays write elsewhere too.
+
+        None where no more is left, and on a stream that is not captured.
+        """
         first = self._taken
         end = first + -(-count * dtype.itemsize // 16) * 2
-        if self._places is None or end > self._places.numel():
+        if self._places is None or end > self._places.numel() or not torch.cuda.is_current_stream_capturing():
             return None
         self._taken = end
         return self._places[first:end].view(dtype)[:count]
@@ -212,13 +215,6 @@ def active(recording: Recording) -> Iterator[None]:
 def captures() -> bool:
     """Whether a function is being captured."""
     return current is not None and current.captures
-
-
-def memory(count: int, dtype: torch.dtype) -> Tensor | None:
-    """`Recording.memory` of the graph that `apex.graphs` captures on the current stream; None where there is none."""
-    if current is None or not current.captures or not torch.cuda.is_current_stream_capturing():
-        return None
-    return current.memory(count, dtype)
 
 
 def keep(*tensors: Any) -> bool:

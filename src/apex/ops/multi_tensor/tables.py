@@ -73,7 +73,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     else:
         host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
     recording = _recording.current
-    if recording is not None and (place := _recording.memory(host.numel(), dtype)) is not None:
+    if recording is not None and (place := recording.memory(host.numel(), dtype)) is not None:
         result = place.view(host.shape)
         recording.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
         return result
