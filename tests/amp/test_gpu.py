@@ -218,3 +218,13 @@ def test_memory_of_masters() -> None:
     before = torch.cuda.memory_allocated()
     model, _ = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
     assert torch.cuda.memory_allocated() - before <= 2048 * 2048 * 2 + 65536
+
+
+def test_weights_of_an_rnn_stay_in_one_piece() -> None:
+    """cuDNN wants them so, and PyTorch copies them at every call, with a warning, where they are not."""
+    model = nn.LSTM(4, 8, num_layers=2).cuda()
+    quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
+    assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == 1
+    amp.shutdown()
+    assert model.weight_ih_l0.dtype == torch.float32
+    assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == 1

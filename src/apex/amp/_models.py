@@ -104,14 +104,21 @@ def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> N
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_floating_point():
                 _cast_tensor(tensor, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    _flatten_rnns(model)
 
 
 def _uncast(model: nn.Module) -> None:
     dtypes = _amp_state.models[model].dtypes
     for name, tensor in floats_of(model):
         _cast_tensor(tensor, dtypes.get(name, tensor.dtype))
+    _flatten_rnns(model)
+
+
+def _flatten_rnns(model: nn.Module) -> None:
+    """Puts the weights of each RNN side by side again, as cuDNN has them, which would copy them at every call."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
 
 
 def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
