@@ -135,15 +135,16 @@ def test_threads_do_not_note_each_others_launches() -> None:
 
     def plan(implementation: Any) -> None:
         looks = _replay.looks_of((torch.ones(4, 8), None, "silu"))
-        with _library.implementation("triton"):
-            plans[implementation] = _replay._plan(implementation, looks, torch.device("cpu"))
+        plans[implementation] = _replay._plan(implementation, looks, torch.device("cpu"))
 
-    plan(glu_of)  # imports what is needed
-    threads = [threading.Thread(target=plan, args=(each,)) for each in (first, second)]
-    threads[0].start()
-    inside.wait(30)
-    threads[1].start()
-    threads[0].join()
-    ended.set()
-    threads[1].join()
+    # For all threads at once: each would leave behind what the other had asked for.
+    with _library.implementation("triton"):
+        plan(glu_of)  # imports what is needed
+        threads = [threading.Thread(target=plan, args=(each,)) for each in (first, second)]
+        threads[0].start()
+        inside.wait(30)
+        threads[1].start()
+        threads[0].join()
+        ended.set()
+        threads[1].join()
     assert [len(plans[each].launches) for each in (first, second)] == [1, 1]
