@@ -316,6 +316,18 @@ def test_a_compiled_training_step() -> None:
     assert_same(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_export(level: str) -> None:
+    """What torch.export makes of a model casts as the model does; its weights are the model's."""
+    model, _ = prepared(level, model=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).eval())
+    inputs = batch(0)[0]
+    expected = model(inputs)
+    program = torch.export.export(model, (inputs,)).module()
+    if level == "O1":  # O2's weights are float32 again after it
+        amp.shutdown()
+    assert_same([program(inputs)], [expected])
+
+
 @levels
 def test_threads_with_replicas(level: str) -> None:
     """As nn.DataParallel: shallow replicas with weights of their own, each in a thread that knows nothing of amp."""

@@ -162,6 +162,8 @@ class CastForward:
             casts = dataclasses.replace(casts, inputs=None)  # a copy that was cast since, as by `.float()`
         return casts.run(self.__wrapped__, args, kwargs)
 
+    __code__ = __call__.__code__  # torch.export asks where a forward pass is defined
+
     def _has_weights_of(self, dtype: torch.dtype) -> bool:
         return any(param.dtype == dtype for param in self.model().parameters())  # type: ignore[union-attr]
 
