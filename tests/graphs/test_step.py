@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from apex import amp, optimizers
 from apex.graphs import CapturedStep, capture
@@ -222,6 +223,32 @@ def test_gradients_that_python_sets_to_none_or_replaces() -> None:
     eager, graph = run(None).outcome(), run(captured)
     assert graph.step.graphs == 1
     assert_equal_bits(eager, graph.outcome())
+
+
+def test_parameters_of_others_may_have_gradients_or_no_memory_at_all() -> None:
+    """Where the step reads that there is no gradient, too: a captured step of one model has nothing to do with another.
+
+    What torch.compile has traced leaves tensors without memory behind.
+    """
+    used, unused, other = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    with FakeTensorMode():
+        traced = nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([used, unused], lr=0.5)
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        (used * inputs).sum().backward()
+        optimizer.step()
+
+    run = captured(step, warmup=2)
+    for index in range(6):
+        if index == 4:
+            other.grad = torch.ones(3)
+        run(torch.ones(3))
+        assert used.tolist() == [1 - 0.5 * (index + 1)] * 3
+    assert run.graphs == 1
+    assert run.reason is None
+    assert traced.grad is None
 
 
 @pytest.mark.parametrize("outside", [True, False])

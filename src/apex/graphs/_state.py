@@ -148,10 +148,13 @@ class State:
         self._needs: list[tuple[Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
         leaves: list[Tensor] = []
+        stepped = {id(param) for param in parameters(before.optimizers)}
         for place, value, version, copied in before.found:
             if (id(place.root), *place.path[1:]) in recording.followed:
                 continue
-            after, is_read = place.read(), id(value) in recording.reads
+            after = place.read()
+            # That there is no gradient matters to who steps the parameter, and to no other tensor of the process.
+            is_read = id(value) in recording.reads and (value is not None or id(place.root) in stepped)
             is_written, is_replaced = version_of(after) != version, after is not value
             if place.temporary and not (is_written or is_replaced or is_read):
                 continue
