@@ -178,6 +178,27 @@ def test_tied_weights(tmp_path: Path) -> None:
         assert other[0].weight is other[1].weight
 
 
+def test_a_missing_buffer_among_distributed_ones(tmp_path: Path) -> None:
+    """DTensors have no address of their own, and yet are not all the same."""
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        model = nn.Linear(2, 2)
+        for name, value in (("mean", torch.zeros(3)), ("variance", torch.ones(3))):
+            model.register_buffer(name, distribute_tensor(value, mesh))
+        model.register_buffer("same", model.mean)
+        booster = make()
+        booster.save_model(model, tmp_path / "tied", use_safetensors=True)
+        booster.load_model(model, tmp_path / "tied")
+        torch.save({"weight": model.weight, "bias": model.bias, "mean": torch.zeros(3)}, tmp_path / "less")
+        with pytest.raises(RuntimeError, match=r"missing \['variance'\], unexpected \[\]"):
+            booster.load_model(model, tmp_path / "less")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_buffers_of_several_chunks() -> None:
     """State dicts of chunks are not alive at the same time, so that a tensor is none by its id."""
     model = SimpleNamespace(chunks=[nn.ModuleDict({str(index): nn.BatchNorm1d(2)}) for index in range(8)])

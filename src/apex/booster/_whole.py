@@ -83,9 +83,11 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
 
 def _identity(value: Any, param: Any) -> Any:
     """What entries of state dicts have in common that are one tensor: a parameter, or a buffer's memory."""
-    if param is not None or not isinstance(value, Tensor) or value.is_meta or not value.numel():
-        return id(value) if param is None else param
-    return value.data_ptr(), value.shape, value.stride()
+    if param is not None:
+        return param
+    local = getattr(value, "_local_tensor", value)  # a DTensor has its memory there, and the address 0
+    address = local.data_ptr() if isinstance(local, Tensor) else 0
+    return (address, local.dtype, local.shape, local.stride()) if address else id(value)
 
 
 @torch.no_grad()
