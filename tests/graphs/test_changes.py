@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 import types
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +357,89 @@ def test_a_rate_in_a_tensor_of_the_host_is_followed() -> None:
     (_, expected), (run, found) = train(lambda step: step), train(lambda step: captured(step, "cuda"))
     assert_equal_bits(expected, found)
     assert run.graphs == 1
+
+
+class Raises:
+    """As lazily loaded modules and settings do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+class Anything:
+    """As loggers that are switched off do."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *given: Any) -> Any:
+        return self
+
+
+class Method:
+    def weight(self) -> float:
+        return 1.0
+
+    weight.scale = 2.0  # type: ignore[attr-defined]
+
+
+# What a function gets before the rest, and the function.
+UNUSUAL: dict[str, tuple[Any, Step]] = {
+    "attributes that raise": (Raises(), lambda value, x: value.weight if x is None else x * 2),
+    "attributes of every name": (Anything(), lambda value, x: x * 2 if value.log(1) else x),
+    "numbers that are made anew": (torch.finfo(torch.float16), lambda value, x: x * 2 if value.min else x),
+    "a method with an attribute": (Method(), lambda value, x: x * value.weight.scale),
+    "no number": (types.SimpleNamespace(best=math.nan), lambda value, x: x * 2 if value.best else x),
+    "a long list": ([2.0] * 1000, lambda value, x: x * value[3]),
+    "a long list of tuples": ([(2.0, index) for index in range(1000)], lambda value, x: x * value[3][0]),
+    "modules as keys": ({nn.Linear(1, 1): 2.0}, lambda value, x: x * 2 if value else x),
+}
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_objects_that_a_function_names(name: str) -> None:
+    value, function = UNUSUAL[name]
+    step = functools.partial(function, value)
+    run = captured(step, "cpu")
+    assert [float(run(torch.tensor(float(index)))) for index in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
+    assert run._replays == 3
+    places = References(step).variables
+    assert len(places) <= 2
+    assert not any("Linear" in place.name for place in places)
+    assert "weight" not in getattr(value, "__dict__", ())
+
+
+def test_a_variable_that_every_call_removes_is_refused_and_put_back() -> None:
+    owner = types.SimpleNamespace(batch=None)
+
+    def step(x: Tensor) -> Tensor:
+        weight = owner.batch.weight
+        owner.batch = None
+        return x * weight
+
+    run = captured(step, "cpu")
+
+    def call(index: float) -> float:
+        owner.batch = types.SimpleNamespace(weight=torch.tensor(index))
+        return float(run(torch.ones(())))
+
+    with pytest.warns(UserWarning, match=r"every call changes owner\.batch\.weight"):
+        assert [*map(call, [0.0, 1.0, 2.0, 3.0])] == [0.0, 1.0, 2.0, 3.0]
+    assert owner.batch is None
+
+
+def test_a_list_that_a_failed_capture_made_shorter_is_put_back() -> None:
+    weights, calls = [3.0, 4.0, 5.0], deque[int]()
+
+    def step(x: Tensor) -> Tensor:
+        calls.append(0)
+        if len(calls) == 2:
+            weights.pop(0)
+            raise RuntimeError("a capture fails")
+        return x * weights[0]
+
+    run = captured(step, "cpu")
+    with pytest.warns(UserWarning, match="a capture fails"):
+        assert [float(run(torch.ones(()))) for _ in range(3)] == [3.0] * 3
+    assert weights == [3.0, 4.0, 5.0]

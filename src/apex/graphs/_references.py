@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     def item(self, key: Any) -> Place:
         """An item of the dict, list or tuple that is there, or how many there are."""
-        shown = "" if isinstance(key, Tensor) or key is len else f"[{key!r}]"  # of a tensor that takes long
+        shown = f"[{key!r}]" if _is_plain(key) else ""  # of a tensor or a module that takes long
         return self._replace(name=self.name + shown, path=(*self.path, key))
 
     def read(self) -> Any:
@@ -60,23 +60,30 @@ class Place(NamedTuple):
                     found = found.get(key, MISSING)
                 else:
                     found = getattr(found, key) if isinstance(key, str) else found[key]
-        except (AttributeError, IndexError, TypeError, ValueError):  # the last: a variable that has no value yet
+        except Exception:  # a variable that has no value yet, or whatever the code of an attribute raises
             return MISSING
         return found
 
+    def owners(self) -> list[tuple[Place, Any]]:
+        """The objects, dicts and lists that it is in, the outermost first."""
+        places = [self._replace(path=self.path[:end]) for end in range(1, len(self.path))]
+        return [(place, place.read()) for place in places]
+
     def put(self, value: Any) -> None:
-        """Changes it; where it is an item of a tuple, that becomes another one."""
+        """Changes it; where it is an item of a tuple, that becomes another one, and a list may become longer."""
         place, key = self._replace(path=self.path[:-1]), self.path[-1]
         owner = place.read()
         if isinstance(owner, tuple):
             items = (*owner[:key], value, *owner[key + 1 :])
             place.put(owner._make(items) if hasattr(owner, "_make") else items)
+        elif isinstance(owner, list):
+            owner[key : key + 1] = [value]
         else:
-            (operator.setitem if isinstance(owner, dict | list) else setattr)(owner, key, value)
+            (operator.setitem if isinstance(owner, dict) else setattr)(owner, key, value)
 
     def has(self, value: Any) -> bool:
-        """Whether something equal to `value` is there."""
-        return Guard(self.name, self.read, value).holds()
+        """Whether `value` is there, of all but tensors something equal."""
+        return self.read() is value or (not isinstance(value, Tensor) and Guard(self.name, self.read, value).holds())
 
 
 class References:
@@ -129,7 +136,8 @@ class References:
         if isinstance(function, functools.partial):
             self._look(function.func, file, (*function.args, *args), {**function.keywords, **kwargs})
             return
-        if not isinstance(function, FunctionType | MethodType) and not hasattr(function, "__wrapped__"):
+        is_wrapper = "__wrapped__" in getattr(function, "__dict__", ())
+        if not is_wrapper and not isinstance(function, FunctionType | MethodType):
             function = getattr(function, "__call__")  # noqa: B004, B009  an object that can be called
         if isinstance(function, MethodType):
             args = (function.__self__, *args)
@@ -175,7 +183,7 @@ def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
     named = items.keys() & names
     for key, item in items.items():
         matters = key in named if named else len(items) <= _FEW_ITEMS
-        if matters or isinstance(item, tuple | _CLOSED):
+        if matters or isinstance(item, _CLOSED) or (isinstance(item, tuple) and not _is_plain(item)):
             yield from _parts(place.item(key), names)
     if not named:
         yield place.item(len)._replace(name=f"the length of {place.name}")

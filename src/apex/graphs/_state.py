@@ -105,6 +105,7 @@ class Snapshot:
         self.optimizers, self.references = optimizers, references
         # Places with what is there: of a tensor with its version, and with a copy where the host computes with it.
         self.found: list[tuple[Place, Any, int | None, Tensor | None]] = []
+        self._owners = {id(place): place.owners() for place in references.variables}
         for place in (*_training_places(optimizers), *references.places()):
             value = place.read()
             is_frozen = isinstance(value, Tensor) and on_host(value) and device != HOST and not place.temporary
@@ -134,7 +135,10 @@ class Snapshot:
         for place, value, version, copied in self.found:
             if copied is not None and version_of(value) != version:
                 value.copy_(copied)
-            if value is not MISSING and place.path[-1] is not len and place.read() is not value:
+            if value is not MISSING and place.path[-1] is not len and not place.has(value):
+                for owner, found in self._owners.get(id(place), ()):
+                    if owner.read() is not found:
+                        owner.put(found)
                 place.put(value)
 
 
@@ -155,14 +159,15 @@ class State:
             after = place.read()
             # That there is no gradient matters to who steps the parameter, and to no other tensor of the process.
             is_read = id(value) in recording.reads and (value is not None or id(place.root) in stepped)
-            is_written, is_replaced = version_of(after) != version, after is not value
+            is_written, is_replaced = version_of(after) != version, not place.has(value)
             if place.temporary and not (is_written or is_replaced or is_read):
                 continue
-            if (is_number(value) and is_number(after) and value != after) or (copied is not None and is_written):
+            is_lost = after is MISSING or (is_number(value) and is_number(after))
+            if (is_replaced and is_lost) or (copied is not None and is_written):
                 raise NotImplementedError(f"every call changes {place.name}, which no graph can")
             if place.temporary and isinstance(place.root, Tensor):
                 leaves.append(place.root)
-            if is_replaced and after is not MISSING:
+            if is_replaced:
                 self._results.append((place, after))
                 if place.temporary and isinstance(value, Tensor) and not is_read:
                     continue
@@ -207,9 +212,10 @@ class State:
     def leave(self) -> None:
         """Puts the results where a step of Python would have put them."""
         for place, after in self._results:
-            if place.read() is not after:
+            if not place.has(after):
                 place.put(after)
 
 
 def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
-    return [*itertools.chain.from_iterable([each.values() for each in entries])]
+    # One after the other: thousands of views at once would set off the garbage collector at every replay.
+    return [*itertools.chain.from_iterable(each.values() for each in entries)]
