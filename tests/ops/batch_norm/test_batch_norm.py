@@ -580,6 +580,15 @@ def test_small_norms_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> N
             batch_norm(**{"input": x, "weight": one, "bias": one, "relu": True, **changed})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
+def test_small_norms_without_memory_change_nothing(name: str) -> None:
+    """Parameters that were never materialised are found before running statistics move."""
+    given = {each: torch.ones(6) for each in ("running_mean", "running_var", "weight", "bias")}
+    with pytest.raises(ValueError, match=f"{name} is on meta"):
+        batch_norm(torch.randn(3, 6, 4), **{**given, name: torch.ones(6, device="meta")})  # type: ignore[arg-type]
+    assert all(torch.equal(each, torch.ones(6)) for each in given.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("training", [True, False])

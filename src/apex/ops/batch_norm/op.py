@@ -117,13 +117,13 @@ def torch_checks(
     """
     if channel_dim != 1 or _library.requested == "triton":
         return False
-    shape, dtype, values = input.shape, input.dtype, input.numel()
+    shape, dtype, values, on_cpu = input.shape, input.dtype, input.numel(), input.is_cpu
     if len(shape) < 2 or values <= shape[1] or (running_mean is None) != (running_var is None):
         return False
     if values >= config.NATIVE_BELOW and input.is_contiguous():
         return False  # there may be kernels for it
     if dtype != torch.float32:
-        if dtype not in _library.TRITON_DTYPES or input.is_cpu or z is not None or weight is None or bias is None:
+        if dtype not in _library.TRITON_DTYPES or on_cpu or z is not None or weight is None or bias is None:
             return False  # it would round in between, or take no float32 beside it
         if not reference.keeps_float32(input, training):
             return False
@@ -134,6 +134,7 @@ def torch_checks(
     for each in (running_mean, running_var, weight, bias):
         if each is not None and (
             type(each) not in _library.PLAIN
+            or each.is_cpu != on_cpu  # which the operator of a CPU notices when the running statistics have moved
             or each.dtype != torch.float32
             or each.dim() != 1
             or not each.is_contiguous()
