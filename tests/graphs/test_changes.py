@@ -410,6 +410,33 @@ def test_unusual_objects_that_a_function_names(name: str) -> None:
     assert "weight" not in getattr(value, "__dict__", ())
 
 
+class Refuses(Tensor):
+    """A tensor that has no use but one."""
+
+    @classmethod
+    def __torch_function__(cls, *given: Any) -> Any:
+        raise TypeError
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_many_parameters_beside_tensors_that_refuse_everything() -> None:
+    """Python has numbers up to 256 once, and others as often as they are counted."""
+    refusing = torch.ones(1).as_subclass(Refuses)
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        (torch.stack(weights) * x).sum().backward()
+        optimizer.step()
+        return weights[-1].detach()
+
+    run = captured(step, "cpu")
+    assert [float(run(torch.ones(()))) for _ in range(5)] == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert run._replays == 3
+    assert type(refusing) is Refuses
+
+
 def test_a_variable_that_every_call_removes_is_refused_and_put_back() -> None:
     owner = types.SimpleNamespace(batch=None)
 

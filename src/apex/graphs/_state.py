@@ -72,7 +72,7 @@ def _is_leaf(tensor: Tensor) -> bool:
     """Whether a tensor gets gradients."""
     try:
         return tensor.requires_grad and tensor.is_leaf
-    except RuntimeError:  # a view whose base was written to since, a tensor of torch.func that is out of use
+    except Exception:  # a view whose base was written to since, a tensor of torch.func or of a class that refuses it
         return False
 
 
