@@ -54,6 +54,19 @@ def _compiled(module: str, scratch: int = 0) -> SimpleNamespace:
     return SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
 
 
+def test_recording_asks_no_tensor_for_its_address() -> None:
+    """A FakeTensor, of which a launch is planned, warns where that is done."""
+
+    class WithoutAddress(torch.Tensor):
+        def data_ptr(self) -> int:
+            raise AssertionError
+
+    x = torch.zeros(2).as_subclass(WithoutAddress)
+    with recording() as launches:
+        op.kernels_forward.norm_forward_rows.prepare((1,), num_warps=1)((x, None))
+    assert launches[0].tensors[0] is x
+
+
 def test_c_function_is_called_only_where_its_arguments_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia, nothing = "triton.backends.nvidia.driver", (None,) * 3
     plainly = (7, (4, 1, 0), *nothing)

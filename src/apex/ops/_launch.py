@@ -133,6 +133,8 @@ class PreparedLaunch:
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
+        if _recorder is not None and self._is_recorded(tensors, floats):
+            return
         key: Any = (index := tensors[0].get_device())  # type: ignore[union-attr]
         if not self._same_dtypes:
             key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
@@ -140,7 +142,7 @@ class PreparedLaunch:
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
             key = (key, *[address % _ALIGNMENT == 0 for address in addresses])
         compiled = self._compiled.get(key)
-        if compiled is None or _recorder is not None:
+        if compiled is None:
             # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
             self._launch_first(key, tensors, tuple(map(float, floats)))
             return
@@ -154,8 +156,16 @@ class PreparedLaunch:
             return
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+    def _is_recorded(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
+        """Records the launch if such ones are; addresses are not asked for, which stand-ins for tensors do not have."""
         device = tensors[0].device  # type: ignore[union-attr]
+        if _recorder is None or _recorded_type not in (None, device.type):
+            return False
+        self._check_dtypes(tensors)
+        _recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
+        return True
+
+    def _check_dtypes(self, tensors: tuple[Tensor | None, ...]) -> None:
         if self._same_dtypes:
             dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
             self._dtypes = self._dtypes or dtypes
@@ -163,9 +173,10 @@ class PreparedLaunch:
                 raise TypeError(
                     f"{self.kernel.name} was prepared for {self._dtypes}, got {dtypes}: ask its launch rule"
                 )
-        if _recorder is not None and _recorded_type in (None, device.type):
-            _recorder.append(Launch(self, device, tensors, floats))
-            return
+
+    def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
+        device = tensors[0].device  # type: ignore[union-attr]
+        self._check_dtypes(tensors)
         compiled = self._launch_plainly(tensors, floats)
         if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
