@@ -316,6 +316,31 @@ def test_a_compiled_training_step() -> None:
     assert_same(results[0][1], results[1][1])
 
 
+def test_a_compiled_training_step_has_graphs_of_the_model_alone() -> None:
+    """One for each master, or for each optimizer, would soon reach the limit of recompilations."""
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def backend(module: Any, _: Any) -> Any:
+        graphs.append(module.code)
+        return module.forward
+
+    model, optimizer = prepared("O2", model=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4), nn.Linear(4, 4)))
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+    run = torch.compile(step, backend=backend)
+    for index in range(2):
+        run(*batch(index))
+    assert graphs
+    assert all("mse_loss" in graph for graph in graphs), graphs
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_export(level: str) -> None:
     """What torch.export makes of a model casts as the model does; its weights are the model's."""

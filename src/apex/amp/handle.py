@@ -33,15 +33,9 @@ _ORIGINAL_UPDATE = LossScaler.update_scale
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, called in Python by a training step that is compiled: there is nothing in it for a graph."""
-    untraced = torch._disable_dynamo(function)  # as torch.compiler.disable, which would import the compiler here
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (untraced if torch.compiler.is_compiling() else function)(*args, **kwargs)
-
-    return run
+# For what a training step that is compiled calls in Python: there is nothing in it for a graph. As
+# torch.compiler.disable, which would import the compiler here; torch.optim does so when an optimizer is made.
+_outside_graphs = torch._disable_dynamo
 
 
 @contextlib.contextmanager
@@ -108,14 +102,20 @@ def scale_loss(
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:
-            if scaler.dynamic:
-                scaler.clear_overflow_state()
-            with torch.no_grad():
-                counts: list[NonfiniteCounts] = []
-                for optimizer in optimizer_list:
-                    counts += optimizer._post_amp_backward(scaler) or ()  # a client's own returns None
-                if not delay_overflow_check:
-                    _update_scale(scaler, loss_id, stashes, counts)
+            _after_backward(optimizer_list, scaler, None if delay_overflow_check else loss_id)
+
+
+@_outside_graphs
+@torch.no_grad()
+def _after_backward(optimizers: list[Any], scaler: LossScaler, loss_id: int | None) -> None:
+    """Unscales gradients and, but where `loss_id` is None, adapts the scale to what was found."""
+    if scaler.dynamic:
+        scaler.clear_overflow_state()
+    counts: list[NonfiniteCounts] = []
+    for optimizer in optimizers:
+        counts += optimizer._post_amp_backward(scaler) or ()  # a client's own returns None
+    if loss_id is not None:
+        _update_scale(scaler, loss_id, [optimizer._amp_stash for optimizer in optimizers], counts)
 
 
 def _refuse_unknown(optimizers: list[Any]) -> None:
@@ -133,7 +133,6 @@ def _autocast_off() -> contextlib.AbstractContextManager[None]:
     return _NO_CONTEXT if is_off else _casting.casts_off()
 
 
-@_outside_graphs
 def _update_scale(
     scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
 ) -> None:
@@ -170,6 +169,7 @@ def disable_casts() -> Iterator[None]:
 # Before and after the backward pass -----------------------------------------------------------------------------------
 
 
+@_outside_graphs
 def prepare_amp_backward(self: Any) -> None:
     """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
     stash: AmpOptimizerState = self._amp_stash
@@ -199,7 +199,6 @@ def restore_grads(stash: AmpOptimizerState) -> None:
     stash.accumulated_grads = {}
 
 
-@_outside_graphs
 def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
     """Unscales the new gradients, adds them to what was there before, and tells the scaler of overflow."""
     stash: AmpOptimizerState = self._amp_stash
