@@ -175,19 +175,25 @@ class OutOfResources(Exception):
     """Named as Triton's."""
 
 
+def _fails_with_two_warps(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """Has a function fail as a launch that needs too much memory does; returns the warps of its calls so far."""
+    function, warps = getattr(owner, name), []
+
+    def fails(*arguments: Any) -> Any:
+        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
+        if warps[-1] == 2:
+            raise OutOfResources("shared memory")
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, fails)
+    return warps
+
+
 def test_a_launch_that_does_not_fit_is_made_as_the_rule_says(
     table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(table, ENTRY)
-    forward, warps = NORM._forward, []
-
-    def fails_with_two_warps(*arguments: Any) -> Any:
-        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
-        if warps[-1] == 2:
-            raise OutOfResources("shared memory")
-        return forward(*arguments)
-
-    monkeypatch.setattr(NORM, "_forward", fails_with_two_warps)
+    warps = _fails_with_two_warps(monkeypatch, NORM, "_forward")
     x = torch.randn(8, 64, dtype=torch.float32, device=DEVICE)
     with _library.implementation("triton"), torch.no_grad(), caplog.at_level(logging.WARNING, "apex.ops"):
         torch.testing.assert_close(layer_norm(x, (64,)), torch.nn.functional.layer_norm(x, (64,)))
@@ -200,15 +206,7 @@ def test_a_launch_that_does_not_fit_is_made_as_the_rule_says(
 def test_so_is_one_that_adds_a_residual(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs more memory than the launch of the same rule that was tuned."""
     write(table, ENTRY)
-    prepare, warps = op._forward_launch, []
-
-    def fails_with_two_warps(*arguments: Any) -> Any:
-        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
-        if warps[-1] == 2:
-            raise OutOfResources("shared memory")
-        return prepare(*arguments)
-
-    monkeypatch.setattr(op, "_forward_launch", fails_with_two_warps)
+    warps = _fails_with_two_warps(monkeypatch, op, "_forward_launch")
     x, weight = torch.randn(8, 64, dtype=torch.float32, device=DEVICE), torch.ones(64, device=DEVICE)
     with _library.implementation("triton"), torch.no_grad():
         output, total = add_norm(x, x, None, 64, weight, weight, subtract_mean=True)

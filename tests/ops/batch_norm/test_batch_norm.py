@@ -638,6 +638,7 @@ ONES = torch.ones(6)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
+        (([1.0, 2.0],), {}, TypeError, "input must be a tensor, got list"),
         ((torch.ones(6),), {}, ValueError, r"shape \[6\]"),
         ((torch.ones(2, 6, dtype=torch.int32),), {}, TypeError, "floating-point input"),
         ((torch.ones(2, 6), ONES), {}, ValueError, "given together"),

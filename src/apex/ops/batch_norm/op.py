@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_parameters
+from .._checks import check_parameters, check_tensors
 from . import config, reference
 from .kernel_passes import launch_backward, launch_forward
 from .passes import (
@@ -51,6 +51,7 @@ def batch_norm(
     """
     if (
         not torch.compiler.is_compiling()
+        and isinstance(input, Tensor)
         and (input.numel() < config.NATIVE_BELOW or (z is None and not relu))
         and torch_checks(input, z, running_mean, running_var, weight, bias, training, channel_dim)
     ):
@@ -145,6 +146,8 @@ def torch_checks(
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> int:
     """The number of channels. Raises for arguments that do not fit each other."""
+    if not isinstance(input, Tensor):
+        check_tensors(input=input)
     running_mean, running_var, weight, bias = running
     shape, device, channel_dim = input.shape, input.device, spec.channel_dim
     if channel_dim not in (1, -1):
