@@ -276,7 +276,7 @@ def test_two_processes(name: str, found: dict[str, str]) -> None:
 @GPU
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
 @pytest.mark.parametrize("scaling", DYNAMIC)
-def test_compiled_by_inductor(scaling, monkeypatch):
+def test_compiled_by_inductor(scaling):
     """Products on the GPU, compiled by Inductor, against the same in eager mode: bit for bit.
 
     As it is, Inductor does not round what it fuses to bfloat16. The largest magnitude, and with it the scale, is then
@@ -284,15 +284,18 @@ def test_compiled_by_inductor(scaling, monkeypatch):
     """
     if reason := float8.obstacle(torch.device("cuda")):
         pytest.skip(reason)
-    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
+    from torch._inductor import config
+
     results = []
     for compiled in (False, True):
         model = network("cuda", torch.bfloat16)
         fp8.convert(model, scaling, smallest_weight=0)
         call = torch.compile(model, fullgraph=True) if compiled else model
         x = torch.randn(256, 64, generator=torch.Generator().manual_seed(3)).to("cuda", torch.bfloat16)
-        y = call(x)
-        y.float().square().sum().backward()
+        # Not by monkeypatch: it ends by deleting the setting, which no later test could compile without.
+        with config.patch(emulate_precision_casts=True):
+            y = call(x)
+            y.float().square().sum().backward()
         results.append([y.detach(), *(p.grad for p in model.parameters())])
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(traced, eager)
