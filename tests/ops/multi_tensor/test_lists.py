@@ -104,6 +104,8 @@ def test_stochastic_rounding_has_the_same_bits_on_both_paths() -> None:
         grads[1][0], grads[1][1] = float("inf"), float("nan")
         with _library.implementation(implementation):
             make_lists([params, grads, None, None, None]).apply(rules.PLAIN_SGD, {"lr": 0.125}, seed=77)
+        assert params[1][1].isnan()
+        params[1][1] = 0.0  # which NaN it is depends on the processor
         results.append(params)
     assert_equal_bits(*results)
 
