@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..ops._recording import Guard
-
 # What is compared: no tensor, and nothing that has parts.
 PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
 MISSING = object()
@@ -47,7 +45,8 @@ class Place(NamedTuple):
     def item(self, key: Any) -> Place:
         """An item of the dict, list or tuple that is there, or how many there are."""
         shown = f"[{key!r}]" if _is_plain(key) else ""  # of a tensor or a module that takes long
-        return self._replace(name=self.name + shown, path=(*self.path, key))
+        name = f"the length of {self.name}" if key is len else self.name + shown
+        return self._replace(name=name, path=(*self.path, key))
 
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""
@@ -83,7 +82,13 @@ class Place(NamedTuple):
 
     def has(self, value: Any) -> bool:
         """Whether `value` is there, of all but tensors something equal."""
-        return self.read() is value or (not isinstance(value, Tensor) and Guard(self.name, self.read, value).holds())
+        found = self.read()
+        if found is value or isinstance(found, Tensor) or isinstance(value, Tensor):
+            return found is value
+        try:
+            return bool(found == value)
+        except Exception:  # of arrays, and of objects that compare in their own way
+            return False
 
 
 class References:
@@ -109,11 +114,10 @@ class References:
         """Where all of this is, modes of modules, and tensors in them."""
         found = [*self.variables]
         for module in self._modules.values():
-            name, is_scripted = type(module).__name__, "training" not in vars(module)
-            found.append(Place(f"{name}.training", module if is_scripted else vars(module), ("training",)))
+            found.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    parts = _parts(Place(f"{name}.{key}", entries, (key,), variable=True))
+                    parts = _parts(Place(f"{type(module).__name__}.{key}", entries, (key,), variable=True))
                     found += [part for part in parts if _is_tensor(part.read())]
         return found
 
@@ -186,7 +190,7 @@ def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
         if matters or isinstance(item, _CLOSED) or (isinstance(item, tuple) and not _is_plain(item)):
             yield from _parts(place.item(key), names)
     if not named:
-        yield place.item(len)._replace(name=f"the length of {place.name}")
+        yield place.item(len)
 
 
 def _is_open(value: Any, attribute: str) -> bool:
