@@ -173,7 +173,9 @@ class State:
                     continue
             if value is not MISSING:
                 self._needs.append((place, value, is_written or not place.variable))
-        self._needs += [(Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in recording.guards]
+        self._needs += [
+            (Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in recording.guards
+        ]
         self._entries = before.references.entries()
         self._parts = _values(self._entries)
         leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]
