@@ -59,11 +59,6 @@ def _is_record(leaf: Any) -> bool:
     return has_tensors and all(isinstance(part, Tensor | PLAIN) for part in parts)
 
 
-def references_of(function: Callable[..., Any], arguments: tuple[Any, Any]) -> References:
-    """What a function reads, but for the tensors in its arguments."""
-    return References(function, map_tensors(lambda _: None, arguments))
-
-
 @contextlib.contextmanager
 def watched(optimizers: dict[int, Any]) -> Iterator[None]:
     """Notes optimizers that are stepped inside, and that their steps read gradients."""
@@ -95,7 +90,8 @@ class Graph:
         device: torch.device,
     ) -> None:
         self._recording = recording = Recording(True, device)
-        references, known = references_of(function, arguments), list(optimizers.values())
+        references = References(function, map_tensors(lambda _: None, arguments))
+        known = list(optimizers.values())
         # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
         self._inputs = [_static(tensor, device) for tensor in flattened(arguments)[0]]
         static = iter(self._inputs)

@@ -81,14 +81,9 @@ class Place(NamedTuple):
             (operator.setitem if isinstance(owner, dict) else setattr)(owner, key, value)
 
     def has(self, value: Any) -> bool:
-        """Whether `value` is there, of all but tensors something equal."""
+        """Whether `value` is there, of numbers and the like something equal."""
         found = self.read()
-        if found is value or isinstance(found, Tensor) or isinstance(value, Tensor):
-            return found is value
-        try:
-            return bool(found == value)
-        except Exception:  # of arrays, and of objects that compare in their own way
-            return False
+        return found is value or (_is_plain(found) and _is_plain(value) and found == value)
 
 
 class References:

@@ -7,12 +7,11 @@ copied into them; after it the graph's results are put there, as the function it
 from __future__ import annotations
 
 import gc
-import itertools
 import operator
 import random
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ class State:
             (Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in recording.guards
         ]
         self._entries = before.references.entries()
-        self._parts = _values(self._entries)
+        self._parts = [part for entries in self._entries for part in entries.values()]
         leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]
         self.params = parameters(before.optimizers, leaves)
         self._addresses = [param.data_ptr() for param in self.params]
@@ -192,7 +191,7 @@ class State:
         """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
-        parts = _values(self._entries)
+        parts = [part for entries in self._entries for part in entries.values()]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return "the parts or hooks of a module"
         moved = []
@@ -217,8 +216,3 @@ class State:
         for place, after in self._results:
             if not place.has(after):
                 place.put(after)
-
-
-def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
-    # One after the other: thousands of views at once would set off the garbage collector at every replay.
-    return [*itertools.chain.from_iterable(each.values() for each in entries)]

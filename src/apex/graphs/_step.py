@@ -15,8 +15,8 @@ from torch import Tensor
 from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
-from ._captured import Graph, flattened, map_tensors, references_of, watched
-from ._references import line_of
+from ._captured import Graph, flattened, map_tensors, watched
+from ._references import References, line_of
 from ._state import hyperparameters, parameters
 
 
@@ -124,7 +124,7 @@ class CapturedStep:
         known.calls += 1
         before = []
         if known.calls == self._warmup:
-            variables = references_of(self._function, arguments).variables
+            variables = References(self._function, map_tensors(lambda _: None, arguments)).variables
             places = (*variables, *hyperparameters(list(self._optimizers.values())))
             before = [(place, place.read()) for place in places]
         args, kwargs = arguments
