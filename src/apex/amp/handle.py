@@ -146,7 +146,7 @@ def _update_scale(
         waiting, found_inf = [], scaler._overflow_buf
         for stash in stashes:
             # Of a captured step what an optimizer changed is put back on the device.
-            if not stash.takes_found_inf and _recording.capturing() is None:
+            if not stash.takes_found_inf and (_recording.current is None or not _recording.current.captures):
                 waiting.append(stash)
             else:
                 earlier = stash.found_inf
@@ -188,8 +188,8 @@ def prepare_amp_backward(self: Any) -> None:
         if param.grad is not None:
             stash.accumulated_grads[param] = param.grad
             param.grad = None
-    if (recording := _recording.capturing()) is not None:
-        recording.reads.update(map(id, stash.accumulated_grads.values()))
+    if _recording.current is not None:
+        _recording.current.reads.update(map(id, stash.accumulated_grads.values()))
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
@@ -343,8 +343,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
             inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
     else:
         inner._wrote_models = False
-        if (recording := _recording.capturing()) is not None:
-            recording.reads.add(id(found_inf))
+        if _recording.current is not None:
+            _recording.current.reads.add(id(found_inf))
         takes_flag = found_inf is not None and stash.takes_found_inf
         if found_inf is not None and takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None

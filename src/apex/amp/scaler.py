@@ -309,10 +309,9 @@ class OverflowMessages:
         values = torch.cat((found_inf.float(), scaler._scale, *counters))
         params = [param for each in counted for param in each.params]
         send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
-        recording = _recording.capturing()
-        if recording is not None:
-            recording.before.append(self.read)
-            recording.after.append(send)
+        recording = _recording.current
+        if recording is not None and recording.captures:
+            recording.after += [self.read, send]
         else:
             send()
 
@@ -323,7 +322,7 @@ class OverflowMessages:
 
     def read(self) -> None:
         """Reports what has arrived; events of earlier steps are asked, which must not be while a graph is captured."""
-        if _recording.capturing() is not None:
+        if _recording.current is not None and _recording.current.captures:
             return
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())

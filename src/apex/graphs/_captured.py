@@ -117,8 +117,6 @@ class Graph:
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         """A call with tensors of the same kind, after `state.bring()`; the next one writes over its outputs."""
-        for action in self._recording.before:
-            action()
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)

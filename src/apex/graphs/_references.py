@@ -7,6 +7,7 @@ import dis
 import enum
 import functools
 import inspect
+import math
 import operator
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -37,10 +38,9 @@ class Place(NamedTuple):
     variable: bool = False
 
     @staticmethod
-    def of(root: Any, attribute: str, *keys: Any, temporary: bool = False) -> Place:
-        """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
-        place = Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
-        return functools.reduce(Place.item, keys, place)
+    def of(root: Any, attribute: str, temporary: bool = False) -> Place:
+        """An attribute, with a name such as "FusedAdam.param_groups"."""
+        return Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
 
     def item(self, key: Any) -> Place:
         """An item of the dict, list or tuple that is there, or how many there are."""
@@ -81,9 +81,13 @@ class Place(NamedTuple):
             (operator.setitem if isinstance(owner, dict) else setattr)(owner, key, value)
 
     def has(self, value: Any) -> bool:
-        """Whether `value` is there, of numbers and the like something equal."""
+        """Whether `value` is there, of all but tensors something equal."""
         found = self.read()
-        return found is value or (_is_plain(found) and _is_plain(value) and found == value)
+        if found is value or isinstance(found, Tensor) or isinstance(value, Tensor):
+            return found is value
+        with contextlib.suppress(Exception):  # arrays, and objects that compare in ways of their own
+            return bool(found == value)
+        return False
 
 
 class References:
@@ -112,7 +116,8 @@ class References:
             found.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    parts = _parts(Place(f"{type(module).__name__}.{key}", entries, (key,), variable=True))
+                    place = Place(f"{type(module).__name__}.{key}", entries, (key,), variable=True)
+                    parts = parts_of(place, few=_FEW_ITEMS)
                     found += [part for part in parts if _is_tensor(part.read())]
         return found
 
@@ -161,7 +166,7 @@ class References:
             if of in places and _is_open(places[of].read(), attribute):
                 places[path] = Place(path, places[of].root, (*places[of].path, attribute))
         for name in sorted(places):
-            for part in _parts(places[name]._replace(variable=True), names.strings):
+            for part in parts_of(places[name]._replace(variable=True), names.strings, _FEW_ITEMS):
                 value = part.read()
                 if _is_tensor(value) or _is_plain(value) or self._note(value):
                     self.variables.append(part)
@@ -169,10 +174,10 @@ class References:
                     self._look(value, code.co_filename)
 
 
-def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
+def parts_of(place: Place, names: Set[str] = frozenset(), few: float = math.inf) -> Iterator[Place]:
     """A place; or where the items of a dict, list or tuple are that is there, and how many these are.
 
-    Of a dict those that are named, or all if none is; of many, tensors and modules alone.
+    Of a dict those that are named, or all if none is; of more than `few`, tensors and modules alone.
     """
     value = place.read()
     if _is_plain(value) or not isinstance(value, dict | list | tuple | set) or len(place.path) > _LONGEST_PATH:
@@ -181,9 +186,9 @@ def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
     items = dict(value) if isinstance(value, dict) else {} if isinstance(value, set) else dict(enumerate(value))
     named = items.keys() & names
     for key, item in items.items():
-        matters = key in named if named else len(items) <= _FEW_ITEMS
+        matters = key in named if named else len(items) <= few
         if matters or isinstance(item, _CLOSED) or (isinstance(item, tuple) and not _is_plain(item)):
-            yield from _parts(place.item(key), names)
+            yield from parts_of(place.item(key), names, few)
     if not named:
         yield place.item(len)
 

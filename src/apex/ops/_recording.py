@@ -98,8 +98,7 @@ class Recording:
         self.guards: list[Guard] = []
         # Tensors that the graph has the addresses of.
         self.kept: list[Any] = []
-        # What is to be done before and after a replay.
-        self.before: list[Callable[[], None]] = []
+        # What is to be done after a replay.
         self.after: list[Callable[[], None]] = []
         # What is to be done once, before the first replay: the contents of `memory` that no replay changes.
         self.once: list[Callable[[], Any]] = []
