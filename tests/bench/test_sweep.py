@@ -12,6 +12,7 @@ import typer
 from apex._bench import sweep
 from apex._bench.sweep_cases import FAMILIES, Draw
 from apex._cli.bench.command import run_bench
+from apex._cli.console import make_console
 
 CPU = torch.device("cpu")
 
@@ -131,8 +132,6 @@ def test_the_file_is_whole_after_every_case(tmp_path, monkeypatch):
 
 
 def test_summary_counts_and_orders(capsys):
-    from apex._cli.console import make_console
-
     rows = [
         {"case": f"case {ratio}", "gpu": {"ours": 100 * ratio, "torch": 100.0}, "gpu_ratio": ratio}
         | {"events_ratio": None, "error": None}
@@ -142,8 +141,27 @@ def test_summary_counts_and_orders(capsys):
     sweep.print_summary("glu", rows, 1.0, make_console())
     printed = capsys.readouterr().out
     assert "on the GPU: to 0.5: 1  to 0.7: 0  to 0.9: 0  to 1: 0  to 1.05: 1  to 1.2: 0  to 1.5: 1  more: 1" in printed
-    assert "over 1.05: 2 of 4 (50.0%)" in printed
+    assert "over 1.05: 2 of 4 (50.0%) passes" in printed
     assert printed.index("case 2.0") < printed.index("case 1.3") < printed.index("case 0.4")
+
+
+def test_summary_counts_cases_by_both_passes_together(capsys):
+    times = {
+        "one fwd": (2.0, 1.0),
+        "one bwd": (8.0, 9.5),
+        "two fwd": (2.0, 1.0),
+        "two bwd": (3.0, 3.5),
+        "three": (1.0, 1.0),
+    }
+    rows = [
+        {"case": case, "events": {"ours": ours, "torch": 20.0, "torch_foreach": best}, "events_ratio": ours / best}
+        | {"gpu_ratio": None, "error": None}
+        for case, (ours, best) in times.items()
+    ]
+    sweep.print_summary("glu", rows, 1.0, make_console())
+    printed = capsys.readouterr().out
+    assert "over 1.05: 2 of 5 (40.0%) passes" in printed
+    assert "over 1.05: 1 of 3 (33.3%) cases" in printed
 
 
 @pytest.mark.parametrize(

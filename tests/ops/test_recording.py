@@ -62,18 +62,18 @@ def test_decisions_are_guarded() -> None:
     assert box.number == box.number
     guards = box.recording.guards
     assert len(guards) == 5
-    assert all(guard.holds() for guard in guards)
+    assert all(guard.now == guard.decision for guard in guards)
     box.value = 4.0
-    assert all(guard.holds() for guard in guards)
+    assert all(guard.now == guard.decision for guard in guards)
     box.value = 0.0
-    assert [guard.holds() for guard in guards] == [False, False, False, False, True]
+    assert [guard.now == guard.decision for guard in guards] == [False, False, False, False, True]
 
 
 def test_a_number_that_becomes_a_float_must_stay_the_same() -> None:
     box = Box(3.0)
     assert (float(box.number), int(box.number * 2)) == (3.0, 6)
     box.value = 3.25
-    assert [guard.holds() for guard in box.recording.guards] == [False, True]
+    assert [guard.now == guard.decision for guard in box.recording.guards] == [False, True]
     compared = box.number > torch.tensor([1.0, 5.0])
     assert isinstance(compared, Tensor)
 
@@ -108,22 +108,19 @@ def test_steps_are_counted_after_they_are_read() -> None:
     second = recording.counted(optimizer, 0)
     assert (first.value, second.value) == (7, 8)
     assert (first.read(), second.read()) == (9, 10)
-    recording.count_steps()
+    for action in recording.after:
+        action()
     assert group["step"] == 10
 
 
-def test_what_is_kept_and_read() -> None:
-    tensor, other = torch.ones(1), torch.ones(1)
-    assert not _recording.keep(tensor)
-    recording = Recording(True, HOST)
-    with _recording.active(recording):
-        assert _recording.captures()
-        assert _recording.keep(tensor)
-        _recording.reads([tensor, None])
-    assert recording.kept == [(tensor,)]
-    assert id(tensor) in recording.reads
-    assert id(other) not in recording.reads
-    assert not _recording.captures()
+def test_a_rehearsal_is_no_capture() -> None:
+    assert _recording.capturing() is None
+    with _recording.active(Recording(False, HOST)):
+        assert _recording.capturing() is None
+        recording = Recording(True, HOST)
+        with _recording.active(recording):
+            assert _recording.capturing() is recording
+        assert _recording.capturing() is None
 
 
 def test_memory_of_a_graph_is_apart_and_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:

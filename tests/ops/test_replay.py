@@ -82,8 +82,7 @@ def test_a_second_call_does_what_the_first_did(route: Route, name: str) -> None:
             found.append([*tensors, *(each for each in given if isinstance(each, Tensor))])  # with what it changed
         assert _replay._plan.cache_info()[:2] == (1, 1)  # hits and misses
         plan = _replay._plan(implementation_of(op), _replay.looks_of(arguments), arguments[0].device)
-    assert plan
-    assert plan.launches
+    assert plan is not None
     for later in found[1:]:
         for actual, wanted in zip(later, found[0], strict=True):
             assert torch.equal(actual, wanted)
@@ -147,4 +146,6 @@ def test_threads_do_not_note_each_others_launches() -> None:
         threads[0].join()
         ended.set()
         threads[1].join()
-    assert [len(plans[each].launches) for each in (first, second)] == [1, 1]
+        x = torch.randn(4, 8)
+        for each in (first, second):
+            assert torch.equal(plans[each]((x, None, "silu")), glu_of(x, None, "silu"))

@@ -91,19 +91,21 @@ def run_sweep(
     head = json.dumps({**describe(device), **about})[:-1]
     rows: list[Row] = []
     on_one_core = device.type == "cuda" and not all_cores and cores.may_be_chosen()
+    core = cores.one_core if on_one_core else contextlib.nullcontext
     for family, cases in itertools.groupby(drawn, key=lambda case: case[0]):
         begin, first = time.perf_counter(), len(rows)
-        again: list[tuple[list[Row], Callable[[], Passes]]] = []
+        slower: list[tuple[dict[str, Row], str, Callable[[], Passes]]] = []
         for _, name, make in cases:
-            with cores.one_core() if on_one_core else contextlib.nullcontext():
-                found = _measure(name, family, make, device)
-            rows += found
-            if any(map(_is_slower, found)):
-                again.append((found, make))
+            found: dict[str, Row] = {}
+            with core():
+                _measure(found, name, make, device, ROUNDS)
+            rows += found.values()
+            if any(map(_is_slower, found.values())):
+                slower.append((found, name, make))
             _write(path, head, rows)
-        for found, make in again:
-            with cores.one_core() if on_one_core else contextlib.nullcontext():
-                _measure_again(found, make, device)
+        for again in slower:
+            with core():
+                _measure(*again, device, ROUNDS_WHERE_SLOWER)
             _write(path, head, rows)
         print_summary(family, rows[first:], time.perf_counter() - begin, console)
         console.print(f"results: {path}", markup=False)
@@ -115,37 +117,33 @@ def _write(path: Path, head: str, rows: Sequence[Row]) -> None:
         file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
 
 
-def _measure(name: str, family: str, make: Callable[[], Passes], device: torch.device) -> list[Row]:
-    """Both passes of a case; one that fails has its error in place of times."""
-    nothing: Row = {"family": family, "gpu": {}, "events": {}, "gpu_ratio": None, "events_ratio": None, "error": None}
+def _measure(rows: dict[str, Row], name: str, make: Callable[[], Passes], device: torch.device, rounds: int) -> None:
+    """Checks and times the passes of a case; of those that have rows already, the slower ones once more.
+
+    One that fails has its error in its row.
+    """
+
+    def row_of(direction: str) -> Row:
+        new: Row = {"case": f"{name} {direction}".strip(), "family": name.split()[0], "gpu": {}, "events": {}}
+        return rows.setdefault(direction, new | {"gpu_ratio": None, "events_ratio": None, "error": None})
+
     try:
         prepared = make()
     except Exception as error:
-        return [{"case": name, **nothing, "error": _describe(error)}]
-    rows = []
+        row_of(next(iter(rows), ""))["error"] = _describe(error)
+        return
     for direction, each in prepared.items():
-        row = {"case": f"{name} {direction}".strip(), **nothing}
-        rows.append(row)
+        if direction in rows and not _is_slower(rows[direction]):
+            continue
+        row = row_of(direction)
         try:
             excess = worst_excess(each.implementations[OURS]()(), each.expected)
             if not excess <= 1:
                 row["error"] = f"error is {excess:.3g} times the tolerance"
                 continue
-            _time(row, each, device, ROUNDS)
+            _time(row, each, device, rounds)
         except Exception as error:
             row["error"] = _describe(error)
-    return rows
-
-
-def _measure_again(rows: list[Row], make: Callable[[], Passes], device: torch.device) -> None:
-    """Times those passes of a case that were slower once more."""
-    row = rows[0]
-    try:
-        for row, each in zip(rows, make().values(), strict=True):
-            if _is_slower(row):
-                _time(row, each, device, ROUNDS_WHERE_SLOWER)
-    except Exception as error:
-        row["error"] = _describe(error)
 
 
 def _time(row: Row, prepared: Prepared, device: torch.device, rounds: int) -> None:
@@ -160,10 +158,12 @@ def _is_slower(row: Row) -> bool:
     return any((row[f"{kind}_ratio"] or 0.0) > LIMIT for kind in TIMES)
 
 
-def _ratio(times: Mapping[str, float]) -> float | None:
-    """Our time over the best of PyTorch's."""
-    peers = [value for name, value in times.items() if name != OURS]
-    return round(times[OURS] / min(peers), 4) if OURS in times and peers else None
+def _ratio(*passes: Mapping[str, float]) -> float | None:
+    """Our time over the best of PyTorch's; of several passes, the sum of ours over the sum of their best."""
+    if not all(OURS in times and len(times) > 1 for times in passes):
+        return None
+    best = sum(min(value for name, value in times.items() if name != OURS) for times in passes)
+    return round(sum(times[OURS] for times in passes) / best, 4)
 
 
 def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -203,19 +203,26 @@ def _host(call: Call, device: torch.device) -> float:
 
 
 def print_summary(family: str, rows: Sequence[Row], seconds: float, console: Console) -> None:
-    """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong."""
+    """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong.
+
+    Of cases, too, it says how many are slower: both passes together, of which a training step always has both.
+    """
     console.print(f"\n{family}: {len(rows)} passes in {seconds:.0f} s", style="bold", markup=False)
     for kind, words in TIMES.items():
         rated = [row for row in rows if row[f"{kind}_ratio"] is not None]
-        rated.sort(key=lambda row: -row[f"{kind}_ratio"])
         if not rated:
             continue
-        counts = Counter(bisect.bisect_left(BINS, row[f"{kind}_ratio"]) for row in rated)
+        by_case = itertools.groupby(rated, lambda row: row["case"].removesuffix(" fwd").removesuffix(" bwd"))
+        cases = [_ratio(*(row[kind] for row in passes)) for _, passes in by_case]
+        rated.sort(key=lambda row: -row[f"{kind}_ratio"])
+        passes = [row[f"{kind}_ratio"] for row in rated]
+        counts = Counter(bisect.bisect_left(BINS, ratio) for ratio in passes)
         bounds = [*(f"to {bound:g}" for bound in BINS), "more"]
         histogram = "  ".join(f"{bound}: {counts[index]}" for index, bound in enumerate(bounds))
-        slower = sum(row[f"{kind}_ratio"] > LIMIT for row in rated)
         console.print(f"ours / torch {words}: {histogram}", markup=False)
-        console.print(f"  over {LIMIT}: {slower} of {len(rated)} ({100 * slower / len(rated):.1f}%)")
+        for ratios, what in ((passes, "passes"), (cases, "cases")):
+            slower = sum((ratio or 0.0) > LIMIT for ratio in ratios)
+            console.print(f"  over {LIMIT}: {slower} of {len(ratios)} ({100 * slower / len(ratios):.1f}%) {what}")
         for row in rated[:WORST]:
             times = "  ".join(f"{name} {value:.0f}" for name, value in row[kind].items())
             console.print(f"  {row[f'{kind}_ratio']:5.2f}  {row['case']}  us: {times}", markup=False)

@@ -87,9 +87,15 @@ def _name(dtype: torch.dtype, shape: Sequence[int], *words: object) -> str:
     return " ".join([long_name(dtype), times(shape), *described])
 
 
-def _tolerant(passes: Passes) -> Passes:
-    """Errors are also measured by the usual size of the values, whose rounding single elements inherit."""
+def _both(prepare: Callable[[str], Prepared]) -> Passes:
+    """Forward and backward of a case, timed beside its peers but for compilers' and Liger-Kernel's.
+
+    Errors are also measured by the usual size of the values, whose rounding single elements inherit.
+    """
+    passes = {way: prepare(way) for way in ("fwd", "bwd")}
     for each in passes.values():
+        timed = each.timed or each.implementations
+        each.timed = {name: maker for name, maker in timed.items() if name not in ("compile", "liger")}
         usual = [float(right.value.square().mean().sqrt()) for right in each.expected]
         each.expected = [
             replace(right, slack=right.slack + 4 * _tolerance.tolerance(right.dtype)[0] * size)
@@ -99,7 +105,7 @@ def _tolerant(passes: Passes) -> Passes:
 
 
 def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summed: int = 1) -> Passes:
-    """Forward and backward of a function of `leaves`; `eager` in float64 is right. `summed` rounded values are added.
+    """Both passes of a function of `leaves`; `eager` in float64 is right. `summed` rounded values are added.
 
     Elements for which `kink` is nearly zero get no gradient.
     """
@@ -109,21 +115,7 @@ def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summe
         without_kink(gradient, kink(*(leaf.detach().double() for leaf in leaves)))
     largest = max(leaf.numel() for leaf in leaves)
     terms = [1, *(summed * largest // leaf.numel() for leaf in leaves)]
-    prepare = functools.partial(compared, ours, eager, leaves, gradient, terms=terms, compile=False)
-    return _tolerant({way: prepare(direction=way) for way in ("fwd", "bwd")})
-
-
-def _benchmarked(prepare: Callable[..., Prepared], *arguments: Any) -> Callable[[], Passes]:
-    """Both passes of a case that `apex bench` has with other sizes; its peers but for compilers' and Liger-Kernel's."""
-
-    def make() -> Passes:
-        found = {way: prepare(*arguments[:-1], way, arguments[-1]) for way in ("fwd", "bwd")}
-        for each in found.values():
-            timed = each.timed or each.implementations
-            each.timed = {name: maker for name, maker in timed.items() if name not in ("compile", "liger")}
-        return _tolerant(found)
-
-    return make
+    return _both(lambda way: compared(ours, eager, leaves, gradient, way, terms))
 
 
 def _norm(draw: Draw, device: torch.device, mean: bool) -> Drawn:
@@ -189,9 +181,9 @@ def _rope(draw: Draw, device: torch.device) -> Drawn:
     length, key_heads = -(-tokens // batches), draw.choice((1, heads)) if which == "qk" else 0
     outer = {"thd": (length,), "qk": (batches, length)}.get(which, (length, batches))
     shape = (*outer, heads, channels)
-
-    prepare = lambda way, device: rope._prepare(rope.Kind(which, dtype, shape, way, key_heads), device)  # noqa: E731
-    return f"{which} {_name(dtype, shape, key_heads)}", _benchmarked(prepare, device)
+    return f"{which} {_name(dtype, shape, key_heads)}", lambda: _both(
+        lambda way: rope._prepare(rope.Kind(which, dtype, shape, way, key_heads), device)
+    )
 
 
 def _image(draw: Draw, multiple: int, most_channels: int) -> tuple[tuple[int, ...], torch.memory_format]:
@@ -237,16 +229,18 @@ def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
 def _glu(draw: Draw, device: torch.device) -> Drawn:
     columns, dtype, kind = 2 * draw.length(32, 24000), draw.dtype(), draw.choice(glu.KINDS)
     shape = (draw.rows(columns), columns)
-    return f"{kind.name} {_name(dtype, shape)}", _benchmarked(glu._prepare, kind, dtype, *shape, device)
+    make = lambda: _both(lambda way: glu._prepare(kind, dtype, *shape, way, device))  # noqa: E731
+    return f"{kind.name} {_name(dtype, shape)}", make
 
 
 def _dense(draw: Draw, device: torch.device) -> Drawn:
     dtype, multiple, most = draw.dtype(), draw.choice((64, 64, 8, 1)), max(16, math.isqrt(draw.most) // 2)
     rows, *sizes = (draw.size(16, 2 * most), *(draw.size(16, most, multiple) for _ in range(4)))
     if draw.random() < 0.5:
-        return f"mlp {_name(dtype, (rows, *sizes))}", _benchmarked(dense._prepare_mlp, dtype, rows, sizes, device)
+        make = lambda: _both(lambda way: dense._prepare_mlp(dtype, rows, sizes, way, device))  # noqa: E731
+        return f"mlp {_name(dtype, (rows, *sizes))}", make
     outer, inner = sizes[:2]
-    make = _benchmarked(dense._prepare_gelu, dtype, rows, outer, inner, False, device)
+    make = lambda: _both(lambda way: dense._prepare_gelu(dtype, rows, outer, inner, False, way, device))  # noqa: E731
     return f"gelu {_name(dtype, (rows, outer, inner))}", make
 
 
@@ -255,14 +249,14 @@ def _attention(draw: Draw, device: torch.device) -> Drawn:
     length = draw.size(16, min(768, math.isqrt(draw.most // heads)), draw.choice((1, 8, 16)))
     batch = draw.size(1, min(512, draw.most // (heads * length * max(length, head))))
     setting = attention.Openfold(batch, heads, length, head, draw.dtype())
-    return str(setting), _benchmarked(attention._prepare, setting, device)
+    return str(setting), lambda: _both(lambda way: attention._prepare(setting, way, device))
 
 
 def _focal_loss(draw: Draw, device: torch.device) -> Drawn:
     classes, dtype = draw.choice((1, 2, 20, 80, 90, 91, draw.size(2, 400))), draw.dtype()
     images = draw.choice((1, 2, 4, 8, 16))
     shape = (images, draw.size(64, min(200_000, draw.most // (images * classes))), classes)
-    return _name(dtype, shape), _benchmarked(focal_loss._prepare, dtype, shape, device)
+    return _name(dtype, shape), lambda: _both(lambda way: focal_loss._prepare(dtype, shape, way, device))
 
 
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:

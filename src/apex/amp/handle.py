@@ -189,7 +189,7 @@ def prepare_amp_backward(self: Any) -> None:
             stash.accumulated_grads[param] = param.grad
             param.grad = None
     if _recording.current is not None:
-        _recording.reads(stash.accumulated_grads.values())
+        _recording.current.reads.update(map(id, stash.accumulated_grads.values()))
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
@@ -344,7 +344,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     else:
         inner._wrote_models = False
         if _recording.current is not None:
-            _recording.reads([found_inf])
+            _recording.current.reads.add(id(found_inf))
         takes_flag = found_inf is not None and stash.takes_found_inf
         if found_inf is not None and takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None

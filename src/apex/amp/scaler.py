@@ -311,8 +311,7 @@ class OverflowMessages:
         send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
         recording = _recording.current
         if recording is not None and recording.captures:
-            recording.before.append(self.read)
-            recording.after.append(send)
+            recording.after += [self.read, send]
         else:
             send()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,20 +59,17 @@ def _is_record(leaf: Any) -> bool:
     return has_tensors and all(isinstance(part, Tensor | PLAIN) for part in parts)
 
 
-def references_of(function: Callable[..., Any], arguments: tuple[Any, Any]) -> References:
-    """What a function reads, but for the tensors in its arguments."""
-    return References(function, map_tensors(lambda _: None, arguments))
-
-
 @contextlib.contextmanager
 def watched(optimizers: dict[int, Any]) -> Iterator[None]:
     """Notes optimizers that are stepped inside, and that their steps read gradients."""
 
     def note(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if _recording.captures() and id(optimizer) not in optimizers:
-            raise NotImplementedError("an optimizer is stepped that was not in the calls before")
-        optimizers.setdefault(id(optimizer), optimizer)
-        _recording.reads(param.grad for group in optimizer.param_groups for param in group["params"])
+        if (recording := _recording.capturing()) is not None:
+            if id(optimizer) not in optimizers:
+                raise NotImplementedError("an optimizer is stepped that was not in the calls before")
+            params = (param for group in optimizer.param_groups for param in group["params"])
+            recording.reads.update(id(param.grad) for param in params)
+        optimizers[id(optimizer)] = optimizer
 
     handle = register_optimizer_step_pre_hook(note)
     try:
@@ -94,7 +90,8 @@ class Graph:
         device: torch.device,
     ) -> None:
         self._recording = recording = Recording(True, device)
-        references, known = references_of(function, arguments), list(optimizers.values())
+        references = References(function, map_tensors(lambda _: None, arguments))
+        known = list(optimizers.values())
         # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
         self._inputs = [_static(tensor, device) for tensor in flattened(arguments)[0]]
         static = iter(self._inputs)
@@ -118,17 +115,8 @@ class Graph:
         self._written = [index for index, each in enumerate(self._inputs) if version_of(each) != versions[index]]
         self._outputs = map_tensors(Tensor.detach, outputs)
 
-    def prepare(self) -> str | None:
-        """Makes ready for a replay; or returns what keeps it from being replayed now."""
-        for guard in self._recording.guards:
-            if not guard.holds():
-                return f"{guard.name} (was {reprlib.repr(guard.expected)})"
-        return self.state.bring()
-
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """A call with tensors of the same kind, once it is prepared; the next one writes over its outputs."""
-        for action in self._recording.before:
-            action()
+        """A call with tensors of the same kind, after `state.bring()`; the next one writes over its outputs."""
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -139,7 +127,6 @@ class Graph:
                 tensors[index].copy_(self._inputs[index])
         for action in self._recording.after:
             action()
-        self._recording.count_steps()
         self.state.leave()
         return map_tensors(Tensor.detach, self._outputs)
 

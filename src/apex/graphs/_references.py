@@ -7,6 +7,7 @@ import dis
 import enum
 import functools
 import inspect
+import math
 import operator
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -16,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-
-from ..ops._recording import Guard
 
 # What is compared: no tensor, and nothing that has parts.
 PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
@@ -39,15 +38,15 @@ class Place(NamedTuple):
     variable: bool = False
 
     @staticmethod
-    def of(root: Any, attribute: str, *keys: Any, temporary: bool = False) -> Place:
-        """An attribute, or an item of a dict or list in one, with a name such as "FusedAdam.param_groups[0]['lr']"."""
-        place = Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
-        return functools.reduce(Place.item, keys, place)
+    def of(root: Any, attribute: str, temporary: bool = False) -> Place:
+        """An attribute, with a name such as "FusedAdam.param_groups"."""
+        return Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
 
     def item(self, key: Any) -> Place:
         """An item of the dict, list or tuple that is there, or how many there are."""
         shown = f"[{key!r}]" if _is_plain(key) else ""  # of a tensor or a module that takes long
-        return self._replace(name=self.name + shown, path=(*self.path, key))
+        name = f"the length of {self.name}" if key is len else self.name + shown
+        return self._replace(name=name, path=(*self.path, key))
 
     def read(self) -> Any:
         """What is there, `MISSING` if nothing is."""
@@ -83,7 +82,12 @@ class Place(NamedTuple):
 
     def has(self, value: Any) -> bool:
         """Whether `value` is there, of all but tensors something equal."""
-        return self.read() is value or (not isinstance(value, Tensor) and Guard(self.name, self.read, value).holds())
+        found = self.read()
+        if found is value or isinstance(found, Tensor) or isinstance(value, Tensor):
+            return found is value
+        with contextlib.suppress(Exception):  # arrays, and objects that compare in ways of their own
+            return bool(found == value)
+        return False
 
 
 class References:
@@ -109,11 +113,11 @@ class References:
         """Where all of this is, modes of modules, and tensors in them."""
         found = [*self.variables]
         for module in self._modules.values():
-            name, is_scripted = type(module).__name__, "training" not in vars(module)
-            found.append(Place(f"{name}.training", module if is_scripted else vars(module), ("training",)))
+            found.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    parts = _parts(Place(f"{name}.{key}", entries, (key,), variable=True))
+                    place = Place(f"{type(module).__name__}.{key}", entries, (key,), variable=True)
+                    parts = parts_of(place, few=_FEW_ITEMS)
                     found += [part for part in parts if _is_tensor(part.read())]
         return found
 
@@ -162,7 +166,7 @@ class References:
             if of in places and _is_open(places[of].read(), attribute):
                 places[path] = Place(path, places[of].root, (*places[of].path, attribute))
         for name in sorted(places):
-            for part in _parts(places[name]._replace(variable=True), names.strings):
+            for part in parts_of(places[name]._replace(variable=True), names.strings, _FEW_ITEMS):
                 value = part.read()
                 if _is_tensor(value) or _is_plain(value) or self._note(value):
                     self.variables.append(part)
@@ -170,10 +174,10 @@ class References:
                     self._look(value, code.co_filename)
 
 
-def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
+def parts_of(place: Place, names: Set[str] = frozenset(), few: float = math.inf) -> Iterator[Place]:
     """A place; or where the items of a dict, list or tuple are that is there, and how many these are.
 
-    Of a dict those that are named, or all if none is; of many, tensors and modules alone.
+    Of a dict those that are named, or all if none is; of more than `few`, tensors and modules alone.
     """
     value = place.read()
     if _is_plain(value) or not isinstance(value, dict | list | tuple | set) or len(place.path) > _LONGEST_PATH:
@@ -182,11 +186,11 @@ def _parts(place: Place, names: Set[str] = frozenset()) -> Iterator[Place]:
     items = dict(value) if isinstance(value, dict) else {} if isinstance(value, set) else dict(enumerate(value))
     named = items.keys() & names
     for key, item in items.items():
-        matters = key in named if named else len(items) <= _FEW_ITEMS
+        matters = key in named if named else len(items) <= few
         if matters or isinstance(item, _CLOSED) or (isinstance(item, tuple) and not _is_plain(item)):
-            yield from _parts(place.item(key), names)
+            yield from parts_of(place.item(key), names, few)
     if not named:
-        yield place.item(len)._replace(name=f"the length of {place.name}")
+        yield place.item(len)
 
 
 def _is_open(value: Any, attribute: str) -> bool:

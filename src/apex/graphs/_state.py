@@ -7,12 +7,11 @@ copied into them; after it the graph's results are put there, as the function it
 from __future__ import annotations
 
 import gc
-import itertools
 import operator
 import random
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..amp._amp_state import _amp_state
 from ..ops._host import HOST, on_host
 from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
-from ._references import MISSING, Place, References
+from ._references import MISSING, Place, References, parts_of
 
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -38,12 +37,15 @@ def version_of(value: Any) -> int | None:
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
-    """Numbers, flags and tensors in parameter groups and defaults of optimizers, but for counts on the host."""
-    found = [Place.of(optimizer, "defaults", name) for optimizer in optimizers for name in optimizer.defaults]
+    """Defaults of optimizers, and what is in their parameter groups but for counts on the host; how many there are."""
+    found = []
     for optimizer in optimizers:
+        defaults, groups = Place.of(optimizer, "defaults"), Place.of(optimizer, "param_groups")
+        found += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
         for index, group in enumerate(optimizer.param_groups):
-            names = [name for name in group if name != "params" and (name != "step" or isinstance(group[name], Tensor))]
-            found += [Place.of(optimizer, "param_groups", index, name) for name in names]
+            entries = {name: groups.item(index).item(name) for name in group}
+            found.append(entries.pop("params").item(len))
+            found += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
     return found
 
 
@@ -54,12 +56,9 @@ def _training_places(optimizers: Sequence[Any]) -> list[Place]:
     leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
     found += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
     for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            found += [Place.of(optimizer, "state", param, name) for name in state]
-        found += [Place.of(optimizer, name) for name in ("most_recent_scale", "scale_set_by_backward")]
-        found.append(Place.of(optimizer, "param_groups", len))
-        for index in range(len(optimizer.param_groups)):
-            found += [Place.of(optimizer, "_skipped", index), Place.of(optimizer, "param_groups", index, "params", len)]
+        for name in ("state", "_skipped", "most_recent_scale", "scale_set_by_backward"):
+            parts = parts_of(Place.of(optimizer, name))
+            found += [part._replace(temporary=part.path[-1] is len) for part in parts]
     for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
         names = ("found_inf", "already_patched", "params_have_scaled_gradients")
         found += [Place.of(stash, name) for name in names]
@@ -113,13 +112,10 @@ class Snapshot:
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
         self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
-        self._sizes = [(each, len(each)) for optimizer in optimizers for each in _dicts(optimizer.state)]
         self._random = [(get, put, get()) for get, put in _generators()]
 
     def check(self) -> None:
         """Raises for what the host has done since, and would not do at a replay."""
-        if any(len(entries) != size for entries, size in self._sizes):
-            raise NotImplementedError("an optimizer made state, which every replay would make anew")
         if any(_listed(get()) != _listed(before) for get, _, before in self._random):
             raise NotImplementedError(
                 "random numbers are drawn on the host, which a graph would freeze; draw them on the device"
@@ -173,8 +169,11 @@ class State:
                     continue
             if value is not MISSING:
                 self._needs.append((place, value, is_written or not place.variable))
+        self._needs += [
+            (Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in recording.guards
+        ]
         self._entries = before.references.entries()
-        self._parts = _values(self._entries)
+        self._parts = [part for entries in self._entries for part in entries.values()]
         leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]
         self.params = parameters(before.optimizers, leaves)
         self._addresses = [param.data_ptr() for param in self.params]
@@ -189,7 +188,7 @@ class State:
         """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
-        parts = _values(self._entries)
+        parts = [part for entries in self._entries for part in entries.values()]
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return "the parts or hooks of a module"
         moved = []
@@ -214,8 +213,3 @@ class State:
         for place, after in self._results:
             if not place.has(after):
                 place.put(after)
-
-
-def _values(entries: list[Mapping[str, Any]]) -> list[Any]:
-    # One after the other: thousands of views at once would set off the garbage collector at every replay.
-    return [*itertools.chain.from_iterable(each.values() for each in entries)]

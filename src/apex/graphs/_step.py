@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import operator
-import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -17,9 +15,29 @@ from torch import Tensor
 from ..ops import _recording
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
-from ._captured import Graph, flattened, map_tensors, references_of, watched
-from ._references import line_of
+from ._captured import Graph, flattened, map_tensors, watched
+from ._references import References, line_of
 from ._state import hyperparameters, parameters
+
+
+@dataclass
+class Kind:
+    """Arguments of one kind: graphs for them, their eager calls so far, and how many come before the next capture."""
+
+    warmup: int
+    calls: int = 0
+    graphs: list[Graph] = field(default_factory=list)
+
+    def fitting(self) -> tuple[Graph | None, str | None]:
+        """A graph, prepared for a replay, or what keeps the last one from it."""
+        difference = None
+        for graph in list(self.graphs):
+            if graph.state.is_stale():
+                self.graphs.remove(graph)
+                difference = "the memory of parameters"
+            elif (difference := graph.state.bring()) is None:
+                return graph, None
+        return None, difference
 
 
 class CapturedStep:
@@ -40,17 +58,12 @@ class CapturedStep:
         self._function = function
         self._warmup, self._max_graphs = warmup, max_graphs
         self._backend = CudaGraphs() if backend is None else backend
-        # The method of a class that this is for one object.
-        self._decorated: CapturedStep | None = None
         self.invalidate()
 
     def invalidate(self) -> None:
         """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
         self.reason: str | None = None
-        self._graphs: dict[Any, list[Graph]] = {}
-        self._calls: dict[Any, int] = {}
-        # Kinds whose graphs no longer fit, and that have run eagerly since, which has made what a new graph needs.
-        self._rehearsed: set[Any] = set()
+        self._kinds: dict[Any, Kind] = {}
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
         self._replays = self._captures = 0
@@ -62,21 +75,14 @@ class CapturedStep:
             return self
         if isinstance(instance, type) or not hasattr(instance, "__dict__"):
             return MethodType(self, instance)
-        name = f"_captured_{self.__qualname__}"  # type: ignore[attr-defined]  # a method may call that of a base class
-        if name not in vars(instance):
-            bound = self._function.__get__(instance, owner)  # type: ignore[attr-defined]
-            own = CapturedStep(bound, warmup=self._warmup, max_graphs=self._max_graphs, backend=type(self._backend)())
-            own._decorated, vars(instance)[name] = self, own
-        return vars(instance)[name]
+        steps = vars(instance).setdefault("_captured_steps", _StepsOfObject())
+        if self not in steps:
+            bound, backend = self._function.__get__(instance, owner), type(self._backend)()  # type: ignore[attr-defined]
+            steps[self] = CapturedStep(bound, warmup=self._warmup, max_graphs=self._max_graphs, backend=backend)
+        return steps[self]
 
     def __reduce__(self) -> Any:
-        """Copied and pickled like a function, by its name where it has the function's; graphs stay behind."""
-        if self._decorated is not None:
-            return CapturedStep.__get__, (self._decorated, self._function.__self__)  # type: ignore[attr-defined]
-        name = getattr(self, "__qualname__", "")
-        with contextlib.suppress(AttributeError, KeyError):
-            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
-                return name
+        """Copied and pickled with its function; graphs stay behind."""
         return functools.partial(CapturedStep, warmup=self._warmup, max_graphs=self._max_graphs), (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,82 +93,68 @@ class CapturedStep:
         device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])
         if device is None:
             return self._function(*args, **kwargs)
-        kind = (*kind, *_modes(device))
         try:
-            count = self._calls.get(kind, 0)
+            known = self._known((*kind, *_modes(device)))
         except TypeError as error:  # an array of NumPy, a set
             self._give_up(f"an argument is neither a tensor nor something that compares: {error}")
             return self._function(*args, **kwargs)
-        if count < self._warmup:
-            return self._rehearse(arguments, kind, device)
-        graph, difference = self._fitting(kind)
+        graph, difference = known.fitting()
         if graph is not None:
             self._replays += 1
             return graph(tensors)
-        if self.graphs >= self._max_graphs:
+        if known.calls >= known.warmup:
+            if self.graphs < self._max_graphs:
+                return self._capture(arguments, tensors, known, device)
             why = f"; the last one did not fit because of {difference}" if difference else ""
             self._say_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
-            return self._eagerly(arguments, device)
-        if difference is not None and kind not in self._rehearsed:
-            self._rehearsed.add(kind)
-            return self._rehearse(arguments, kind, device)
-        self._rehearsed.discard(kind)
-        return self._capture(arguments, tensors, kind, device)
+        return self._eagerly(arguments, known, device)
 
-    def _eagerly(self, arguments: Any, device: torch.device) -> Any:
+    def _known(self, kind: Any) -> Kind:
+        if kind not in self._kinds and len(self._kinds) >= 8 * self._max_graphs:
+            self._kinds = {key: known for key, known in self._kinds.items() if known.graphs}
+            self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
+        return self._kinds.setdefault(kind, Kind(self._warmup))
+
+    def _eagerly(self, arguments: Any, known: Kind, device: torch.device) -> Any:
         """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them.
 
-        With the kernels of a captured call, so that these are compiled by then.
+        With the kernels of a captured call, so that these are compiled by then. What the last call before a capture has
+        changed in Python is refused.
         """
+        known.calls += 1
+        before = []
+        if known.calls == self._warmup:
+            variables = References(self._function, map_tensors(lambda _: None, arguments)).variables
+            places = (*variables, *hyperparameters(list(self._optimizers.values())))
+            before = [(place, place.read()) for place in places]
         args, kwargs = arguments
         recording = _recording.active(_recording.Recording(False, device))
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
-        return map_tensors(Tensor.detach, outputs)
-
-    def _rehearse(self, arguments: Any, kind: Any, device: torch.device) -> Any:
-        """An eager call before a capture; after the last of them, what it has changed in Python is refused."""
-        references = references_of(self._function, arguments)
-        places = (*references.variables, *hyperparameters(list(self._optimizers.values())))
-        before = [(place, place.read()) for place in places]
-        outputs = self._eagerly(arguments, device)
-        if len(self._calls) >= 8 * self._max_graphs and kind not in self._calls:
-            self._calls = {known: count for known, count in self._calls.items() if known in self._graphs}
-            self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
-        self._calls[kind] = self._calls.get(kind, 0) + 1
         changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
-        if changed and self._calls[kind] == self._warmup:
+        if changed:
             is_rate = isinstance(changed[0].root, torch.optim.Optimizer)
             cure = "call the scheduler" if is_rate else "make it a tensor, or do this"
             self._give_up(f"every call changes {changed[0].name}, which no graph can; {cure} outside of the function")
-        return outputs
+        return map_tensors(Tensor.detach, outputs)
 
-    def _fitting(self, kind: Any) -> tuple[Graph | None, str | None]:
-        """A graph, prepared for a replay, or what keeps the last one from it."""
-        difference = None
-        for graph in list(self._graphs.setdefault(kind, [])):
-            if graph.state.is_stale():
-                self._graphs[kind].remove(graph)
-                difference = "the memory of parameters"
-            elif (difference := graph.prepare()) is None:
-                return graph, None
-        return None, difference
-
-    def _capture(self, arguments: Any, tensors: list[Tensor], kind: Any, device: torch.device) -> Any:
+    def _capture(self, arguments: Any, tensors: list[Tensor], known: Kind, device: torch.device) -> Any:
         try:
             graph = Graph(self._function, arguments, self._optimizers, self._backend, device)
         except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
             said = str(error).strip().split("\n")[0]
             reason, line = f"{type(error).__name__}: {said}", line_of(error, self._function)
         else:
-            self._graphs[kind].append(graph)
+            known.graphs.append(graph)
+            # Where it does not fit, one eager call makes what the next graph needs.
+            known.warmup = known.calls + 1
             self._captures += 1
             return graph(tensors)
         # Here the error is gone, and with it what its traceback held. One that has nothing to do with the capture comes
         # up again.
-        outputs = self._eagerly(arguments, device)
+        outputs = self._eagerly(arguments, known, device)
         self._give_up(f"{line}: {reason}" if line else reason)
         return outputs
 
@@ -183,14 +175,21 @@ class CapturedStep:
     @property
     def graphs(self) -> int:
         """How many graphs there are."""
-        return sum(map(len, self._graphs.values()))
+        return sum(len(known.graphs) for known in self._kinds.values())
 
     def report(self) -> str:
         """What has happened so far, in a line."""
         if self.reason:
             return f"eager: {self.reason}"
-        eager = sum(self._calls.values())
+        eager = sum(known.calls for known in self._kinds.values())
         return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
+
+
+class _StepsOfObject(dict[CapturedStep, CapturedStep]):
+    """The methods of an object that are decorated; a copy of the object makes its own."""
+
+    def __reduce__(self) -> Any:
+        return _StepsOfObject, ()
 
 
 def _modes(device: torch.device) -> tuple[Any, ...]:

@@ -44,8 +44,8 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
 
 def _tickets(device: torch.device) -> Tensor:
     """Tickets that are 0; of a graph the same for all launches of a stream, since each leaves them 0 for the next."""
-    recording, found = _recording.current, None
-    if recording is not None and recording.captures and device.type == "cuda":
+    recording, found = _recording.capturing(), None
+    if recording is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in recording.tickets:
             recording.tickets[stream] = recording.memory(TICKETS, torch.int32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,18 +24,15 @@ _MOST_NUMBERS, _MEMORY = 1 << 15, 3 << 18
 
 
 class Guard(NamedTuple):
-    """Something that must be as it was when a graph was captured."""
+    """What Python code has decided by a number: a graph is not replayed where `now` is another `decision`."""
 
-    name: str
-    read: Callable[[], Any]
-    expected: Any
+    number: Number
+    decide: Callable[[float], Any]
+    decision: Any
 
-    def holds(self) -> bool:
-        try:
-            found = self.read()
-            return found is self.expected or bool(found == self.expected)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            return False
+    @property
+    def now(self) -> Any:
+        return self.decide(self.number.read())
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +40,7 @@ class Number:
     """A Python number, or an expression of some, that is read again before every replay.
 
     It is a number on the host, `value`, until it meets a tensor: then it is a float64 on the tensor's device. Python
-    code that decides by it makes a guard: the graph is not replayed where the decision would be another.
+    code that decides by it, or makes a plain number of it, adds a `Guard`.
     """
 
     recording: Recording
@@ -71,7 +68,7 @@ class Number:
 
     def _decides(self, decide: Callable[[Any], Any]) -> Any:
         decision = decide(self.value)
-        self.recording.guards.append(Guard(self.name, lambda: decide(self.read()), decision))
+        self.recording.guards.append(Guard(self, decide, decision))
         return decision
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
@@ -81,16 +78,9 @@ class Number:
     def _combine(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
         return combine(self.on(other.device), other) if isinstance(other, Tensor) else self.map(combine, other)
 
-    def __bool__(self) -> bool:
-        return self._decides(bool)
 
-    def __float__(self) -> float:
-        return self._decides(float)
-
-    def __int__(self) -> int:
-        return self._decides(int)
-
-
+for _type in (bool, float, int):
+    setattr(Number, f"__{_type.__name__}__", functools.partialmethod(Number._decides, _type))
 for _name in ("add", "sub", "mul", "truediv", "pow"):
     _combine = getattr(operator, _name)
     _swapped = lambda one, other, combine=_combine: combine(other, one)  # noqa: E731
@@ -108,8 +98,7 @@ class Recording:
         self.guards: list[Guard] = []
         # Tensors that the graph has the addresses of.
         self.kept: list[Any] = []
-        # What is to be done before and after a replay.
-        self.before: list[Callable[[], None]] = []
+        # What is to be done after a replay.
         self.after: list[Callable[[], None]] = []
         # What is to be done once, before the first replay: the contents of `memory` that no replay changes.
         self.once: list[Callable[[], Any]] = []
@@ -152,6 +141,11 @@ class Recording:
         """The step count of a parameter group that has just been counted up in `group["step"]`."""
         group, key = optimizer.param_groups[index], (optimizer, index)
         more = self._steps[key] = self._steps.get(key, 0) + 1
+
+        def count() -> None:
+            optimizer.param_groups[index]["step"] += 1
+
+        self.after.append(count)
         # A replay reads it before it counts the step.
         read = lambda: optimizer.param_groups[index]["step"] + more  # noqa: E731
         return Number(self, f"{type(optimizer).__name__}.param_groups[{index}]['step']", group["step"], read)
@@ -190,11 +184,6 @@ class Recording:
         host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=not self._places.is_cpu)
         self._places[: len(values)].copy_(host, non_blocking=True)
 
-    def count_steps(self) -> None:
-        """What a step does to the counts that are kept in Python."""
-        for (optimizer, index), count in self._steps.items():
-            optimizer.param_groups[index]["step"] += count
-
 
 def is_number(value: Any) -> bool:
     """Whether something is a Python number, and no flag."""
@@ -212,22 +201,9 @@ def active(recording: Recording) -> Iterator[None]:
         current = previous
 
 
-def captures() -> bool:
-    """Whether a function is being captured."""
-    return current is not None and current.captures
-
-
-def keep(*tensors: Any) -> bool:
-    """Keeps what a captured launch reads as long as its graph; False where none is being captured by `apex.graphs`."""
-    if current is not None and current.captures:
-        current.kept.append(tensors)
-    return captures()
-
-
-def reads(tensors: Iterable[Tensor | None]) -> None:
-    """See `Recording.reads`."""
-    if current is not None and current.captures:
-        current.reads.update(map(id, tensors))
+def capturing() -> Recording | None:
+    """The recording of a function that is being captured by `apex.graphs`; None otherwise, and in a rehearsal."""
+    return current if current is not None and current.captures else None
 
 
 def lifted(function: Callable[..., Any], first: Any, *others: Any) -> Any:

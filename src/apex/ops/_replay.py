@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _device, _library, _tuned
-from ._launch import PreparedLaunch, recording
+from ._launch import recording
 from ._partial_sums import TICKETS, partial_sums
 
 _aten = torch.ops.aten
@@ -24,36 +24,17 @@ _lock = threading.RLock()
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
 
 
-class Plan(NamedTuple):
-    """What a call does. Places are those of its arguments, of None, and of what is made, in this order.
-
-    What is made is given by sizes, strides and dtype; tickets by None.
-    """
-
-    made: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None]
-    launches: list[tuple[PreparedLaunch, list[int], tuple[float, ...]]]
-    results: list[int]
-    returns_tuple: bool
-
-
 def run(implementation: Callable, arguments: tuple, family: str) -> Any:
     """What `implementation(*arguments)` does; settings, and what tensors look like, must decide all of it."""
-    device = arguments[0].device
-    plan = _plan(implementation, looks_of(arguments), device)
+    plan = _plan(implementation, looks_of(arguments), arguments[0].device)
     if plan is None:
         return implementation(*arguments)
-    empty, values = _device.empty_on(device), [*arguments, None]
-    for made in plan.made:
-        values.append(partial_sums(1, device)[1] if made is None else empty(*made))
     try:
-        for launch, places, floats in plan.launches:
-            launch(tuple([values[place] for place in places]), floats)
+        return plan(arguments)
     except Exception as error:
         if not _tuned.give_up(family, error):
             raise
         return implementation(*arguments)
-    results = tuple([values[place] for place in plan.results])
-    return results if plan.returns_tuple else results[0]
 
 
 def looks_of(arguments: Sequence[Any]) -> tuple:
@@ -72,17 +53,15 @@ class _Noted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int | None, Tensor] = {}
-        self.tickets: set[int | None] = set()
+        # With whether it is tickets.
+        self.made: dict[int | None, tuple[Tensor, bool]] = {}
         self.computes = False
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
         result = function(*arguments, **(keywords or {}))
-        if function in _EMPTY:
-            self.made[_memory(result)] = result
-        elif function is _aten.zeros.default and (result.shape, result.dtype) == ((TICKETS,), torch.int32):
-            self.made[_memory(result)] = result
-            self.tickets.add(_memory(result))
+        is_tickets = function is _aten.zeros.default and (result.shape, result.dtype) == ((TICKETS,), torch.int32)
+        if is_tickets or function in _EMPTY:
+            self.made[_memory(result)] = result, is_tickets
         elif function is not _aten.detach.default:  # by which PyTorch ends a call that makes a tensor
             self.computes = True
         return result
@@ -93,8 +72,8 @@ def _memory(tensor: Tensor | None) -> int | None:
 
 
 @_device.launch_rule
-def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Plan | None:
-    """What an implementation does; None where it computes by PyTorch's operators, or launches with parts of tensors."""
+def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Callable[[tuple], Any] | None:
+    """What does as an implementation; None where that computes by PyTorch's operators, or launches parts of tensors."""
     arguments = [
         torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
         if isinstance(each, tuple) and each and isinstance(each[0], torch.Size)
@@ -115,13 +94,21 @@ def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Plan 
     used = [*found, *(tensor for launch in launches for tensor in launch.tensors)]
     if noted.computes or any(tensor is not None and tensor.storage_offset() for tensor in used):
         return None  # places are those of whole tensors
-    made = {memory: noted.made[memory] for memory in map(_memory, used) if memory in noted.made}
-    values = enumerate((*arguments, None, *made.values()))
+    made = [noted.made[memory] for memory in dict.fromkeys(map(_memory, used)) if memory in noted.made]
+    # Places of arguments, of None, and of what is made, in this order.
+    values = enumerate((*arguments, None, *(each for each, _ in made)))
     places = {_memory(each): place for place, each in values if each is None or isinstance(each, Tensor)}
-    kinds = {memory: (tuple(each.shape), each.stride(), each.dtype) for memory, each in made.items()}
-    return Plan(
-        [None if memory in noted.tickets else kind for memory, kind in kinds.items()],
-        [(each.prepared, [places[_memory(tensor)] for tensor in each.tensors], each.floats) for each in launches],
-        [places[_memory(each)] for each in found],
-        isinstance(results, tuple),
-    )
+    kinds = [None if is_tickets else (tuple(each.shape), each.stride(), each.dtype) for each, is_tickets in made]
+    work = [(each.prepared, [places[_memory(tensor)] for tensor in each.tensors], each.floats) for each in launches]
+    returned, returns_tuple = [places[_memory(each)] for each in found], isinstance(results, tuple)
+
+    def plan(given: tuple) -> Any:
+        empty, values = _device.empty_on(device), [*given, None]
+        for kind in kinds:
+            values.append(partial_sums(1, device)[1] if kind is None else empty(*kind))
+        for launch, taken, floats in work:
+            launch(tuple([values[place] for place in taken]), floats)
+        outputs = tuple([values[place] for place in returned])
+        return outputs if returns_tuple else outputs[0]
+
+    return plan

@@ -137,7 +137,8 @@ class Bucket:
         only when all is over, since it is still being read.
         """
         self._prepare_buffer()
-        _recording.keep(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
+        if (recording := _recording.capturing()) is not None:
+            recording.kept.append(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             self._check_shape(index)

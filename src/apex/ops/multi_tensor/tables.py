@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _device, _recording
 from .._host import HOST
-from .._recording import keep
+from .._recording import capturing
 from . import config
 
 # Sizes, counts and addresses are worked out on the host.
@@ -78,8 +78,8 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         recording.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
         return result
     result = host.to(device, non_blocking=True)
-    if torch.cuda.is_current_stream_capturing() and not keep(host, result):
-        _captured.append((host, result))
+    if torch.cuda.is_current_stream_capturing():
+        _keep(host, result)
     return result
 
 
@@ -98,8 +98,13 @@ def current_stream(device: torch.device) -> int:
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
     """Keeps tables that a captured launch reads: a CUDA graph outlives the lists that made them."""
-    if current_stream(device) < 0 and not keep(*tables):
-        _captured.append(tables)
+    if current_stream(device) < 0:
+        _keep(*tables)
+
+
+def _keep(*tensors: Tensor | None) -> None:
+    recording = capturing()
+    (_captured if recording is None else recording.kept).append(tensors)
 
 
 def _low_bits(addresses: Sequence[int]) -> int:

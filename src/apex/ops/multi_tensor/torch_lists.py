@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._recording import Number, captures
+from .._recording import Number, capturing
 from .flat import flat, laid_out_alike
 from .rule import OFF, SLOTS, ZEROS, Rule, Slots
 
@@ -102,7 +102,7 @@ class TorchLists:
         found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
         if noop is not None:
-            if self.device.type != "cpu" or captures():
+            if self.device.type != "cpu" or capturing():
                 skip = noop.reshape(()) != 0  # no wait for the device
             elif noop.item() != 0:
                 return found.to(torch.float32) if rule.quantities else None
@@ -148,7 +148,7 @@ class TorchLists:
     def _number(self, value: Any) -> Any:
         if isinstance(value, Number):
             return value.on(self.device).to(self._compute)
-        if self.device.type == "cpu" and not captures():
+        if self.device.type == "cpu" and not capturing():
             return float(value)
         return value.to(self._compute) if isinstance(value, Tensor) else value
 
