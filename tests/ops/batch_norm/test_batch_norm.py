@@ -580,6 +580,30 @@ def test_small_norms_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> N
             batch_norm(**{"input": x, "weight": one, "bias": one, "relu": True, **changed})  # type: ignore[arg-type]
 
 
+def test_large_plain_norms_that_no_kernel_takes_go_to_torch_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "check", None)
+    monkeypatch.setattr(config, "NATIVE_BELOW", 1)
+    x, one = torch.randn(3, 6, 4), torch.rand(6)
+    expected = torch.nn.functional.batch_norm(x, None, None, one, one, True)
+    assert torch.equal(batch_norm(x, weight=one, bias=one), expected)
+    monkeypatch.setattr(config, "PLAIN_POSITIONS", 4)
+    with pytest.raises(TypeError, match="not callable"):
+        batch_norm(x, weight=one, bias=one)
+    assert batch_norm(x, one, one, one, one, training=False).shape == x.shape
+
+
+@pytest.mark.parametrize("route", routes())
+def test_backward_does_not_ask_again_who_takes_the_input(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(2, 6, 4, 4, device=route.device), torch.rand(6, device=route.device)
+    leaves, dy = (x.requires_grad_(), weight.requires_grad_()), torch.randn_like(x)
+    with _library.implementation(route.implementation):
+        output = batch_norm(x, weight=weight, relu=True)
+        expected = torch.autograd.grad(output, leaves, dy, retain_graph=True)
+        monkeypatch.setattr(op, "launches", None)
+        found = torch.autograd.grad(output, leaves, dy)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("name", ["running_mean", "running_var", "weight", "bias"])
 def test_small_norms_without_memory_change_nothing(name: str) -> None:
     """Parameters that were never materialised are found before running statistics move."""

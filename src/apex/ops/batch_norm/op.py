@@ -121,7 +121,8 @@ def torch_checks(
     shape, dtype, values, on_cpu = input.shape, input.dtype, input.numel(), input.is_cpu
     if len(shape) < 2 or values <= shape[1] or (running_mean is None) != (running_var is None):
         return False
-    if values >= config.NATIVE_BELOW and input.is_contiguous():
+    is_large = values >= config.NATIVE_BELOW
+    if is_large and training and input.is_contiguous() and config.plain_by_kernels(shape[2:].numel(), shape[1], dtype):
         return False  # there may be kernels for it
     if dtype != torch.float32:
         if dtype not in _library.TRITON_DTYPES or on_cpu or z is not None or weight is None or bias is None:
@@ -268,12 +269,13 @@ def save(
     channels: Sequence[Tensor | None],
     spec: BatchNormSpec,
     exchange: Exchange | None,
+    launched: bool = False,
 ) -> None:
-    """Keeps what `saved_gradients` needs."""
+    """Keeps what `saved_gradients` needs; `launched` says that kernels took the input."""
     # Without an addend ReLU's mask is computed again, so that the output need not be kept or read.
     kept = output if spec.relu and z is not None else None
     ctx.save_for_backward(input, kept, *channels)
-    ctx.spec, ctx.exchange = spec, exchange
+    ctx.spec, ctx.exchange, ctx.launched = spec, exchange, launched
 
 
 def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -287,6 +289,8 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
     found: tuple[Tensor | None, ...]
     if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
         found = reference.gradients(dy, input, output, Channels(*channels), spec)
+    elif ctx.launched and _library.is_eager(dy):  # kernels take it again, unless something else looks on now
+        found = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     else:
         found = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     dx, dz, dweight, dbias = found
@@ -308,9 +312,10 @@ class BatchNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, z, weight, bias, settings):  # type: ignore[no-untyped-def, override]
         mean, variance, scale_shift, spec, exchange, output = settings
-        if output is None:
+        launched = output is not None
+        if not launched:
             output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
-        save(ctx, input, z, output, (mean, variance, weight, bias), spec, exchange)
+        save(ctx, input, z, output, (mean, variance, weight, bias), spec, exchange, launched)
         return output
 
     @staticmethod
