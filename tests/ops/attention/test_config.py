@@ -43,7 +43,7 @@ def test_little_shared_memory_means_small_tiles() -> None:
 def test_few_heads_are_shared_by_all_multiprocessors(rule, element_size: int) -> None:
     split = "keys" if rule is config.keys_tile else "queries"
     for head in (8, 32, 64):
-        smallest = 16 if split == "keys" and (head == 32 or (head < 32 and element_size == 4)) else 32
+        smallest = 16 if split == "keys" and head <= 32 else 32
         for heads in (1, 6, 24, 130, 5000):
             for length in (16, 40, 172, 536, 762, 5000):
                 chosen = rule(head, element_size, length, length, "bias", LARGE)
@@ -67,6 +67,22 @@ def test_small_tiles_of_float32_do_not_spill(rule) -> None:
                 tile = config.spread(chosen, split, length, length, heads, head, 4, LARGE)
                 assert tile.num_warps >= 4 or tile.queries * tile.keys < 1024
                 assert split == "queries" or head == 64 or tile[:2] in ((32, 64), (64, 16))
+
+
+def test_warps_share_narrow_tiles_of_keys() -> None:
+    """A warp has 16 keys, or as many and a part of the head: four need 64 keys, or heads that are wide enough."""
+    for head in (8, 16, 24, 32, 64):
+        for element_size, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+            for length in (16, 40, 128, 240, 371, 488, 603, 762):
+                for heads in (1, 2, 8, 18, 36, 168):
+                    chosen = config.keys_tile(head, element_size, length, length, "mask bias", LARGE)
+                    tile = config.spread(chosen, "keys", length, length, heads, head, element_size, LARGE)
+                    block = config.tile_constants(tile, length, length, head, False, dtype, LARGE)["BD"]
+                    # Half-precision heads of up to 16 have 32 keys where that makes programs enough.
+                    assert tile.keys in ((16, 32, chosen.keys) if head <= 16 else (16, chosen.keys)) or head == 64
+                    narrow = tile.keys == 16 < length
+                    assert block == max(32 if narrow else 16, config.head_block(head))
+                    assert not narrow or tile.queries >= min(64, config.head_block(length))
 
 
 def test_float32_gradients_of_long_queries_take_large_tiles_of_stored_logits() -> None:

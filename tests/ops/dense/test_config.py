@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+from apex.ops import _library
 from apex.ops._ahead import GPUS
-from apex.ops.dense.config import SMALL_MATRIX, activation_tile
+from apex.ops.dense.config import SMALL_BETWEEN_LAYERS, SMALL_MATRIX, activation_tile, takes_node
 
 ROWS, COLUMNS = (1, 26, 200, 380, 1038, 2453, 8192), (1, 17, 36, 141, 300, 327, 1301, 4096)
 
@@ -24,3 +25,12 @@ def test_tiles_fit_and_keep_the_device_busy() -> None:
             assert rows * columns <= SMALL_MATRIX
         if size == 4 and columns % 4 and rows > 256:
             assert not in_one_launch, "many rows that are loaded value by value"
+
+
+def test_odd_rows_between_layers_are_left_to_torch() -> None:
+    """In half precision the backward kernel would load them value by value; a request for kernels is met."""
+    for rows, width, size in itertools.product((1, 2048, 6965, 16384), (1, 2, 2048, 4004, 4006, 4007, 16384), (2, 4)):
+        large, odd = rows * width >= SMALL_BETWEEN_LAYERS, width % 2 == 1 and size == 2
+        assert takes_node(rows, width, size) == (large and not odd)
+        with _library.implementation("triton"):
+            assert takes_node(rows, width, size)

@@ -172,19 +172,20 @@ def spread(
     tiles of keys have more queries, because a step takes long however little there is to do. All gradients of a
     float32 batch of one head, 197 long and 32 wide: by 64 queries and 16 keys 24 (32 by 32: 55, 16 by 32: 49), of 2
     float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40), of one with 4 heads, 584 long and 8 wide: by 64 and 32
-    32 (64 by 16: 35, 32 by 32: 40).
+    32 (64 by 16, of heads that are not padded to 32: 35, 32 by 32: 40).
     """
     block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
-    head, floor, enough = head_block(head_dim), 32, device.multiprocessors
-    if split == "keys" and (head == 32 or (head < 32 and element_size == 4)):
-        floor = 16
+    head, enough = head_block(head_dim), device.multiprocessors
+    floor = 16 if split == "keys" and head <= 32 else 32
+    # Not 32 keys of heads of 32: a warp has 16 of them, so that of four warps two do the same. Threads of float32 keep
+    # 320 bytes outside of registers, those of float16 have all 255: 2 batches of 4 heads, 648 long, took 74.
+    skips = split == "keys" and (element_size == 4 or head == 32)
     if split == "keys" and element_size == 4:
         # Four times as many programs read the queries four times as often: 19 batches of one head, 451 long, take 104
-        # either way. Of tiles with 32 keys threads keep 320 bytes outside of registers.
-        block = min(block, floor) if heads * -(-length // block) < enough // 2 else block
-    else:
-        while block > floor and heads * -(-length // block) < enough:
-            block //= 2
+        # either way.
+        enough //= 2
+    while block > floor and heads * -(-length // block) < enough:
+        block = floor if skips and block <= 64 else block // 2
     if split == "keys" and block < min(64, tile.keys) and (floor == 16 or element_size == 2):
         return tile._replace(queries=max(tile.queries, min(64, head_block(rows))), keys=block)
     tile = tile._replace(**{split: block})
@@ -199,8 +200,14 @@ def tile_constants(
 
     Of them Triton knows multiples of 16 alone: of a bias for 72 keys single values were loaded, and 231 batches of 8
     heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124. So were all of heads that are 8 wide.
+
+    Where `spread` leaves 16 of more keys, heads are padded to 32: with 16 by 16 elements of a gradient of the keys
+    there is nothing for four warps to share, and each of them does all the work. A step of float32 heads that are 8
+    wide then has 2046 instructions of sm_90 and keeps 200 bytes outside of registers, else 854 and none.
     """
     block = head_block(head_dim)
+    if tile.keys == 16 < columns:
+        block = max(block, 32)
     return {
         "ALIGN_M": math.gcd(rows, 16),
         "ALIGN_N": math.gcd(columns, 16),

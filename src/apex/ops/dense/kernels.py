@@ -31,14 +31,23 @@ def _gelu_gate_and_slope(x):
     return gate, gate + x * gate * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
+@triton.jit
+def _gelu(x, dtype: tl.constexpr):
+    x = x.to(tl.float32)
+    return (x * _gelu_gate(x, x * x)).to(dtype)
+
+
 @kernel
 @triton.jit
-def gelu_forward(input, output, elements, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """FULL: no element needs a mask."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = None if FULL else place < elements
-    x = tl.load(input + place, mask=mask).to(tl.float32)
-    tl.store(output + place, (x * _gelu_gate(x, x * x)).to(output.dtype.element_ty), mask=mask)
+def gelu_forward(input, output, elements, BLOCK: tl.constexpr):
+    """Only the last program needs a mask, beside which single values of an odd number would be loaded everywhere."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    place = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= elements:
+        tl.store(output + place, _gelu(tl.load(input + place), output.dtype.element_ty))
+    else:
+        mask = place < elements
+        tl.store(output + place, _gelu(tl.load(input + place, mask=mask), output.dtype.element_ty), mask=mask)
 
 
 @kernel

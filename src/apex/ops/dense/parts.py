@@ -48,9 +48,7 @@ def gelu(input: Tensor) -> Tensor:
 def launch_gelu(input: Tensor) -> Tensor:
     output = torch.empty_like(input)
     elements, block = input.numel(), config.GELU_BLOCK
-    kernels.gelu_forward(
-        (-(-elements // block),), (input, output), (elements,), BLOCK=block, FULL=elements % block == 0, num_warps=4
-    )
+    kernels.gelu_forward((-(-elements // block),), (input, output), (elements,), BLOCK=block, num_warps=4)
     return output
 
 
