@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..ops.batch_norm import BatchStatistics
+
 # What is compared: no tensor, and nothing that has parts.
 PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
 MISSING = object()
@@ -116,7 +118,9 @@ class References:
             found.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    place = Place(f"{type(module).__name__}.{key}", entries, (key,), variable=True)
+                    # Norms keep statistics of the last batch for who asks, and do not compute with them.
+                    is_kept = isinstance(entries[key], BatchStatistics)
+                    place = Place(f"{type(module).__name__}.{key}", entries, (key,), is_kept, variable=True)
                     parts = parts_of(place, few=_FEW_ITEMS)
                     found += [part for part in parts if _is_tensor(part.read())]
         return found

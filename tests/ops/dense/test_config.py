@@ -27,10 +27,12 @@ def test_tiles_fit_and_keep_the_device_busy() -> None:
             assert not in_one_launch, "many rows that are loaded value by value"
 
 
-def test_odd_rows_between_layers_are_left_to_torch() -> None:
-    """In half precision the backward kernel would load them value by value; a request for kernels is met."""
-    for rows, width, size in itertools.product((1, 2048, 6965, 16384), (1, 2, 2048, 4004, 4006, 4007, 16384), (2, 4)):
-        large, odd = rows * width >= SMALL_BETWEEN_LAYERS, width % 2 == 1 and size == 2
-        assert takes_node(rows, width, size) == (large and not odd)
+def test_few_features_and_odd_widths_between_layers_are_left_to_pytorch() -> None:
+    """The backward kernel would take longer than PyTorch's operators; a request for kernels is met."""
+    widths = (1, 2, 2048, 2049, 3072, 4004, 4006, 4007, 4008, 16384)
+    for rows, features, width in itertools.product((1, 2048, 6965, 16384), (22, 256, 768, 4096), widths):
+        suits = width % 4 == 0 and features > width / 8
+        assert takes_node(rows, features, width) == (rows * width >= SMALL_BETWEEN_LAYERS and suits)
         with _library.implementation("triton"):
-            assert takes_node(rows, width, size)
+            assert takes_node(rows, features, width)
+    assert takes_node(8192, 768, 3072)  # GPT-2 small

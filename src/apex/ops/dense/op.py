@@ -51,9 +51,9 @@ def dense_gelu_dense(
     width = _check_layer(features, weight1, bias1, given, "1")
     _check_layer(width, weight2, bias2, given, "2")
     needs_graph = torch.is_grad_enabled()
-    rows, size = input.numel() // max(1, features), (dtype or input.dtype).itemsize
+    rows = input.numel() // max(1, features)
     # Without gradients always: there is no node, and fewer operators.
-    if (needs_graph and not takes_node(rows, width, size)) or not _library.runs_triton(FAMILY, input):
+    if (needs_graph and not takes_node(rows, features, width)) or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
     return _apply_dense_gelu_dense(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
