@@ -222,3 +222,49 @@ def test_small_functions_that_scripts_import() -> None:
     assert filter_attrs(torch, ["float16", "no_such_type"]) == ["float16"]
     assert has_old_rnns() is False
     assert [is_fp_tensor(x) for x in (torch.ones(1), [torch.ones(1), torch.ones(1).int()], 1.0)] == [True, False, False]
+
+
+def test_masters_named_before_the_first_backward_pass() -> None:
+    """As Varuna and an Adasum optimizer: masters asked for by `_amp_lazy_init`, and called as their parameters are."""
+    model = small_model()
+    names = {param: name for name, param in model.named_parameters()}
+    model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2")
+    optimizer._amp_lazy_init()
+    stash = optimizer._amp_stash
+    for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
+        names[master] = names.pop(param)
+    called = [names[param] for param in amp.master_params(optimizer)]
+    assert called == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O2", "combine_grad": True}]
+)
+def test_an_optimizer_for_the_centers_of_a_loss(options: dict[str, Any]) -> None:
+    """As person re-identification: one optimizer for the model, one for parameters of the loss, which no model has."""
+    model = small_model()
+    centers = nn.Parameter(torch.zeros(3))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([centers], lr=0.5)]
+    model, [optimizer, center_optimizer] = quiet(model, optimizers, **options)
+    weights = values(model.parameters())
+    output = model(torch.randn(8, 6)).float()
+    loss = (output - centers[: output.shape[1]].mean()).square().mean()
+    with amp.scale_loss(loss, [optimizer, center_optimizer]) as scaled:
+        scaled.backward()
+    gradient = centers.grad.clone()
+    optimizer.step()
+    center_optimizer.step()
+    assert torch.equal(centers.detach(), -0.5 * gradient)
+    assert any(not torch.equal(before, after) for before, after in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_model_first_and_its_optimizer_later(level: str) -> None:
+    """As a sharded GPT: the model without a loss scale, then the optimizer beside a module without parameters."""
+    model = quiet(small_model(), opt_level=level, num_losses=0)
+    assert _amp_state.loss_scalers == []
+    assert amp.state_dict() == {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer = quiet(nn.Identity(), optimizer, opt_level=level)
+    losses = train(model, optimizer, [0] * 6)
+    assert losses[-1] < losses[0]

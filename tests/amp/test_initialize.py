@@ -254,8 +254,8 @@ def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> No
         (ValueError, "loss_scale must be .* not 'large'", {"loss_scale": "large"}),
         (TypeError, "loss_scale", {"loss_scale": True}),
         (TypeError, "loss_scale", {"loss_scale": [1.0]}),
-        (ValueError, "num_losses", {"num_losses": 0}),
-        (TypeError, "num_losses must be an integer of at least 1, not 1.5", {"num_losses": 1.5}),
+        (ValueError, "num_losses", {"num_losses": -1}),
+        (TypeError, "num_losses must be an integer of at least 0, not 1.5", {"num_losses": 1.5}),
         (TypeError, "num_losses", {"num_losses": "2"}),
         (TypeError, "verbosity", {"verbosity": "1"}),
         (ValueError, "max_loss_scale", {"max_loss_scale": 0}),
@@ -314,7 +314,7 @@ def test_things_that_are_no_models_or_optimizers() -> None:
 
 
 def test_an_optimizer_of_other_parameters() -> None:
-    refused(RuntimeError, "none of the parameters of optimizer 0", small_model(), sgd(small_model()), opt_level="O2")
+    refused(RuntimeError, "none of the parameters of the optimizer", small_model(), sgd(small_model()), opt_level="O2")
     refused(RuntimeError, "SGD", small_model(), LARC(sgd(small_model())), opt_level="O2")
 
 

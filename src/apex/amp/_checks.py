@@ -25,15 +25,15 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """Raises for what is not an integer of at least 1."""
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises for what is not an integer of at least `least`."""
     try:
-        valid = not isinstance(value, bool) and operator.index(value) >= 1
+        valid = not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
         valid = False
     if not valid:
         kind = ValueError if isinstance(value, int) else TypeError
-        raise kind(f"{name} must be an integer of at least 1, not {value!r}")
+        raise kind(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
 def check_type(name: str, value: Any, accepted: tuple[torch.dtype, ...] = ()) -> None:

@@ -140,8 +140,7 @@ def _check_whole(models: list[nn.Module]) -> None:
 
 
 def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties: Any, combines: bool) -> None:
-    known = {id(param) for model in models for param in model.parameters()}
-    for index, optimizer in enumerate(optimizers):
+    for optimizer in optimizers:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError("an FP16_Optimizer does mixed precision itself; give amp.initialize the bare optimizer")
         kind = type(innermost(optimizer))
@@ -150,12 +149,22 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties
             raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; {refusal}")
         if takes_gradients(optimizer):
             _check_zero_optimizer(innermost(optimizer), properties, combines)
-        params = _model_params(optimizer)
-        if models and params and not any(id(param) in known for param in params):
-            raise RuntimeError(
-                f"none of the parameters of optimizer {index} ({type(innermost(optimizer)).__name__}) belongs to the "
-                "models given to amp.initialize; make the optimizer from these models' parameters()"
-            )
+    _check_models_are_updated(models, optimizers)
+
+
+def _check_models_are_updated(models: list[nn.Module], optimizers: list[Any]) -> None:
+    """Raises where optimizers have parameters, but none of the models'.
+
+    One that updates something else beside them is right: the centers of a center loss have their own optimizer.
+    """
+    known = {id(param) for model in models for param in model.parameters()}
+    updated = [param for optimizer in optimizers for param in _model_params(optimizer)]
+    if known and updated and not any(id(param) in known for param in updated):
+        kinds = ", ".join(type(innermost(optimizer)).__name__ for optimizer in optimizers)
+        raise RuntimeError(
+            f"none of the parameters of the optimizer ({kinds}) belongs to the models given to amp.initialize; make "
+            "the optimizer from these models' parameters()"
+        )
 
 
 def _check_zero_optimizer(optimizer: Any, properties: Any, combines: bool) -> None:

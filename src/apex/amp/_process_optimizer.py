@@ -43,7 +43,8 @@ def process_optimizer(
         "zero_grad": amp_zero_grad_of(optimizer.zero_grad),
         "add_param_group": _add_param_group_of(optimizer.add_param_group),
         "load_state_dict": _load_state_dict_of(optimizer.load_state_dict),
-        "_lazy_init_maybe_master_weights": _lazy_init_maybe_master_weights,
+        "_lazy_init_maybe_master_weights": _masters_are_made,
+        "_amp_lazy_init": _masters_are_made,
         "_master_params_to_model_params": masters_to_model,
         "_prepare_amp_backward": prepare_amp_backward,
         "_post_amp_backward": post_amp_backward,
@@ -93,8 +94,8 @@ def release_optimizer(optimizer: Any) -> None:
     _amp_state.optimizers.discard(optimizer)
 
 
-def _lazy_init_maybe_master_weights(self: Any) -> None:
-    """Does nothing: masters are made by initialize. Clients call this before they load a checkpoint."""
+def _masters_are_made(self: Any) -> None:
+    """Does nothing: masters are made by initialize. Clients call this before they load a checkpoint or list masters."""
 
 
 def _trained(optimizer: Any, state_dict: Any) -> set[Tensor]:

@@ -216,7 +216,8 @@ def initialize(
       `max_loss_scale`. After `overflow_patience` skipped steps in a row with the scale at its minimum (or below 1,
       without one) an error is raised.
     - `cast_model_outputs`: the type of the models' outputs, float32 by default where the model is cast.
-    - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`).
+    - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`); 0 for models alone, whose
+      optimizer a later call brings.
     - `combine_grad`: gradients lie in one buffer per type; `check_combined_tensors` checks at every step that they
       still do. With `combine_ddp`, which implies `combine_grad`, `scale_loss` averages these buffers over all
       processes, each in `ddp_replica_count` messages, before it unscales them: no DistributedDataParallel is needed.
@@ -236,12 +237,9 @@ def initialize(
             "(the letter O, not the number zero)"
         )
     check_type("cast_model_outputs", cast_model_outputs)
-    for name, count in (
-        ("num_losses", num_losses),
-        ("ddp_replica_count", ddp_replica_count),
-        ("overflow_patience", overflow_patience),
-    ):
-        check_count(name, count)
+    check_count("num_losses", num_losses, least=0)
+    check_count("ddp_replica_count", ddp_replica_count)
+    check_count("overflow_patience", overflow_patience)
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity must be an integer, not {verbosity!r}")
     check_flags(
