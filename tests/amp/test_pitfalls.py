@@ -154,3 +154,41 @@ def test_numbers_that_do_not_fit() -> None:
         scores.masked_fill(mask, -1e9)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert scores.to(dtype).masked_fill(mask, torch.finfo(dtype).min).isfinite().all()
+
+
+@kinds
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> None:
+    """Where gradients are scaled they can be neither unscaled twice nor used; nothing changes, and training goes on."""
+    model = small_model()
+    model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
+    train(model, optimizer, 1)
+    before = values(model.parameters())
+    with (
+        pytest.raises(RuntimeError, match="inside of another one of the same optimizer"),
+        amp.scale_loss(loss_of(model, 1), optimizer),
+        amp.scale_loss(loss_of(model, 1), optimizer),
+    ):
+        pass
+    with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        with pytest.raises(RuntimeError, match="call it after that block"):
+            optimizer.step()
+    assert_same(before, values(model.parameters()))
+    train(model, optimizer, [1])
+    assert not all(torch.equal(old, new) for old, new in zip(before, values(model.parameters()), strict=True))
+
+
+@levels
+def test_frozen_weights_are_rounded(level: str) -> None:
+    model = small_model()
+    model[0].requires_grad_(False)
+    exact = model[0].weight.clone()
+    trained_ones = [param for param in model.parameters() if param.requires_grad]
+    model, _ = quiet(model, FusedSGD(trained_ones, lr=0.05), opt_level=level)
+    saved = model.state_dict()["0.weight"]
+    assert saved.dtype == torch.float32
+    assert torch.equal(saved, exact.to(HALF[level]).float())
+    assert not torch.equal(saved, exact)
+    amp.shutdown()
+    assert torch.equal(model[0].weight, saved)

@@ -31,7 +31,9 @@ class Tape(TorchDispatchMode):
         if self._forbids_reading and function in SYNCHRONIZES:
             raise RuntimeError("operation not permitted when stream is capturing")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for argument, value in zip(function._schema.arguments, args, strict=False):
+        arguments = function._schema.arguments
+        named = [(argument, kwargs[argument.name]) for argument in arguments if argument.name in kwargs]  # `out=`
+        for argument, value in (*zip(arguments, args, strict=False), *named):
             # Batch norm's schema does not say that it writes running statistics.
             if (argument.alias_info is not None and argument.alias_info.is_write) or "running" in argument.name:
                 for tensor in tree_leaves(value):

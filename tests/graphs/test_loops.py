@@ -345,6 +345,15 @@ def another_model_under_the_same_name(device: str, way: Way) -> list[Any]:
 
 
 @loop(graphs=1)
+def power_iterations(device: str, way: Way) -> list[Any]:
+    """Spectral norm writes its vectors with `out=`."""
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)).to(device)
+    step = way(trainer(device, model, FusedAdam(model.parameters(), lr=0.01)))
+    return [number for batch in batches(device, 8) for number in numbers(step(*batch), model)]
+
+
+@loop(graphs=1)
 def a_model_that_moves(device: str, way: Way) -> list[Any]:
     """Where only inference is captured, no optimizer knows the parameters."""
     model, _ = linear(device)

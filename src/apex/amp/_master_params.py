@@ -47,6 +47,8 @@ class AmpOptimizerState:
         # Whether the next step is to be skipped.
         self.already_patched = False
         self.params_have_scaled_gradients = False
+        # Whether a `scale_loss` of this optimizer has begun and not ended: its gradients are scaled.
+        self.inside_scale_loss = False
         self.has_masters = False
         # 1 on the device if gradients overflowed since the last step; for optimizers that take such a flag.
         self.found_inf: Tensor | None = None

@@ -85,6 +85,11 @@ def scale_loss(
         with _autocast_off():
             yield loss.float()
         return
+    if any(stash.inside_scale_loss for stash in stashes):
+        raise RuntimeError(
+            "amp.scale_loss was called inside of another one of the same optimizer, and both would unscale the same "
+            "gradients: end the first before the second begins, or scale the sum of the losses"
+        )
     scaler.to(loss.device)
     prepared = [optimizer for optimizer in optimizer_list if not optimizer._amp_stash.params_have_scaled_gradients]
     for optimizer in prepared:
@@ -93,12 +98,17 @@ def scale_loss(
             optimizer._amp_stash.inner._set_loss_scale(scaler._scale)
     _overflow_messages.read()
     with _autocast_off():
+        for stash in stashes:
+            stash.inside_scale_loss = True
         try:
             yield loss.float() if scaler.known_scale() == 1.0 else loss.float() * scaler._scale.reshape(())
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
             raise
+        finally:
+            for stash in stashes:
+                stash.inside_scale_loss = False
         for stash in stashes:
             stash.params_have_scaled_gradients = bool(delay_unscale)
         if not delay_unscale:
@@ -318,6 +328,11 @@ def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self._amp_stash.inside_scale_loss:
+            raise RuntimeError(
+                "optimizer.step() was called inside of `with amp.scale_loss(loss, optimizer)`, where gradients are "
+                "still scaled: call it after that block"
+            )
         if closure is not None and not _calls_closure_first(self):
             return _step_with_closure(self, step, closure, *args, **kwargs)
         loss = None
