@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC
 from apex.graphs import CapturedStep
 from apex.graphs._references import References
 from apex.graphs._state import Snapshot, State
@@ -471,33 +470,3 @@ def test_a_list_that_a_failed_capture_made_shorter_is_put_back() -> None:
     with pytest.warns(UserWarning, match="a capture fails"):
         assert [float(run(torch.ones(()))) for _ in range(3)] == [3.0] * 3
     assert weights == [3.0, 4.0, 5.0]
-
-
-def test_statistics_of_the_last_batch_are_left_by_replays_and_not_copied() -> None:
-    def train(capture: Callable[..., Any]) -> tuple[Any, list[Tensor]]:
-        torch.manual_seed(0)
-        norm = BatchNorm2d_NHWC(4, fuse_relu=True)
-        optimizer = FusedAdam(norm.parameters(), lr=0.01)
-
-        def step(inputs: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = norm(inputs).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        call = capture(step)
-        found = []
-        for _ in range(6):
-            loss = call(torch.randn(2, 3, 3, 4))
-            found += [loss.detach().clone(), norm.minibatch_mean.clone(), norm.minibatch_riv.clone()]
-        return call, [*found, norm.running_mean.clone()]
-
-    _, eager = train(lambda step: step)
-    call, replayed = train(lambda step: CapturedStep(step, backend=CpuGraphs()))
-    assert_equal_bits(replayed, eager)
-    ((graph,),) = (kind.graphs for kind in call._kinds.values())
-    away = [
-        place.name for place, need, _ in graph.state._needs if isinstance(need, Tensor) and place.read() is not need
-    ]
-    assert not away, "every replay would copy them"

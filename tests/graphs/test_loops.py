@@ -5,6 +5,7 @@ Each loop is written once, and run on graphs of the CPU (`recorder.py`) and on C
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import random
@@ -420,6 +421,19 @@ def test_arguments_that_never_come_again_are_not_kept() -> None:
     assert len(run._kinds) <= 8
 
 
+def test_calls_that_fail_are_not_among_those_before_a_capture() -> None:
+    def step(inputs: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("a batch that cannot be read")
+        return inputs + 1
+
+    run = captured(step)
+    for fails in (True, True, True, False):
+        with pytest.raises(ValueError, match="cannot be read") if fails else contextlib.nullcontext():
+            run(torch.ones(2))
+    assert run.report() == "0 graphs, 1 eager calls, 0 captures, 0 replays"
+
+
 def test_a_failed_capture_leaves_the_scaler_of_pytorch_as_it_was() -> None:
     """Its `step` waits for the device after it has unscaled gradients."""
 
@@ -475,7 +489,10 @@ def test_methods_call_those_of_base_classes_and_objects_are_copied() -> None:
         assert float(copied.step(torch.ones(2))[0]) == 6.0
         assert float(one.step(torch.ones(2))[0]) == 3.0
         assert copied.step is not one.step
-    assert float(copy.deepcopy(plain)(torch.ones(()))) == 2.0
+    for copied in (copy.deepcopy([one, one.step]), pickle.loads(pickle.dumps([one, one.step]))):
+        assert copied[1] is copied[0].step
+    assert copy.deepcopy(plain) is pickle.loads(pickle.dumps(plain)) is plain
     assert pickle.loads(pickle.dumps(capture(pickle.loads)))(pickle.dumps(3)) == 3
-    with pytest.raises(pickle.PicklingError, match="not the same object"):  # its name stands for the captured one
-        pickle.dumps(plain)
+    shallow = copy.copy(one)
+    shallow.factor = torch.full((2,), 5.0)
+    assert [float(each.step(torch.ones(2))[0]) for each in (shallow, one)] == [6.0, 3.0]

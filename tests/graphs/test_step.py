@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from apex import amp, optimizers
 from apex.graphs import CapturedStep, capture
+from apex.ops import _recording
 from apex.ops._graph import CudaGraphs
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC
@@ -316,6 +317,51 @@ def test_parameters_with_other_memory_are_captured_anew() -> None:
     eager, graph = run(None).outcome(), run(captured)
     assert (graph.step.graphs, graph.step._captures) == (1, 2)
     assert_equal_bits(eager, graph.outcome())
+
+
+def test_other_memory_where_there_are_no_more_graphs_runs_eagerly_once() -> None:
+    """Eager calls with the memory before have not made the state of a parameter that comes with the new one."""
+
+    def run(way: Any) -> Training:
+        training = Training(way, device="cpu", schedule=False, clip=False).run(5)
+        training.model[0].register_forward_hook(lambda _module, _inputs, output: output + 1.0)
+        training.run(2, first=5)
+        added = nn.Parameter(torch.ones(()))
+        training.model[0].register_forward_hook(lambda _module, _inputs, output: output * added)
+        training.optimizer.add_param_group({"params": [added]})
+        training.model[0].weight.data = training.model[0].weight.data.clone()
+        return training.run(5, first=7)
+
+    eager = run(None).outcome()
+    with pytest.warns(UserWarning, match="the parts or hooks of a module"):
+        graph = run(lambda step: captured(step, max_graphs=1))
+    assert graph.step.report() == "1 graphs, 6 eager calls, 2 captures, 4 replays"
+    assert_equal_bits(eager, graph.outcome())
+
+
+def test_a_replay_that_ends_with_an_error_is_a_whole_step() -> None:
+    """As where gradients overflow for too long."""
+    training = Training(None, device="cpu", schedule=False)
+
+    errors: deque[Exception] = deque()
+
+    def report() -> None:
+        while errors:
+            raise errors.pop()
+
+    def step(*batch: Tensor) -> Tensor:
+        if (recording := _recording.capturing()) is not None:
+            recording.after.append(report)
+        return training.train_step(*batch)
+
+    training.step = captured(step)
+    training.run(5)
+    training.optimizer.zero_grad()
+    errors.append(FloatingPointError("gradients overflowed in 9 steps in a row"))
+    with pytest.raises(FloatingPointError, match="9 steps"):
+        training.run(1, first=5)
+    assert training.optimizer.param_groups[0]["step"] == 6
+    assert all(param.grad is not None for param in training.model.parameters())
 
 
 def test_hyperparameters_that_a_graph_cannot_read_are_noticed() -> None:

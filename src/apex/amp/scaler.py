@@ -311,7 +311,7 @@ class OverflowMessages:
         send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
         recording = _recording.current
         if recording is not None and recording.captures:
-            recording.after += [self.read, send]
+            recording.after += [send, self.read]
         else:
             send()
 

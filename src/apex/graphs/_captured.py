@@ -125,9 +125,9 @@ class Graph:
         for index in self._written:
             if tensors[index].device == self._inputs[index].device:
                 tensors[index].copy_(self._inputs[index])
+        self.state.leave()  # first: a message about overflows may be an error
         for action in self._recording.after:
             action()
-        self.state.leave()
         return map_tensors(Tensor.detach, self._outputs)
 
 

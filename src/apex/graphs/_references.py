@@ -118,11 +118,15 @@ class References:
             found.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    # Norms keep statistics of the last batch for who asks, and do not compute with them.
+                    # Norms keep statistics of the last batch for who asks, and compute with them only where
+                    # `BatchStatistics.asked` says so.
                     is_kept = isinstance(entries[key], BatchStatistics)
                     place = Place(f"{type(module).__name__}.{key}", entries, (key,), is_kept, variable=True)
                     parts = parts_of(place, few=_FEW_ITEMS)
                     found += [part for part in parts if _is_tensor(part.read())]
+                    if is_kept:  # other shapes may come by another kernel, which keeps something else
+                        kept = place.item(BatchStatistics._fields.index("inverted"))
+                        found.append(kept._replace(temporary=False))
         return found
 
     def entries(self) -> list[Mapping[str, Any]]:

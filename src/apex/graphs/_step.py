@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,6 +37,7 @@ class Kind:
         for graph in list(self.graphs):
             if graph.state.is_stale():
                 self.graphs.remove(graph)
+                self.warmup = self.calls + 1
                 difference = "the memory of parameters"
             elif (difference := graph.state.bring()) is None:
                 return graph, None
@@ -75,14 +79,22 @@ class CapturedStep:
             return self
         if isinstance(instance, type) or not hasattr(instance, "__dict__"):
             return MethodType(self, instance)
-        steps = vars(instance).setdefault("_captured_steps", _StepsOfObject())
+        steps = vars(instance).get("_captured_steps")
+        if steps is None or steps.owner is not instance:
+            steps = vars(instance)["_captured_steps"] = _StepsOfObject(instance)
         if self not in steps:
             bound, backend = self._function.__get__(instance, owner), type(self._backend)()  # type: ignore[attr-defined]
             steps[self] = CapturedStep(bound, warmup=self._warmup, max_graphs=self._max_graphs, backend=backend)
         return steps[self]
 
     def __reduce__(self) -> Any:
-        """Copied and pickled with its function; graphs stay behind."""
+        """Copied and pickled like a function or method, by its name where that is its own; graphs stay behind."""
+        name, owner = getattr(self, "__qualname__", ""), getattr(self._function, "__self__", None)
+        with contextlib.suppress(AttributeError, KeyError):
+            if owner is not None and getattr(owner, self.__name__) is self:  # type: ignore[attr-defined]
+                return getattr, (owner, self.__name__)  # type: ignore[attr-defined]
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
         return functools.partial(CapturedStep, warmup=self._warmup, max_graphs=self._max_graphs), (self._function,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,9 +133,8 @@ class CapturedStep:
         With the kernels of a captured call, so that these are compiled by then. What the last call before a capture has
         changed in Python is refused.
         """
-        known.calls += 1
         before = []
-        if known.calls == self._warmup:
+        if known.calls + 1 == self._warmup:
             variables = References(self._function, map_tensors(lambda _: None, arguments)).variables
             places = (*variables, *hyperparameters(list(self._optimizers.values())))
             before = [(place, place.read()) for place in places]
@@ -131,6 +142,7 @@ class CapturedStep:
         recording = _recording.active(_recording.Recording(False, device))
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
+        known.calls += 1  # one that fails has not made what a graph needs
         # One of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
         changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
@@ -186,10 +198,13 @@ class CapturedStep:
 
 
 class _StepsOfObject(dict[CapturedStep, CapturedStep]):
-    """The methods of an object that are decorated; a copy of the object makes its own."""
+    """The methods of an object that are decorated; a copy of the object, which may have this too, makes its own."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
 
     def __reduce__(self) -> Any:
-        return _StepsOfObject, ()
+        return _StepsOfObject, (None,)
 
 
 def _modes(device: torch.device) -> tuple[Any, ...]:

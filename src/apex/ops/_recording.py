@@ -145,7 +145,7 @@ class Recording:
         def count() -> None:
             optimizer.param_groups[index]["step"] += 1
 
-        self.after.append(count)
+        self.after.insert(0, count)  # also where a message about overflows is an error
         # A replay reads it before it counts the step.
         read = lambda: optimizer.param_groups[index]["step"] + more  # noqa: E731
         return Number(self, f"{type(optimizer).__name__}.param_groups[{index}]['step']", group["step"], read)

@@ -50,12 +50,12 @@ class GroupBatchNorm2d(_BatchNorm):
     @property
     def minibatch_mean(self) -> Tensor:
         """Mean of every channel of the last batch in training; zeros before it."""
-        return self._before_any(0.0) if self._batch is None else self._batch.mean
+        return self._before_any(0.0) if self._batch is None else self._batch.asked().mean
 
     @property
     def minibatch_inv_var(self) -> Tensor:
         """One over the standard deviation of every channel of the last batch in training; ones before it."""
-        return self._before_any(1.0) if self._batch is None else self._batch.inverse_deviation(self.eps)
+        return self._before_any(1.0) if self._batch is None else self._batch.asked().inverse_deviation(self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:
         check_floats(input=input)

@@ -124,13 +124,15 @@ class BatchNorm2d_NHWC(_BatchNorm):
     def minibatch_mean(self) -> Tensor:
         """Mean of every channel of the last batch in training; zeros before it."""
         assert self.running_mean is not None  # always tracked
-        return torch.zeros_like(self.running_mean) if self._batch is None else self._batch.mean
+        return torch.zeros_like(self.running_mean) if self._batch is None else self._batch.asked().mean
 
     @property
     def minibatch_riv(self) -> Tensor:
         """One over the standard deviation of every channel of the last batch in training; ones before it."""
         assert self.running_var is not None
-        return torch.ones_like(self.running_var) if self._batch is None else self._batch.inverse_deviation(self.eps)
+        if self._batch is None:
+            return torch.ones_like(self.running_var)
+        return self._batch.asked().inverse_deviation(self.eps)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point():

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import _recording
 from .._library import compute_dtype
 
 
@@ -57,6 +58,12 @@ class BatchStatistics(NamedTuple):
     mean: Tensor
     spread: Tensor
     inverted: bool
+
+    def asked(self) -> BatchStatistics:
+        """Itself, for who may compute with it: then a graph that is being captured reads it."""
+        if (recording := _recording.capturing()) is not None:
+            recording.reads.update((id(self.mean), id(self.spread)))
+        return self
 
     def inverse_deviation(self, eps: float) -> Tensor:
         """One over the standard deviation, eps added to the variance."""
