@@ -179,6 +179,34 @@ def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> Non
     assert not all(torch.equal(old, new) for old, new in zip(before, values(model.parameters()), strict=True))
 
 
+@kinds
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_an_inner_scale_loss_that_does_not_unscale(level: str, kind: Any) -> None:
+    """The outer one unscales what both have added, once, and keeps the gradients that were there before."""
+    results = []
+    for nests in (False, True):
+        model = small_model()
+        model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
+        for _ in range(2):
+            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            with amp.scale_loss(loss_of(model, 1), optimizer, delay_unscale=not nests) as scaled_loss:
+                scaled_loss.backward()
+                if nests:
+                    with amp.scale_loss(loss_of(model, 2), optimizer, delay_unscale=True) as scaled_loss:
+                        scaled_loss.backward()
+                    with pytest.raises(RuntimeError, match="call it after that block"):
+                        optimizer.step()
+            if not nests:
+                with amp.scale_loss(loss_of(model, 2), optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model.parameters()))
+        amp.shutdown()
+    assert_same(*results)
+
+
 @levels
 def test_frozen_weights_are_rounded(level: str) -> None:
     model = small_model()

@@ -86,12 +86,19 @@ def scale_loss(
             yield loss.float()
         return
     if any(stash.inside_scale_loss for stash in stashes):
-        raise RuntimeError(
-            "amp.scale_loss was called inside of another one of the same optimizer, and both would unscale the same "
-            "gradients: end the first before the second begins, or scale the sum of the losses"
-        )
+        if not delay_unscale:
+            raise RuntimeError(
+                "amp.scale_loss was called inside of another one of the same optimizer, and would unscale gradients "
+                "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
+                "delay_unscale=True to the inner one"
+            )
+        # The outer one has put earlier gradients aside, and sees to these when it ends.
+        stashes = [stash for stash in stashes if not stash.inside_scale_loss]
     scaler.to(loss.device)
-    prepared = [optimizer for optimizer in optimizer_list if not optimizer._amp_stash.params_have_scaled_gradients]
+    prepared = []
+    for optimizer in optimizer_list:
+        if not (optimizer._amp_stash.params_have_scaled_gradients or optimizer._amp_stash.inside_scale_loss):
+            prepared.append(optimizer)
     for optimizer in prepared:
         optimizer._prepare_amp_backward()
         if optimizer._amp_stash.takes_gradients:

@@ -586,6 +586,7 @@ def test_large_plain_norms_that_no_kernel_takes_go_to_torch_unchecked(monkeypatc
     x, one = torch.randn(3, 6, 4), torch.rand(6)
     expected = torch.nn.functional.batch_norm(x, None, None, one, one, True)
     assert torch.equal(batch_norm(x, weight=one, bias=one), expected)
+    assert torch.equal(batch_norm(x, weight=one, bias=one, training=1), expected)  # type: ignore[arg-type]
     monkeypatch.setattr(config, "PLAIN_POSITIONS", 4)
     with pytest.raises(TypeError, match="not callable"):
         batch_norm(x, weight=one, bias=one)

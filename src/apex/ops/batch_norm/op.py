@@ -57,7 +57,8 @@ def batch_norm(
     ):
         cudnn = torch._C._get_cudnn_enabled()
         try:
-            output = torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn)
+            channels = (weight, bias, running_mean, running_var)
+            output = torch.batch_norm(input, *channels, bool(training), momentum, eps, cudnn)
             # Not in place, which takes autograd longer. The norm's output is freed: its derivative does not ask for it.
             output = output if z is None else output + z
         except RuntimeError:
