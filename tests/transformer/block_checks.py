@@ -9,7 +9,7 @@ from apex.transformer import parallel_state
 from tests.transformer import block
 
 # Of float32: 0.9e-6 to 1.1e-6 were seen, by the processor and its order of sums.
-TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-12}
+TOLERANCES = {torch.float32: 1.25e-6, torch.float64: 1e-12}
 
 
 def block_equals_one_process(rank: int) -> None:

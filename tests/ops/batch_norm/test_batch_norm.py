@@ -593,7 +593,7 @@ def test_large_plain_norms_that_no_kernel_takes_go_to_torch_unchecked(monkeypatc
     assert batch_norm(x, one, one, one, one, training=False).shape == x.shape
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", [route for route in routes() if route.values[0].implementation == "triton"])
 def test_backward_does_not_ask_again_who_takes_the_input(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(2, 6, 4, 4, device=route.device), torch.rand(6, device=route.device)
     leaves, dy = (x.requires_grad_(), weight.requires_grad_()), torch.randn_like(x)
