@@ -119,6 +119,41 @@ def test_memory_efficient_columns_that_the_output_does_not_hold(columns: int, ro
         assert (actual.double() - wanted).abs().sum() <= 2e-3 * wanted.abs().sum()
 
 
+@pytest.mark.parametrize("from_output", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+def test_pytorchs_operators_give_what_the_formulas_give(from_output: bool, dtype: torch.dtype, parameters: int) -> None:
+    """`reference` takes the first where autograd does not look on, the second where it does."""
+    x, dy = torch.randn(2, 4, 5, 24).to(dtype).unbind()
+    weight, bias = [*(torch.rand(2, 24) + 0.5)[:parameters], None, None][:2]
+    settings = (24, 1e-5, True, from_output, dtype, dtype)
+
+    def run(wanted: tuple[bool, ...]) -> tuple:
+        output, statistics = reference.forward(x, weight, bias, *settings)
+        saved = output if from_output else x
+        return output, statistics, *reference.backward(dy, saved, weight, bias, statistics, *settings, wanted)
+
+    called: list[str] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    for wanted in ((True, True, True), (True, False, True), (True, True, False)):
+        expected = run(wanted)
+        with torch.no_grad(), Watch():
+            found = run(wanted)
+        assert [t is None for t in found[3:]] == [parameters <= i or not wanted[1 + i] for i in range(2)]
+        for actual, formula in zip(found, expected, strict=True):
+            if formula is None:
+                assert actual is None
+            else:
+                assert (actual.dtype, actual.shape) == (formula.dtype, formula.shape)
+                assert_close(actual, formula.double(), reduction=20)
+    assert {"native_layer_norm.default", "native_layer_norm_backward.default"} <= set(called)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_matches_reference_at_model_sizes(case: NormCase) -> None:

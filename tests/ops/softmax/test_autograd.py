@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, softmax
-from apex.ops.softmax import SOFTMAX, SoftmaxSpec
-from tests.harness import Route, assert_close, routes
+from apex.ops.softmax import SOFTMAX, SoftmaxSpec, reference
+from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 KINDS = ["none", "causal", "bool", "added"]
 
@@ -40,6 +40,22 @@ def test_gradgradcheck_of_the_autograd_node(kind: str) -> None:
     assert torch.autograd.gradgradcheck(
         lambda x: SOFTMAX.differentiable(x, given.get("mask"), None, *spec), double_input()
     )
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "added"])
+def test_rows_that_are_hidden_are_zero_with_and_without_autograd(kind: str) -> None:
+    given, x = options(kind), double_input()
+    with torch.no_grad():
+        x[0, 3], x[1, 0, 2:] = -torch.inf, -torch.inf
+    arguments = (given.get("mask"), None, 0.7, kind == "causal", 0.0)
+    expected, _ = reference.forward(x, *arguments)
+    with torch.no_grad():
+        found, _ = reference.forward(x, *arguments)
+    assert_equal_bits([found], [expected])
+    assert not found[0, 3].any()
+    dy = torch.randn_like(found)
+    gradient = reference.backward(dy, found, None, *arguments[2:])
+    assert_close(gradient, torch.autograd.grad(expected, x, dy)[0])
 
 
 def test_gradcheck_with_dropout() -> None:

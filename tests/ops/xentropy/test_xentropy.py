@@ -122,6 +122,45 @@ def test_the_reference_is_pytorchs_cross_entropy(smoothing: float) -> None:
     torch.testing.assert_close(log_sums[counted], torch.logsumexp(logits.detach(), 1)[counted])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("labels_dtype", [torch.int32, torch.int64])
+def test_the_gradient_written_out_is_that_of_autograd(
+    smoothing: float, dtype: torch.dtype, labels_dtype: torch.dtype
+) -> None:
+    """Also for padding, whatever its logits are, and for labels that are no class."""
+    logits, labels, slopes = XentropyCase(12, 37, dtype).tensors("cpu")
+    logits[2] = torch.nan
+    labels[3], labels[4] = 37, -1
+    labels, leaf = labels.to(labels_dtype), logits.clone().requires_grad_()
+    losses, log_sums = reference.forward(leaf, labels, smoothing, PADDING)
+    (expected,) = torch.autograd.grad(losses, leaf, slopes)
+    with torch.no_grad():
+        assert_equal_bits(reference.forward(logits, labels, smoothing, PADDING), (losses, log_sums))
+    gradient = reference.backward(slopes, logits, log_sums.detach(), labels, smoothing, PADDING)
+    assert gradient.dtype == dtype
+    assert_close(gradient, expected.double())
+
+
+def test_passes_over_the_logits() -> None:
+    """They are what takes time on a CPU; padding and the target of each row need none of their own in the loss."""
+    passes = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal passes
+            found = function(*args, **(kwargs or {}))
+            passes += isinstance(found, Tensor) and found.numel() == 12 * 37 and not function.is_view
+            return found
+
+    logits, labels, slopes = XentropyCase(12, 37).tensors("cpu")
+    with _library.implementation("torch"), Watch():
+        _, log_sums = xentropy.xentropy_forward(logits, labels, 0.0, PADDING)
+        assert passes == 0
+        xentropy.xentropy_backward(slopes, logits, log_sums, labels, 0.0, PADDING)
+    assert passes <= 5  # a difference, its exponential, the label's own, a product, zeros for padding
+
+
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_infinite_logits(route: Route, smoothing: float) -> None:

@@ -54,8 +54,9 @@ def forward(
     # Compared with 0: of a size alone PyTorch 2.6 would compile each value by itself.
     if mask is not None and input.shape[-1] != 0:
         nothing_left = logits.amax(-1, keepdim=True) == -math.inf
-        # Twice, so that derivatives are zero too.
-        probabilities = torch.softmax(logits.masked_fill(nothing_left, 0.0), -1).masked_fill(nothing_left, 0.0)
+        if torch.is_grad_enabled():  # so that derivatives are zero too
+            logits = logits.masked_fill(nothing_left, 0.0)
+        probabilities = torch.softmax(logits, -1).masked_fill(nothing_left, 0.0)
     else:
         probabilities = torch.softmax(logits, -1)
     if keep is None:
@@ -72,5 +73,5 @@ def backward(
     gradient, weights = dy.to(compute), probabilities.to(compute)
     if keep is not None:
         gradient = gradient * keep.bool() * kept_scale(dropout)
-    inner = (gradient * weights).sum(-1, keepdim=True)
-    return (weights * (gradient - inner) * scale).to(probabilities.dtype)
+    slope = torch._softmax_backward_data(gradient, weights, -1, compute)
+    return (slope * scale).to(probabilities.dtype)

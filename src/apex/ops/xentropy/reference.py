@@ -1,8 +1,8 @@
 """Softmax cross-entropy in PyTorch operators: the definition, and the implementation where there is no kernel.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable,
-so that derivatives of derivatives come out of it too. Classes are the last dimension of the logits, labels have one
-integer per row of them.
+Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. `forward` is
+differentiable, so that derivatives of derivatives come out of it too. Classes are the last dimension of the logits,
+labels have one integer per row of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
     A row whose label is no class has no loss: NaN.
     """
     padding = labels == padding_idx
-    # Whatever the logits of padding are, their gradient is zero.
-    x = logits.to(compute_dtype(logits)).masked_fill(padding[..., None], 0.0)
+    x = logits.to(compute_dtype(logits))
+    if torch.is_grad_enabled():  # whatever the logits of padding are, their gradient is zero
+        x = x.masked_fill(padding[..., None], 0.0)
     log_sums = torch.logsumexp(x, -1)
     index = labels.long().clamp(0, x.shape[-1] - 1)
     own = torch.where(index == labels, x.gather(-1, index[..., None])[..., 0], torch.nan)
@@ -41,8 +42,11 @@ def backward(
     """The gradient of the logits: softmax minus target, times the gradient of the row's loss; zero for padding."""
     compute = compute_dtype(logits)
     classes = logits.shape[-1]
-    softmax = torch.exp(logits.to(compute) - log_sums.to(compute)[..., None])
-    is_own = torch.arange(classes, dtype=labels.dtype, device=logits.device) == labels[..., None]
-    target = (1.0 - smoothing) * is_own.to(compute) + smoothing / classes
-    slope = (softmax - target) * dlosses.to(compute)[..., None]
-    return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
+    slope = (logits.to(compute) - log_sums.to(compute)[..., None]).exp_()
+    if smoothing:
+        slope -= smoothing / classes
+    index = labels.long().clamp(0, classes - 1)
+    own = (index == labels).to(compute) * (smoothing - 1.0)
+    slope.scatter_add_(-1, index[..., None], own[..., None])
+    slope *= dlosses.to(compute)[..., None]
+    return slope.masked_fill_((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
