@@ -39,7 +39,7 @@ class Rule:
     `function` is the maths, `helpers` are the functions it calls. `scalars(**hyper)` turns hyperparameters into the
     numbers that `function` takes, and works on floats and on float64 tensors alike; without it they are these numbers,
     in their order. `reads` and `writes` name slots. `quantities` says how many of the terms are wanted,
-    `maximum` that they are maximised instead of summed.
+    `maximum` that they are maximised instead of summed. `fused` is the maths by a function of PyTorch's (`fused.py`).
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -49,6 +49,7 @@ class Rule:
     helpers: tuple[Callable[..., Any], ...] = ()
     quantities: int = 0
     maximum: bool = False
+    fused: Callable[[Sequence[Any], Sequence[float], Sequence[bool]], bool] | None = None
 
     @functools.cached_property
     def slots(self) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Tensor lists on any device: a rule is called tensor by tensor, with PyTorch's operators on float32 copies."""
+"""Tensor lists on any device: a rule is called tensor by tensor, with PyTorch's operators on float32 copies.
+
+On a CPU PyTorch's fused optimizers take the place of rules that they compute.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _recording
 from .._recording import Number, capturing
 from .flat import flat, laid_out_alike
-from .rule import OFF, SLOTS, ZEROS, Rule, Slots
+from .fused import WIDTH
+from .rule import GRADIENT, OFF, SLOTS, ZEROS, Rule, Slots
 
 # Elements of a large tensor that a rule works on at once: it bounds the temporaries to a few times 16 MB.
 SLICE = 1 << 22
@@ -108,6 +113,7 @@ class TorchLists:
                 return found.to(torch.float32) if rule.quantities else None
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
+        may_fuse = whole is None and overflow is None and seed is None and self._calls_fused()
         for piece in self._pieces():
             values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
@@ -118,8 +124,10 @@ class TorchLists:
                     finite = torch.isfinite(values[1]) & torch.isfinite(values[2])
             if grad_scale is not None:
                 values[1] = values[1] * grad_scale.to(self._compute)
-            numbers = (0.0, 0.0) if whole is None else whole[piece.rows].to(self._compute).split(1, 1)
-            results = rule.function(tuple(values), numbers, scalars, flags)
+            results: Any = self._fused(rule, values, scalars, flags) if may_fuse else None
+            if results is None:
+                numbers = (0.0, 0.0) if whole is None else whole[piece.rows].to(self._compute).split(1, 1)
+                results = rule.function(tuple(values), numbers, scalars, flags)
             if rule.quantities:
                 results, terms = results
                 for column, term in zip(found[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
@@ -135,7 +143,7 @@ class TorchLists:
                 if slot == 0 and seed is not None:
                     value = self._round_stochastically(value, piece, seed)
                 for tensor in (piece.tensors[slot], piece.tensors[SLOTS] if slot == 0 else None):
-                    if tensor is not None:
+                    if tensor is not None and tensor.data_ptr() != value.data_ptr():  # else it is there already
                         value = value.reshape(tensor.shape)
                         tensor.copy_(value if skip is None else torch.where(skip, tensor, value.to(tensor.dtype)))
         if not rule.quantities:
@@ -144,6 +152,22 @@ class TorchLists:
         if overflow is not None and 0 in checks:
             _flag_nonfinite(found[:, 0], overflow, None, 0)
         return found
+
+    def _calls_fused(self) -> bool:
+        """Whether PyTorch's fused functions may be called. A graph, which reads numbers anew, has its own."""
+        return self.device.type == "cpu" and _recording.current is None
+
+    def _fused(self, rule: Rule, values: list[Any], scalars: Any, flags: tuple[bool, ...]) -> list[Any] | None:
+        """What a rule returns, computed in place where it can be; None where PyTorch has no function for it."""
+        if rule.fused is None:
+            return None
+        size = values[GRADIENT].shape[1]
+        missing = -size % WIDTH
+        full = lambda value: torch.nn.functional.pad(value, (0, missing)) if missing else value.contiguous()  # noqa: E731
+        vectors = [full(value) if isinstance(value, Tensor) else value for value in values]
+        if not rule.fused(vectors, scalars, flags):
+            return None
+        return [value[:, :size] if isinstance(value, Tensor) else value for value in vectors]
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, Number):

@@ -1,5 +1,6 @@
 """Adagrad."""
 
+from .. import fused
 from ..rule import Rule, tl
 
 
@@ -20,4 +21,4 @@ def _adagrad_scalars(*, lr, eps, weight_decay=0.0, decoupled=False):
     return lr, eps, lr * weight_decay if decoupled else weight_decay
 
 
-ADAGRAD = Rule(_adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars)
+ADAGRAD = Rule(_adagrad, reads=(0, 1, 2), writes=(0, 2), scalars=_adagrad_scalars, fused=fused.adagrad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import fused
 from ..rule import Rule, tl
 
 
@@ -44,8 +45,8 @@ def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
 
 
-ADAM = Rule(_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars)
-ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars)
+ADAM = Rule(_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars, fused=fused.adam)
+ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars, fused=fused.adam)
 
 
 def _adam_average(values, whole, scalars, FLAGS):

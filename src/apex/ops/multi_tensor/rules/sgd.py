@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import fused
 from ..rule import Rule, tl
 
 
@@ -45,5 +46,5 @@ def _sgd_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, first=Fal
     return lr, momentum * (1 - first), 1 - dampening * (1 - first), weight_decay, momentum
 
 
-SGD = Rule(_sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars)
-PLAIN_SGD = Rule(_plain_sgd, reads=(0, 1), writes=(0,), scalars=_sgd_scalars)
+SGD = Rule(_sgd, reads=(0, 1, 2), writes=(0, 2), scalars=_sgd_scalars, fused=fused.sgd)
+PLAIN_SGD = Rule(_plain_sgd, reads=(0, 1), writes=(0,), scalars=_sgd_scalars, fused=fused.sgd)

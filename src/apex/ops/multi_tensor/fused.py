@@ -1,0 +1,56 @@
+"""Update rules by PyTorch's own fused optimizers: on a CPU one pass over memory, where operators take ten and more.
+
+A rule's `fused(values, scalars, flags)` computes what its function does, in place. It returns False, with nothing
+changed, where PyTorch has no such formula. Bits depend on nothing but the numbers if sizes are multiples of `WIDTH`:
+PyTorch's kernels work on vectors of up to 64 bytes, and round otherwise in what is left at the end of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+WIDTH = 16
+
+
+def adam(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
+    """Adam whose bias corrections are in the numbers: those of PyTorch are 1 after infinitely many steps."""
+    p, g, m, v, peak = values
+    step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
+    decoupled, amsgrad, _ = flags
+    if not (rest1 > 0 and rest2 > 0):
+        return False
+    update = p * -decay if decoupled and decay else p
+    steps = [torch.full((), torch.inf, dtype=torch.float32, device=p.device)]
+    options: dict[str, Any] = {"lr": step_size / root, "beta1": 1 - rest1, "beta2": beta2, "eps": eps / root}
+    options |= {"weight_decay": 0.0 if decoupled else decay, "amsgrad": amsgrad, "maximize": False}
+    torch._fused_adam_([update], [g], [m], [v], [peak] if amsgrad else [], steps, **options)
+    if update is not p:  # PyTorch's AdamW multiplies by 1 - decay, whose rounding adds up over the steps
+        p.add_(update)
+    return True
+
+
+def sgd(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
+    """SGD, whose first step, on which the buffer keeps nothing, PyTorch wants to be told of."""
+    p, g, buffer, _a, _b = values
+    lr, keep, rest, decay, momentum, *_ = scalars
+    nesterov, decays_late, half_buffers = flags
+    if half_buffers or (decays_late and decay) or isinstance(buffer, float) != (momentum == 0):
+        return False
+    options: dict[str, Any] = {"lr": lr, "momentum": momentum, "dampening": 1 - rest, "weight_decay": decay}
+    options |= {"nesterov": nesterov, "maximize": False, "is_first_step": keep != momentum}
+    torch._fused_sgd_([p], [g], [buffer] if momentum else [], **options)
+    return True
+
+
+def adagrad(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
+    """Adagrad; a decay of the learning rate is in the numbers."""
+    p, g, total, _a, _b = values
+    lr, eps, decay, *_ = scalars
+    if flags[0] and decay:
+        return False
+    steps = [torch.ones((), dtype=torch.float32, device=p.device)]
+    torch._fused_adagrad_([p], [g], [total], steps, lr=lr, lr_decay=0.0, weight_decay=decay, eps=eps, maximize=False)
+    return True
