@@ -170,6 +170,24 @@ def test_tensors_are_updated_in_place_by_a_fused_call(
     assert padded.numel() == fused.WIDTH
 
 
+@pytest.mark.parametrize("size", [16, 17])
+@pytest.mark.parametrize("name", FUSED)
+def test_autograd_sees_that_tensors_change(name: str, size: int) -> None:
+    """A backward pass after the step would be wrong. PyTorch's fused functions do not count what they write."""
+    rule, hyper, flags = CASES[name]
+    slots = [[torch.rand(size)] for _ in rule.slots]
+    before = [tensors[0]._version for tensors in slots]
+    TorchLists([*slots, *[None] * (SLOTS - len(slots))]).apply(rule, hyper, flags)
+    changed = [slot for slot, tensors in enumerate(slots) if tensors[0]._version > before[slot]]
+    assert changed == list(rule.writes)
+
+
+def test_gradients_that_are_negated_views() -> None:
+    slots = [[torch.ones(16)], [torch._neg_view(torch.ones(16))]]
+    TorchLists([*slots, None, None, None]).apply(rules.PLAIN_SGD, {"lr": 0.5})
+    assert (slots[0][0] == 1.5).all()
+
+
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_strided_tensors_are_updated_where_they_are(slot: int) -> None:
     """PyTorch's function walks through memory, whatever the strides."""

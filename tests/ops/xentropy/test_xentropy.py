@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _library, xentropy
 from apex.ops.xentropy import reference
 from tests.harness import Route, assert_close, assert_equal_bits, routes
@@ -305,3 +306,14 @@ def test_more_than_two_to_the_31_elements(classes: int) -> None:
     assert_close(gradient[last], wanted)
     sums_of_rows = gradient.sum(1, dtype=torch.float32)  # every element was written: each row's gradient sums to zero
     assert sums_of_rows.abs().max() < 0.01
+
+
+def test_many_gradients_at_once() -> None:
+    """As a Jacobian has them: vmap refuses in-place operations on what it does not map over."""
+    logits, labels = torch.randn(4, 5, dtype=torch.float64), torch.tensor([1, 2, 0, 3])
+
+    def losses(x: Tensor) -> Tensor:
+        return SoftmaxCrossEntropyLoss.apply(x, labels, 0.1, 0)
+
+    one_by_one, at_once = (torch.autograd.functional.jacobian(losses, logits, vectorize=v) for v in (False, True))
+    torch.testing.assert_close(at_once, one_by_one)

@@ -163,10 +163,13 @@ class TorchLists:
             return None
         size = values[GRADIENT].shape[1]
         missing = -size % WIDTH
-        full = lambda value: torch.nn.functional.pad(value, (0, missing)) if missing else value.contiguous()  # noqa: E731
+        pad = torch.nn.functional.pad
+        full = lambda value: pad(value, (0, missing)) if missing else value.contiguous().resolve_neg()  # noqa: E731
         vectors = [full(value) if isinstance(value, Tensor) else value for value in values]
         if not rule.fused(vectors, scalars, flags):
             return None
+        for slot in rule.writes:  # which PyTorch's functions leave out: autograd is to see the change
+            torch.autograd.graph.increment_version(vectors[slot])
         return [value[:, :size] if isinstance(value, Tensor) else value for value in vectors]
 
     def _number(self, value: Any) -> Any:

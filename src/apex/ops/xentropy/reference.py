@@ -47,6 +47,6 @@ def backward(
         slope -= smoothing / classes
     index = labels.long().clamp(0, classes - 1)
     own = (index == labels).to(compute) * (smoothing - 1.0)
-    slope.scatter_add_(-1, index[..., None], own[..., None])
-    slope *= dlosses.to(compute)[..., None]
-    return slope.masked_fill_((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
+    # Not in place: vmap may have many gradients, or labels, for one set of logits.
+    slope = slope.scatter_add(-1, index[..., None], own[..., None]) * dlosses.to(compute)[..., None]
+    return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
