@@ -154,7 +154,7 @@ class TorchLists:
         return found
 
     def _calls_fused(self) -> bool:
-        """Whether PyTorch's fused functions may be called. A graph, which reads numbers anew, has its own."""
+        """Whether PyTorch's fused functions may be called: not in a captured step, whose numbers are tensors."""
         return self.device.type == "cpu" and _recording.current is None
 
     def _fused(self, rule: Rule, values: list[Any], scalars: Any, flags: tuple[bool, ...]) -> list[Any] | None:
