@@ -1,10 +1,11 @@
-"""What torch.compile should see of an op: its kernels as an opaque operator, or PyTorch's operators to fuse.
+"""Time and memory of ops in compiled code, with our kernels as an opaque operator or as PyTorch's operators to fuse.
 
     python benchmarks/compiled_ops.py --cases "layer norm" rope --at-once 6
 
 Every case is an op between its usual neighbours, forward and backward, compiled three ways: with PyTorch's module, with
-ours as an operator, and with ours decomposed into PyTorch's operators, which Inductor can fuse. On a GPU one pass of
-all is captured in a graph, so that a figure, the median of replays in microseconds, is the GPU's time.
+ours as it is by default, and with ours decomposed into PyTorch's operators, which Inductor can fuse. On a GPU one pass
+of all is captured in a graph, so that a figure, the median of replays in microseconds, is the GPU's time; behind it is
+the peak of allocated memory in MiB beyond inputs and parameters.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from amp_models import NormReLU, fused_norm
 from step_models import LlamaBlock, gelu_layers, group_norm_silu, layer_norm, rms_norm, token_loss
 from torch import Tensor, nn
 
+import apex
 from apex import ops
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.index_mul_2d import index_mul_2d
@@ -55,6 +57,51 @@ def norm(make: Callable[[int, bool], nn.Module]) -> Callable[..., Case]:
             return x + parts["after"](parts["norm"](x))
 
         return Called(run, **parts), (torch.randn(tokens, width), torch.randn(tokens, width))
+
+    return case
+
+
+def plain_norm(fused: bool, tokens: int, width: int) -> Case:
+    """PyTorch's layer norm behind dropout and a residual addition, as in BERT; ours by `apex.fuse`."""
+    parts = nn.ModuleDict({"before": nn.Linear(width, width), "norm": nn.LayerNorm(width)})
+    parts["after"] = nn.Linear(width, width)
+    if fused:
+        apex.fuse(parts, verbose=False)
+
+    def run(parts: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = parts["norm"](x + F.dropout(parts["before"](y), 0.1))
+        return x + parts["after"](x)
+
+    return Called(run, **parts), (torch.randn(tokens, width), torch.randn(tokens, width))
+
+
+def permuted_norm(fused: bool, images: int, channels: int, size: int) -> Case:
+    """A block of ConvNeXt: the norm's input is an image of which channels are moved to the end."""
+    parts = nn.ModuleDict({"before": nn.Conv2d(channels, channels, 7, padding=3, groups=channels)})
+    parts["norm"], parts["up"] = nn.LayerNorm(channels), nn.Linear(channels, 4 * channels)
+    parts["down"] = nn.Linear(4 * channels, channels)
+    if fused:
+        apex.fuse(parts, verbose=False)
+
+    def run(parts: Any, image: Tensor) -> Tensor:
+        x = parts["norm"](parts["before"](image).permute(0, 2, 3, 1))
+        return image + parts["down"](F.gelu(parts["up"](x))).permute(0, 3, 1, 2)
+
+    return Called(run, **parts), (torch.randn(images, channels, size, size),)
+
+
+def plain_loss(cast: bool) -> Callable[..., Case]:
+    def case(fused: bool, tokens: int, classes: int) -> Case:
+        """PyTorch's cross-entropy behind a head, whose logits a `cast` makes float32; ours by `apex.fuse`."""
+        parts = nn.ModuleDict({"head": nn.Linear(768, classes), "loss": nn.CrossEntropyLoss()})
+        if fused:
+            apex.fuse(parts, verbose=False)
+
+        def run(parts: Any, x: Tensor, labels: Tensor) -> Tensor:
+            logits = parts["head"](x)
+            return parts["loss"](logits.float() if cast else logits, labels)
+
+        return Called(run, **parts), (torch.randn(tokens, 768), torch.randint(classes, (tokens,)))
 
     return case
 
@@ -135,6 +182,14 @@ def index_mul(fused: bool, count: int, width: int) -> Case:
 CASES: dict[str, tuple[str, Callable[..., Case], tuple[tuple[int, ...], ...]]] = {
     "layer norm": ("norm", norm(layer_norm), ((8192, 768), (8192, 4096), (8, 16))),
     "rms norm": ("norm", norm(rms_norm), ((8192, 1024), (8192, 4096), (8, 16))),
+    "layer norm, autocast": ("norm", norm(layer_norm), ((8192, 768), (8192, 4096), (8, 16))),
+    "rms norm, autocast": ("norm", norm(rms_norm), ((8192, 1024), (8192, 4096), (8, 16))),
+    "dropout + layer norm": ("norm", plain_norm, ((16384, 768), (8192, 4096), (8, 16))),
+    "dropout + layer norm, autocast": ("norm", plain_norm, ((16384, 768), (8192, 4096), (8, 16))),
+    "permuted layer norm": ("norm", permuted_norm, ((96, 96, 56), (96, 384, 14), (2, 8, 4))),
+    "float32 loss": ("xentropy", plain_loss(True), ((16384, 30522), (8192, 50304), (8, 16))),
+    "loss": ("xentropy", plain_loss(False), ((16384, 30522), (8192, 50304), (8, 16))),
+    "loss, autocast": ("xentropy", plain_loss(False), ((16384, 30522), (8192, 50304), (8, 16))),
     "rope": ("rope", llama, ((8192, 1024), (8192, 4096), (8, 16))),
     "glu": ("glu", llama, ((8192, 1024), (8192, 4096), (8, 16))),
     "softmax": ("softmax", softmax, ((96, 1024), (32, 2048), (2, 8))),
@@ -148,21 +203,26 @@ CASES: dict[str, tuple[str, Callable[..., Case], tuple[tuple[int, ...], ...]]] =
 WAYS = ("torch", "operator", "decomposed")
 
 
-def prepared(case: str, way: str, sizes: tuple[int, ...], device: str) -> Callable[[], float]:
-    """What measures microseconds of a forward and a backward pass, which are compiled and, on a GPU, captured here."""
+def prepared(case: str, way: str, sizes: tuple[int, ...], device: str) -> Callable[[], tuple[float, float]]:
+    """Compile a forward and a backward pass, capture them on a GPU, and return what measures microseconds and MiB."""
     _, make, _ = CASES[case]
-    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 64  # functions of earlier cases are still there, and still compiled
     torch.manual_seed(0)
     network, given = make(way != "torch", *sizes)
     layout = torch.channels_last if given[0].dim() == 4 and "norm" in case else torch.preserve_format
-    network = network.to(device, torch.bfloat16, memory_format=layout)
-    inputs = [each.to(device, torch.bfloat16) if each.is_floating_point() else each.to(device) for each in given]
+    autocast = case.endswith("autocast")
+    dtype = torch.float32 if autocast else torch.bfloat16
+    network = network.to(device, dtype, memory_format=layout)
+    inputs = [each.to(device, dtype) if each.is_floating_point() else each.to(device) for each in given]
     inputs = [each.requires_grad_() if each.dim() > 1 and each.is_floating_point() else each for each in inputs]
     wanted = [each for each in (*inputs, *network.parameters()) if each.requires_grad]
     compiled = torch.compile(network, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
 
     def forward() -> Tensor:
-        with _library.implementation("torch" if way == "decomposed" else "auto"):
+        with (
+            _library.implementation("torch" if way == "decomposed" else "auto"),
+            torch.autocast(device, torch.bfloat16, enabled=autocast),
+        ):
             return compiled(*inputs)
 
     gradient = torch.randn_like(forward())
@@ -175,33 +235,38 @@ def prepared(case: str, way: str, sizes: tuple[int, ...], device: str) -> Callab
         with torch.cuda.stream(stream):
             for _ in range(2):
                 once()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            once()
+            memory = (torch.cuda.max_memory_allocated() - before) / 2**20
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             once()
-        return lambda: _median_of_replays(graph, once)
+        return lambda: (_median_of_replays(graph, once), memory)
 
-    def measure() -> float:
+    def measure() -> tuple[float, float]:
         times = []
         for _ in range(3):
             start = time.perf_counter()
             once()
             times.append(1e6 * (time.perf_counter() - start))
-        return statistics.median(times)
+        return statistics.median(times), 0.0
 
     return measure
 
 
 def _median_of_replays(graph: torch.cuda.CUDAGraph, _owner: Any) -> float:
-    """Microseconds; `_owner` holds the tensors that the graph has the addresses of."""
+    """Return microseconds of one replay; `_owner` holds the tensors that the graph has the addresses of."""
     times = []
-    for _ in range(5 + 40):
+    for _ in range(3 + 20):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end))
-    return statistics.median(times[5:])
+    return statistics.median(times[3:])
 
 
 def attempt(call: Callable[[], Any]) -> Any:
@@ -212,15 +277,21 @@ def attempt(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def work(tasks: list[Task], device: str, limit: float, barrier: Any, lock: Any, results: Any) -> None:
-    """Prepares the tasks, waits until all others have prepared theirs or the limit is over, and measures alone."""
+def work(rows: list[list[Task]], device: str, limit: float, barrier: Any, lock: Any, results: Any) -> None:
+    """Prepare the tasks, wait until all processes have done so or the limit is over, and measure alone.
+
+    The tasks of a row are measured in turns, so that a drift of the GPU's clock hits all of them alike.
+    """
     start = time.monotonic()
-    ready = [(task, attempt(lambda task=task: prepared(*task, device))) for task in tasks]
+    ready = [[(task, attempt(lambda task=task: prepared(*task, device))) for task in row] for row in rows]
     with contextlib.suppress(threading.BrokenBarrierError):
         barrier.wait(max(0.0, limit - (time.monotonic() - start)))
-    for task, measure in ready:
+    for row in ready:
         with lock:
-            results.put((task, measure if isinstance(measure, str) else attempt(measure)))
+            rounds = [[attempt(measure) if callable(measure) else measure for _, measure in row] for _ in range(5)]
+        for (task, _), cells in zip(row, zip(*rounds, strict=True), strict=True):
+            wrong = next((cell for cell in cells if isinstance(cell, str)), None)
+            results.put((task, wrong or (statistics.median(cell[0] for cell in cells), cells[0][1])))
 
 
 def main() -> None:
@@ -235,23 +306,23 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {case: CASES[case][2][-1:] if arguments.tiny else CASES[case][2][:-1] for case in arguments.cases}
     rows = [(case, size) for case in arguments.cases for size in sizes[case][: 1 if arguments.one_size else None]]
-    tasks: list[Task] = [(case, way, size) for case, size in rows for way in arguments.ways]
+    tasks: list[list[Task]] = [[(case, way, size) for way in arguments.ways] for case, size in rows]
     count = min(arguments.at_once, len(tasks))
     spawn = multiprocessing.get_context("spawn")
     barrier, lock, results = spawn.Barrier(count), spawn.Lock(), spawn.Queue()
     for index in range(count):
         given = (tasks[index::count], device, 0.8 * arguments.limit, barrier, lock, results)
         spawn.Process(target=work, args=given, daemon=True).start()
-    found: dict[Task, float | str] = dict.fromkeys(tasks, "out of time")
+    found: dict[Task, tuple[float, float] | str] = dict.fromkeys((task for row in tasks for task in row), "out of time")
     deadline = time.monotonic() + arguments.limit
     with contextlib.suppress(queue.Empty):
-        for _ in tasks:
+        for _ in range(len(found)):
             found.update([results.get(timeout=max(0.0, deadline - time.monotonic()))])
-    print(f"{'us, ' + device:32}", *(f"{way:>12}" for way in arguments.ways))
+    print(f"{'us and MiB, ' + device:40}", *(f"{way:>18}" for way in arguments.ways))
     for case, size in rows:
         cells = [found[case, way, size] for way in arguments.ways]
-        shown = [f"{cell:12.1f}" if isinstance(cell, float) else f"{'failed':>12}" for cell in cells]
-        print(f"{case + ' ' + 'x'.join(map(str, size)):32}", *shown)
+        shown = [f"{'failed':>18}" if isinstance(cell, str) else f"{cell[0]:11.1f} {cell[1]:6.0f}" for cell in cells]
+        print(f"{case + ' ' + 'x'.join(map(str, size)):40}", *shown)
     for task, cell in found.items():
         if isinstance(cell, str):
             print(*task, cell)

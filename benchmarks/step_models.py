@@ -54,6 +54,18 @@ def token_loss(x: Tensor, weight: Tensor, targets: Tensor, fused: bool) -> Tenso
     return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
 
 
+def without_bias(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the layer's output without its last bias, and that bias for the next norm to add.
+
+    A layer that `apex.fp8` converted has a forward of its own, which must be called: its output comes with None.
+    """
+    if type(layer) is nn.Linear:
+        return F.linear(x, layer.weight), layer.bias
+    if type(layer) is FusedDenseGeluDense:
+        return fused_dense_gelu_dense_function(x, layer.weight1, layer.bias1, layer.weight2, None), layer.bias2
+    return layer(x), None
+
+
 class GPTBlock(nn.Module):
     """Layer norm, causal attention, layer norm, two dense layers with gelu.
 
@@ -71,14 +83,14 @@ class GPTBlock(nn.Module):
         x = x + self.project(self.mixed(self.norm1(x)))
         return x + self.dense(self.norm2(x))
 
-    def fused_forward(self, x: Tensor, branch: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual, and the output and the bias of the last layer, which the next norm adds to it."""
+    def fused_forward(
+        self, x: Tensor, branch: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the residual, and the last layer's output and bias, which the next norm adds to it."""
         normed, x = (self.norm1(x), x) if branch is None else self.norm1(branch, x, bias)
-        branch = F.linear(self.mixed(normed), self.project.weight)
-        normed, x = self.norm2(branch, x, self.project.bias)
-        dense = self.dense
-        branch = fused_dense_gelu_dense_function(normed, dense.weight1, dense.bias1, dense.weight2, None)
-        return x, branch, dense.bias2
+        branch, bias = without_bias(self.project, self.mixed(normed))
+        normed, x = self.norm2(branch, x, bias)
+        return x, *without_bias(self.dense, normed)
 
     def mixed(self, normed: Tensor) -> Tensor:
         heads = self.attention(normed).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

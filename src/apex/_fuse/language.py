@@ -151,7 +151,8 @@ def _with_fused_rotation(original: type) -> Callable[..., Any]:
 
 
 def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
-    if input.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    # Inductor fuses PyTorch's own operators with the cast of the logits before them.
+    if input.dim() != 2 or target.dim() != 1 or target.is_floating_point() or torch.compiler.is_compiling():
         return self.fused_from.forward(self, input, target)
     losses = SoftmaxCrossEntropyLoss.apply(input, target, self.label_smoothing, self.ignore_index)
     if self.reduction != "none":

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
@@ -148,3 +149,29 @@ def test_cuda_graph_capture(columns: int) -> None:
         expected_gradients = torch.autograd.grad(expected.sin().sum(), inputs)
     assert torch.equal(output, expected)
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_compiled_norms_of_permuted_inputs_are_left_to_inductor(route: Route, memory_efficient: bool) -> None:
+    """The kernels would need a copy of the input, which Inductor reads as it lies."""
+    seen: list[str] = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    image = torch.randn(2, 8, 3, 3, device=route.device, requires_grad=True)
+    layer = FusedLayerNorm(8, memory_efficient=memory_efficient).to(route.device)
+
+    def function(x):
+        return layer(x).sin().sum()
+
+    with _library.implementation(route.implementation):
+        for x, is_opaque in ((image.permute(0, 2, 3, 1), False), (torch.randn(4, 8, device=route.device), True)):
+            seen.clear()
+            torch._dynamo.reset()
+            compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+            assert_close(compiled(x), function(x).double())
+            has_operator = is_opaque and (memory_efficient or route.implementation == "triton")
+            assert any("apex" in target for target in seen) == has_operator

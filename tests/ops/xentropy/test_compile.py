@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _library
@@ -45,6 +46,49 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
     assert_close(actual, expected.double(), reduction=37)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         assert_close(gradient, wanted.double(), reduction=37)
+
+
+@pytest.mark.parametrize("route", routes())
+def test_compiled_losses_leave_the_fusion_with_a_cast_to_inductor(route: Route) -> None:
+    seen: list[str] = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    logits = torch.randn(6, 37, device=route.device, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.tensor([3, 0, 36, 5, 3, 11], device=route.device)
+
+    def function(logits):
+        return SoftmaxCrossEntropyLoss.apply(logits.float(), labels, 0.1, 3).sum()
+
+    with _library.implementation(route.implementation):
+        torch._dynamo.reset()
+        (expected,) = torch.autograd.grad(function(logits), logits)
+        compiled = torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+        (gradient,) = torch.autograd.grad(compiled(logits), logits)
+    assert seen
+    assert not [target for target in seen if "apex" in target]
+    assert_close(gradient, expected.double(), reduction=37)
+
+
+@pytest.mark.gpu
+def test_a_compiled_loss_needs_no_more_memory_than_pytorchs() -> None:
+    head = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, 8192, (4096,), device="cuda")
+    peaks = []
+    for loss in (
+        lambda logits: torch.nn.functional.cross_entropy(logits, labels),
+        lambda logits: SoftmaxCrossEntropyLoss.apply(logits, labels, 0.0, -100).mean(),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda loss=loss: loss((rows @ head.t()).float()), fullgraph=True)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            torch.autograd.grad(compiled(), head)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= 1.02 * peaks[0]
 
 
 @pytest.mark.parametrize("route", routes())

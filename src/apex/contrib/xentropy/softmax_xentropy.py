@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...ops._library import eager_apply
-from ...ops.xentropy import XENTROPY, check_logits
+from ...ops.xentropy import XENTROPY, check_logits, reference
 
 
 class SoftmaxCrossEntropyLoss(torch.autograd.Function):
@@ -13,15 +13,24 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
 
     Rows whose label is `padding_idx` have loss and gradient zero. `half_to_float` asks upstream for float32 losses of
     half-precision logits; here they are float32 in any case.
+
+    torch.compile gets PyTorch's operators in place of the kernels. Inductor then fuses a cast of the logits into both
+    passes and writes the gradient over the logits, which an opaque operator would keep from happening: behind a head of
+    16384 x 30522 with `logits.float()` that saves 1.8 GiB and a quarter of the time on an H200.
     """
 
     @staticmethod
     def forward(ctx, logits, labels, smoothing=0.0, padding_idx=0, half_to_float=False):  # type: ignore[override]
         check_logits(logits, labels, smoothing)
+        if torch.compiler.is_compiling():
+            arguments = (logits, labels, float(smoothing), padding_idx)
+            return XENTROPY.save(ctx, arguments, reference.forward(*arguments))
         return XENTROPY.forward_and_save(ctx, logits, labels, float(smoothing), padding_idx)
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            return reference.backward(grad_loss, *ctx.saved_tensors, *ctx.settings), None, None, None, None
         return *XENTROPY.backward_from_saved(ctx, grad_loss), None, None, None, None
 
 

@@ -19,7 +19,7 @@ NO_PADDING = -(1 << 31)
 
 
 def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """The loss of each row and the logarithm of its sum of exponentials, both zero for padding.
+    """Return the loss of each row and the logarithm of its sum of exponentials, both zero for padding.
 
     A row whose label is no class has no loss: NaN.
     """
@@ -27,7 +27,12 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
     x = logits.to(compute_dtype(logits))
     if torch.is_grad_enabled():  # whatever the logits of padding are, their gradient is zero
         x = x.masked_fill(padding[..., None], 0.0)
-    log_sums = torch.logsumexp(x, -1)
+    if torch.compiler.is_compiling():
+        # These four operators are what Inductor computes in one pass over the logits.
+        largest = x.amax(-1, keepdim=True)
+        log_sums = largest[..., 0] + (x - largest).exp().sum(-1).log()
+    else:
+        log_sums = torch.logsumexp(x, -1)
     index = labels.long().clamp(0, x.shape[-1] - 1)
     own = torch.where(index == labels, x.gather(-1, index[..., None])[..., 0], torch.nan)
     losses = log_sums - (1.0 - smoothing) * own
@@ -39,7 +44,7 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) 
 def backward(
     dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
-    """The gradient of the logits: softmax minus target, times the gradient of the row's loss; zero for padding."""
+    """Return the gradient of the logits: (softmax - target) times the gradient of the row's loss; zero for padding."""
     compute = compute_dtype(logits)
     classes = logits.shape[-1]
     slope = (logits.to(compute) - log_sums.to(compute)[..., None]).exp_()
@@ -47,6 +52,12 @@ def backward(
         slope -= smoothing / classes
     index = labels.long().clamp(0, classes - 1)
     own = (index == labels).to(compute) * (smoothing - 1.0)
-    # Not in place: vmap may have many gradients, or labels, for one set of logits.
-    slope = slope.scatter_add(-1, index[..., None], own[..., None]) * dlosses.to(compute)[..., None]
+    if torch.compiler.is_compiling():
+        # Inductor fuses a comparison with every class into the pass over the logits, but not a scatter.
+        is_own = index[..., None] == torch.arange(classes, device=logits.device)
+        slope = torch.where(is_own, slope + own[..., None], slope)
+    else:
+        # Not in place: vmap may have many gradients, or labels, for one set of logits.
+        slope = slope.scatter_add(-1, index[..., None], own[..., None])
+    slope = slope * dlosses.to(compute)[..., None]
     return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
