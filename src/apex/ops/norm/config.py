@@ -19,10 +19,6 @@ ADDED_ROWS_LIMIT = 4096
 BACKWARD_WIDE_LIMIT = 16384
 
 
-# Bytes of an input up to which the host is the limit of a backward pass, so that one launch is better than two.
-ONE_LAUNCH_BELOW = 64 << 20
-ONE_LAUNCH_ROW = 2048
-
 # Bytes of an output that no L2 cache holds.
 STREAMED = 128 << 20
 
@@ -36,11 +32,7 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """`kind` names the kernel: rows, held, wide or columns.
-
-    With a `group` one launch does all: the last of every `group` programs adds up their weight gradients, and the last
-    of all adds up these sums.
-    """
+    """Launch choices of a backward pass; `kind` names the kernel: rows, held, wide or columns."""
 
     kind: str
     programs: int
@@ -50,13 +42,11 @@ class BackwardConfig(NamedTuple):
     num_warps: int
     num_stages: int
     held: int = 0
-    group: int = 0
 
 
 # What `apex tune` may change by itself. The others follow from the row's length, or from each other.
 _VARIED = {
     "rows": ("rows_per_program", "programs", "num_warps", "num_stages"),
-    "one launch": ("rows_per_program", "num_warps", "num_stages"),
     "held": ("num_warps", "num_stages"),
     "wide": ("programs", "num_warps"),
     "columns": ("rows_per_program", "programs", "num_warps"),
@@ -103,7 +93,7 @@ def forward_config(
     return ForwardConfig(0, chunk, _warps(threads, device))
 
 
-@tunable(lambda config: _VARIED[config.kind] if not config.group else _VARIED["one launch"])
+@tunable(lambda config: _VARIED[config.kind])
 def backward_config(
     rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:
@@ -122,15 +112,9 @@ def backward_config(
         ahead = min(1 if narrow else 2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
         programs = device.multiprocessors * (2 if block <= 2048 else 1)
         programs = max(1, min(programs, -(-rows // per_program)))
-        one_launch = (
-            device.publishes_for_all
-            and row_length <= ONE_LAUNCH_ROW
-            and rows * row_length * element_size <= ONE_LAUNCH_BELOW
-        )
         return BackwardConfig(
             kind="rows",
             programs=programs,
-            group=math.isqrt(programs - 1) + 1 if one_launch else 0,
             rows_per_program=per_program,
             block=block,
             chunks=1,

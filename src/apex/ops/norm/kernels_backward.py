@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels_sums import add_up
 
 
 @triton.jit
@@ -61,15 +60,18 @@ def _folded(tile, FOLD: tl.constexpr):
 @kernel
 @triton.jit
 def norm_backward_rows(
-    dy, saved, weight, bias, statistics, dsum, dx, partials, tickets, dweight_sum, dbias_sum, dadded_sum,
+    dy, saved, weight, bias, statistics, dsum, dx, partials,
     rows, row_length, limit,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """A persistent grid: each program walks tiles of ROWS whole rows, the next tiles being loaded meanwhile.
 
     FOLD: the rows of a tile are added up at once, since a thread has all of a column; otherwise after the last tile.
-    With a GROUP the partials are added up here too, otherwise by a launch of `sum_partials`.
+    ADDED: partial sums of the gradient of an added bias are written too. A launch of `sum_partials` adds up the
+    partials. The last programs could do that here, which saves a launch, but took longer on an H200: layer norm
+    bfloat16 4096x1024 in 13.9 us instead of 10.7, and twice as long to compile.
     """
     row_length = row_length // ALIGN * ALIGN
     program = tl.program_id(0)
@@ -82,7 +84,7 @@ def norm_backward_rows(
         dweight = tl.zeros([1 if FOLD else ROWS, BLOCK], tl.float32)
         if bias is not None:
             dbias = tl.zeros([1 if FOLD else ROWS, BLOCK], tl.float32)
-        if dadded_sum is not None:
+        if ADDED:
             dadded = tl.zeros([1 if FOLD else ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -112,7 +114,7 @@ def norm_backward_rows(
             dweight += _folded(gradient * normalised, FOLD)
             if bias is not None:
                 dbias += _folded(gradient, FOLD)
-            if dadded_sum is not None:
+            if ADDED:
                 dadded += _folded(result if FULL else tl.where(mask, result, 0.0), FOLD)
     if partials is not None:
         place = partials + program.to(tl.int64) * row_length + column
@@ -120,11 +122,9 @@ def norm_backward_rows(
         if bias is not None:
             place += tl.num_programs(0).to(tl.int64) * row_length
             tl.store(place, tl.sum(dbias, 0), mask=column_mask)
-        if dadded_sum is not None:
+        if ADDED:
             place += tl.num_programs(0).to(tl.int64) * row_length
             tl.store(place, tl.sum(dadded, 0), mask=column_mask)
-        if GROUP:
-            add_up(partials, tickets, dweight_sum, dbias_sum, dadded_sum, row_length, column, GROUP)
 
 
 @triton.jit

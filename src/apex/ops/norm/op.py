@@ -230,7 +230,10 @@ def _forward_launch(
 def launch_backward(
     dy: Tensor, saved: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
+    """Return the gradients of input, weight and bias, as `reference.backward` does.
+
+    Each program leaves partial sums of the gradients of weight and bias, which a second kernel adds up.
+    """
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
     device, weight_dtype = saved.device, None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
@@ -240,16 +243,16 @@ def launch_backward(
     launches = _backward_launches(saved.shape, row_length, dtypes, flags, device)
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, input_dtype)
-    partials = tickets = dweight = dbias = None
+    partials = dweight = dbias = None
     if param_grads:
         sizes = tuple(weight.shape)  # type: ignore[union-attr]
         strides = (1,) if len(sizes) == 1 else contiguous_strides(sizes)
         dweight = empty(sizes, strides, weight_dtype)  # type: ignore[arg-type]
         dbias = None if bias_dtype is None else empty(sizes, strides, bias_dtype)
-        partials, tickets = partial_sums(launches.partials, device)
+        partials, _ = partial_sums(launches.partials, device, tickets=False)
     given, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
-        launches.main((*given, None, dx, partials, tickets, dweight, dbias, None), limit)
+        launches.main((*given, None, dx, partials), limit)
     elif launches.kind == "columns":
         rows = saved.numel() // row_length
         row_means = empty((2, rows), (rows, 1), torch.float32)
@@ -284,8 +287,6 @@ def _backward_launches(
     kinds = 1 + has_bias + sum(has_added)
     shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
-    group = chosen.group if param_grads else 0
-    partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
     common["same_dtypes"] = True
@@ -299,7 +300,7 @@ def _backward_launches(
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             STAGES=chosen.num_stages,
             FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
-            GROUP=group,
+            ADDED=any(has_added),
             **main,
         )
     elif chosen.kind == "wide":
@@ -327,7 +328,7 @@ def _backward_launches(
         launch = kernels_backward.norm_backward_columns.prepare(
             (-(-row_length // chosen.block), chosen.programs), sizes, ROWS=chosen.rows_per_program, **main
         )
-    if param_grads and not group:
+    if param_grads:
         block = 16 if here.backend != "interpreter" else 256  # which takes as long for a program of any size
         sums = kernels_sums.sum_partials.prepare(
             (-(-row_length // block), kinds),
@@ -338,7 +339,7 @@ def _backward_launches(
             num_warps=4,
             same_dtypes=True,
         )
-    elements, limit = partials * row_length * kinds, (math.sqrt(row_length),)
+    elements, limit = chosen.programs * row_length * kinds, (math.sqrt(row_length),)
     return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)
 
 

@@ -154,7 +154,7 @@ def launch_backward(
     subtract_mean: bool,
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the sum, of weight and bias and of the added bias; empty ones of those that there are not."""
+    """Return the gradients of the sum, of weight and bias and of the added bias; empty ones for absent tensors."""
     device, dtype = saved.device, saved.dtype
     dtypes = (dtype, dy.dtype, dsum.dtype, weight.dtype, None if bias is None else bias.dtype)
     launches = op._backward_launches(
@@ -164,11 +164,9 @@ def launch_backward(
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
     of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
-    partials, tickets = partial_sums(launches.partials, device)
-    given = (dy, saved, weight, bias, statistics, dsum, dx, partials, tickets, dweight, of_bias, of_added)
-    launches.main(given, launches.limit)
-    if launches.sums is not None:
-        launches.sums((partials, dweight, of_bias, of_added))
+    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
+    launches.sums((partials, dweight, of_bias, of_added))
     return dx, dweight, dbias, dadded
 
 
