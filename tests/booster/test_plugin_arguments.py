@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex._fuse.rule import FusedModule
+from apex._fuse.rule import RULES, FusedModule
 from apex.booster import plugin as plugins
 from apex.booster.mixed_precision import FP8MixedPrecision
 from apex.booster.plugin import GradientCheckpointConfig, PipelineGradientCheckpointConfig, _arguments
-from apex.booster.plugin._gradient_checkpoints import checkpoint_layers
+from apex.booster.plugin._fusing import HEAD
+from apex.booster.plugin._gradient_checkpoints import checkpoint_layers, chosen_layers
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
 
@@ -673,9 +675,47 @@ def test_fusing_warns_if_there_is_nothing_to_fuse() -> None:
     for argument in ("enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"):
         with pytest.warns(UserWarning, match=f"{argument}=True changes nothing"):
             make(plugin=plugins.HybridParallelPlugin(**{argument: True})).boost(nn.Linear(2, 2))
+    everything = plugins.HybridParallelPlugin(enable_all_optimization=True)
+    with pytest.warns(UserWarning, match="enable_all_optimization=True changes nothing"):
+        make(plugin=everything).boost(nn.Linear(2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make(plugin=plugins.HybridParallelPlugin(enable_all_optimization=True)).boost(nn.Linear(2, 2))
+        make(plugin=everything).boost(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+
+
+class Model(nn.Module):
+    """The inside of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return SimpleNamespace(last_hidden_state=self.norm(self.words(input_ids)))
+
+
+def test_heads_of_language_models_keep_their_logits() -> None:
+    assert [rule.name for rule in RULES].count(HEAD) == 1
+    head = next(rule for rule in RULES if rule.name == HEAD)
+    place, model = RULES.index(head), Model()
+    # As if apex.fuse took this model for a language model whose head it can fuse.
+    RULES[place] = head._replace(matches=lambda module: isinstance(module, Model), reason=lambda module: "")
+    try:
+        make(plugin=plugins.HybridParallelPlugin(enable_all_optimization=True)).boost(model)
+    finally:
+        RULES[place] = head
+    assert type(model) is Model
+    assert isinstance(model.norm, FusedModule)
+
+
+@pytest.mark.parametrize(("strategy", "reshards"), [("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)])
+def test_a_machine_is_a_shard_group(strategy: str, reshards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    seen = look("TorchFSDPPlugin", monkeypatch, sharding_strategy=strategy)
+    assert (seen["mesh"], seen["resharded"]) == ((2, 2), reshards)
+    with pytest.raises(ValueError, match=f"sharding_strategy={strategy} is of all processes; process_group must be"):
+        plugins.TorchFSDPPlugin(dist.group.WORLD, strategy)
 
 
 class Config:
@@ -728,7 +768,7 @@ def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
     for config in (None, GradientCheckpointConfig(0.7)):
         torch.manual_seed(0)
         model = nn.ModuleList([Dropping() for _ in range(3)])
-        checkpoint_layers(model, config, 0)
+        checkpoint_layers(chosen_layers(model, config, 0))
         tp.model_parallel_cuda_manual_seed(1)
         x = torch.linspace(-1, 1, 32).view(4, 8)
         for layer in model:

@@ -10,6 +10,9 @@ from torch import nn
 from ...checkpoint._ranks import is_first
 from ...logging import get_dist_logger
 
+# The rule of apex.fuse for the head of a language model and its loss.
+HEAD = "linear layer + cross-entropy"
+
 
 class Fusing(NamedTuple):
     """The arguments of HybridParallelPlugin and GeminiPlugin that replace modules by fused ones.
@@ -28,20 +31,22 @@ class Fusing(NamedTuple):
         Call it before anything is cast or sharded: replacements are tried on the weights.
         """
         every, norms, attention, rest = self
+        done = {}
         if norms or every:
-            self._report("enable_fused_normalization", _fuse(model, "norms"), every)
+            done["enable_fused_normalization"] = _fuse(model, "norms")
         if attention or every:
-            done = _fuse(model, "attention")
-            self._report("enable_flash_attention", _take_sdpa(model) or done, every)
+            done["enable_flash_attention"] = "\n".join(filter(None, (_fuse(model, "attention"), _take_sdpa(model))))
         if rest or every:
-            self._report("enable_jit_fused", _fuse(model, "others"), every)
-
-    @staticmethod
-    def _report(argument: str, done: str, every: bool) -> None:
-        if done:
-            get_dist_logger().info(f"{argument}:\n{done}", ranks=[0])
-        elif is_first() and not every:  # a model seldom has something for each of the three
-            warnings.warn(f"{argument}=True changes nothing: the model has no module for it", stacklevel=2)
+            done["enable_jit_fused"] = _fuse(model, "others")
+        for argument, table in done.items():
+            if table:
+                get_dist_logger().info(f"{argument}:\n{table}", ranks=[0])
+        # A model seldom has something for each of the three that enable_all_optimization stands for.
+        idle = [argument for argument, table in done.items() if not table and not every]
+        if every and not any(done.values()):
+            idle = ["enable_all_optimization"]
+        if idle and is_first():
+            warnings.warn(f"{'=True, '.join(idle)}=True changes nothing: the model has no module for it", stacklevel=2)
 
 
 def _fuse(model: nn.Module, kind: str) -> str:
@@ -63,9 +68,6 @@ def _fuse(model: nn.Module, kind: str) -> str:
     return str(table) if any(not row.reason for row in table) else ""
 
 
-HEAD = "linear layer + cross-entropy"
-
-
 def _take_sdpa(model: nn.Module) -> str:
     """Switch a Hugging Face model to PyTorch's attention; return what is used now, or "" for other models."""
     for module in model.modules():
@@ -73,7 +75,7 @@ def _take_sdpa(model: nn.Module) -> str:
         used = getattr(config, "_attn_implementation", None)
         if used is None or not hasattr(module, "set_attn_implementation"):
             continue
-        if used in ("eager", None):
+        if used == "eager":
             try:
                 module.set_attn_implementation("sdpa")  # type: ignore[operator]
             except (ValueError, NotImplementedError, ImportError):  # its class has no such attention

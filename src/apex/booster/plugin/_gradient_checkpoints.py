@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.tensor_parallel.random import get_cuda_rng_tracker
 
-__all__ = ["GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "check_config", "checkpoint_layers"]
+__all__ = [
+    "GradientCheckpointConfig",
+    "PipelineGradientCheckpointConfig",
+    "check_config",
+    "checkpoint_layers",
+    "chosen_layers",
+]
 
 
 @dataclass
@@ -65,10 +71,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=len, default=()))  # type: ignore[arg-type]
 
 
-def checkpoint_layers(model: nn.Module, config: Any, stage: int) -> None:
-    """Have the first layers of a model, or of its stage of this number, compute their forward pass twice."""
+def chosen_layers(model: nn.Module, config: Any, stage: int) -> list[nn.Module]:
+    """Return the layers of a model, or of its stage of this number, that are to be checkpointed; change nothing."""
     if config is None:
-        return
+        return []
     layers = layers_of(model)
     counts, ratio = getattr(config, "num_ckpt_layers_per_stage", None), config.gradient_checkpointing_ratio or 0.0
     count = int(ratio * len(layers)) if counts is None else counts[stage]
@@ -83,8 +89,13 @@ def checkpoint_layers(model: nn.Module, config: Any, stage: int) -> None:
             f"{len(layers)} layers",
             stacklevel=2,
         )
-    for layer in layers[:count]:
-        if hasattr(layer, "_gradient_checkpointing_func") or hasattr(type(layer), "gradient_checkpointing"):
+    return layers[:count]
+
+
+def checkpoint_layers(layers: list[nn.Module]) -> None:
+    """Have layers compute their forward pass again in the backward pass."""
+    for layer in layers:
+        if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__):
             # A layer of Hugging Face's: it leaves out its key-value cache, which may not be filled twice.
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, checkpointed  # type: ignore[assignment]
         else:

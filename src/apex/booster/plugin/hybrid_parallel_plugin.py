@@ -30,7 +30,7 @@ from ..mixed_precision import AmpOptimizer
 from ..wrappers import ModelWrapper, unwrapped
 from ._arguments import changed, note, refuse, warn, warn_of
 from ._fusing import Fusing
-from ._gradient_checkpoints import check_config, checkpoint_layers
+from ._gradient_checkpoints import check_config, checkpoint_layers, chosen_layers
 from ._places import GroupMesh, StageManager, mesh_of_all
 from .low_level_zero_plugin import NO_OFFLOAD, zero_options
 from .plugin_base import PipelinePluginBase, own_precision
@@ -237,10 +237,13 @@ class HybridParallelPlugin(PipelinePluginBase):
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         self._check_layers(model)
-        self.fusing.apply(model)
         chunks = self._chunks(model)
-        for index, chunk in enumerate(chunks):
-            checkpoint_layers(chunk, self.gradient_checkpoint_config, self._stage(index))
+        config = self.gradient_checkpoint_config
+        chosen = [
+            each for index, chunk in enumerate(chunks) for each in chosen_layers(chunk, config, self._stage(index))
+        ]
+        self.fusing.apply(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
+        checkpoint_layers(chosen)
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_world_size(group)
         broadcast_from_first([tensor for c in chunks for tensor in (*c.parameters(), *c.buffers())], group)
