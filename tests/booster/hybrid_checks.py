@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.booster._whole import whole_model, whole_optimizer
-from apex.booster.plugin import HybridParallelPlugin
+from apex.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin, PipelineGradientCheckpointConfig
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
 from tests.booster import problem
@@ -254,6 +254,7 @@ def is_refused(rank: int) -> None:
             "sequence_parallelism_mode='ring' is not there",
         ),
         ({"no_such": 1}, TypeError, "no_such"),
+        ({"sp_size": 2}, ValueError, "sp_size=2 needs enable_sequence_parallelism"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -262,6 +263,24 @@ def is_refused(rank: int) -> None:
         booster = make(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
         with pytest.raises(ValueError, match=r"must be an nn\.Sequential, or 1 modules with set_input_tensor"):
             booster.boost(nn.Linear(2, 2))
+    with ended():
+        booster = make(plugin=HybridParallelPlugin(tp_size=2))
+        with pytest.raises(ValueError, match="tp_size=2, but no layer of the model is split"):
+            booster.boost(model_of(False))
+
+
+def checkpoints_layers(rank: int) -> None:
+    """Stage 0 has two layers, of which it computes one twice; stage 1 has four and computes none twice."""
+    _, after, _ = plain(STEPS, False)
+    with ended():
+        config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0])
+        options = {"num_layers_per_stage": [2, 4], "gradient_checkpoint_config": config}
+        booster, parts = boosted("fp32", pp_size=2, **options)
+        layers = list(parts[0].unwrap().children())
+        assert len(layers) == (2, 4)[rank]
+        assert ["forward" in vars(layer) for layer in layers] == ([True, False], [False] * 4)[rank]
+        train(booster, parts, range(STEPS))
+        torch.testing.assert_close(whole_model(parts[0]), after)
 
 
 def _checks() -> dict[str, Check]:
@@ -282,6 +301,11 @@ def _checks() -> dict[str, Check]:
             checks[f"resumes {layout} {precision}"] = resumes(precision, precision == "fp32", **options)
     checks["interleaved"] = equality("fp32", pp_size=2, pp_style="interleaved", num_model_chunks=2)
     checks["zero bubble"] = equality("fp16_naive", pp_size=2, pp_style="zbv", num_model_chunks=2)
+    exchanges = {"zero_bucket_size_in_m": 0.001, "overlap_communication": False, "overlap_allgather": True}
+    checks["zero with other exchanges"] = equality("fp32", zero_stage=1, **exchanges)
+    half = {"communication_dtype": torch.bfloat16, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
+    checks["zero with small gradients"] = equality("bf16", tp_size=2, zero_stage=1, **half)
+    checks["checkpoints layers"] = checkpoints_layers
     checks["without pipelines"] = trains_without_pipelines
     checks["evaluates"] = evaluates
     checks["is refused"] = is_refused

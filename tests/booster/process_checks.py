@@ -65,6 +65,8 @@ if needs_fsdp:
 OTHERS: dict[str, Callable[[str], Booster]] = {
     "ddp in order": lambda name: make(plugin=TorchDDPPlugin(find_unused_parameters=True)),
     "none": lambda name: make(),
+    "fsdp unsharded": lambda name: make(plugin=TorchFSDPPlugin(sharding_strategy="NO_SHARD")),
+    "gemini twice": lambda name: make(plugin=GeminiPlugin(precision=name, extra_dp_size=2)),
 }
 
 
@@ -100,7 +102,7 @@ def equality(plugin: str, precision: str, optimizer: str) -> Check:
             model = net()
             raw = OPTIMIZERS[optimizer](model)
             train(make(), make().boost(model, raw, nn.CrossEntropyLoss()), range(1))
-            booster = PLUGINS[plugin](precision)
+            booster = (PLUGINS | OTHERS)[plugin](precision)
             parts = booster.boost(model, raw, nn.CrossEntropyLoss())
             train(booster, parts, range(1, STEPS), rank, dist.get_world_size())
             found = weights_of(parts[0])
@@ -267,7 +269,7 @@ def is_refused(rank: int) -> None:
         LowLevelZeroPlugin(norm_type=1.0)
     with pytest.raises(ValueError, match="precision='fp4' is not known to LowLevelZeroPlugin"):
         LowLevelZeroPlugin(precision="fp4")
-    with pytest.raises(NotImplementedError, match="cpu_offload and fp8_communication"):
+    with pytest.raises(NotImplementedError, match="cpu_offload=True is not supported"):
         LowLevelZeroPlugin(cpu_offload=True)
     with pytest.raises(NotImplementedError, match="fp8_communication"):
         TorchDDPPlugin(fp8_communication=True)
@@ -324,6 +326,8 @@ for plugin in PLUGINS:
         CHECKS[f"overflow {plugin} {precision}"] = overflow(plugin, precision)
     for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
         CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
+if needs_fsdp:
+    CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
 CHECKS |= {
     "goes on elsewhere": goes_on_elsewhere,
     "is refused": is_refused,

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ...logging import get_dist_logger
 from ..checkpoint_io import CheckpointIO
 from ..mixed_precision import (
     BF16MixedPrecision,
+    FP8MixedPrecision,
     FP16NaiveMixedPrecision,
     FP32Precision,
     MixedPrecision,
@@ -111,6 +113,12 @@ class DPPluginBase(Plugin):
             f"{type(self).__name__} needs torch.distributed, which is not initialised: call apex.launch_from_torch() "
             "in a script that `apex run` starts"
         )
+        self.logger = get_dist_logger()
+
+    @property
+    def dp_size(self) -> int:
+        """The number of parts that the data is divided into."""
+        return self.data_place()[0]
 
     def configure(
         self,
@@ -176,12 +184,15 @@ class PipelinePluginBase(DPPluginBase):
         """One step's passes over the microbatches of the next batch; see `Booster.execute_pipeline`."""
 
 
-def own_precision(plugin: str, precision: Any, scaling: dict[str, Any]) -> MixedPrecision:
-    """The precision of a plugin that has its own: a name or a MixedPrecision.
+def own_precision(plugin: str, precision: Any, use_fp8: bool, **scaling: Any) -> MixedPrecision:
+    """Return the precision of a plugin that has its own: a name, a MixedPrecision, or float8 if `use_fp8`.
 
-    "fp16" and "bf16" mean weights in that type, and float32 ones beside the optimizer; `scaling` is for the first.
+    "fp16" and "bf16" mean weights in that type, and float32 ones beside the optimizer. `scaling` has the arguments of
+    the loss scale, which "fp16" alone has.
     """
-    naive = FP16NaiveMixedPrecision(**scaling)  # complains of arguments that it does not know
+    naive = FP16NaiveMixedPrecision(**scaling)  # complains of wrong numbers in every precision
+    if use_fp8:
+        return FP8MixedPrecision()
     if isinstance(precision, MixedPrecision):
         return precision
     known = {"fp16": naive, "fp16_naive": naive, "bf16": BF16MixedPrecision("O5"), "fp32": FP32Precision()}
