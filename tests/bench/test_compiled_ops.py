@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 CASES = ["layer norm", "rms norm", "rope", "softmax", "xentropy", "group norm", "batch norm", "dense", "focal loss"]
 
 
-@pytest.mark.parametrize("case", [*CASES, "glu", "index_mul"])
+@pytest.mark.parametrize("case", [*CASES, "glu", "index_mul", "permuted layer norm", "float32 loss", "loss"])
 def test_ours_and_torchs_are_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     compiled_ops = importlib.import_module("compiled_ops")
