@@ -66,7 +66,8 @@ def test_defaults_fill_and_overrides_replace(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "--micro-batch-size must be positive"),
+        ("", "--micro-batch-size is required"),
+        ("--micro-batch-size 0", "--micro-batch-size must be positive, got 0"),
         ("--micro-batch-size 1 --batch-size 2", "use --micro-batch-size instead"),
         ("--micro-batch-size 1 --fp16 --bf16", "cannot be given together"),
         ("--micro-batch-size 1 --train-iters 5 --train-samples 9", "--train-samples cannot be used with --train-iters"),

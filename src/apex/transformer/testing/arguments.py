@@ -177,8 +177,10 @@ def _settle_groups(args: argparse.Namespace) -> None:
 
 
 def _settle_batches(args: argparse.Namespace) -> None:
+    """Set the global batch size and the data loader from the microbatch size, which has no default, as upstream."""
     micro = args.micro_batch_size
-    _demand(micro is not None and micro > 0, f"--micro-batch-size must be positive, got {micro}")
+    _demand(micro is not None, "--micro-batch-size is required: the samples of a microbatch, such as 2")
+    _demand(micro > 0, f"--micro-batch-size must be positive, got {micro}")
     if args.global_batch_size is None:
         args.global_batch_size = micro * args.data_parallel_size
     _demand(args.global_batch_size > 0, f"--global-batch-size must be positive, got {args.global_batch_size}")
