@@ -8,6 +8,7 @@ import torch.distributed as dist
 from apex.transformer import parallel_state
 from tests.transformer import block
 
+
 def block_equals_one_process(rank: int) -> None:
     """Split over all processes, with and without sequence parallelism; two runs have the same bits."""
     for dtype in (torch.float32, torch.float64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -149,9 +150,17 @@ def _demand(condition: Any, message: str) -> None:
 
 
 def _settle_groups(args: argparse.Namespace) -> None:
-    """Sizes of groups, at most as many as there are processes."""
+    """Set the sizes of groups, with a warning if one is more than there are processes."""
+    asked = {name: getattr(args, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     tensor = args.tensor_model_parallel_size = min(args.tensor_model_parallel_size, args.world_size)
     stages = args.pipeline_model_parallel_size = min(args.pipeline_model_parallel_size, args.world_size // tensor)
+    for name, size in asked.items():
+        if size > getattr(args, name):
+            warnings.warn(
+                f"--{name.replace('_', '-')} {size} is more than fits into {args.world_size} processes: "
+                f"{getattr(args, name)} is used instead",
+                stacklevel=3,
+            )
     _demand(
         args.world_size % (tensor * stages) == 0,
         f"world size ({args.world_size}) is not divisible by tensor model parallel size ({tensor}) times pipeline "
