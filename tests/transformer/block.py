@@ -22,6 +22,7 @@ from apex.transformer.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from apex.transformer.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from tests.harness import sum_error
 
 WORDS, HIDDEN, HEADS, SEQUENCE, BATCH, STEPS = 64, 32, 8, 16, 4, 5
 # The terms of all sums that a number of a forward pass goes through one after the other: projections, attention, norms,
@@ -35,14 +36,6 @@ FORWARD_TERMS = sum(
     )
 )
 TERMS = 2 * FORWARD_TERMS + SEQUENCE * BATCH
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Return how far two runs may differ, relative to a tensor's largest number, if they add in different orders.
-
-    A sum of n terms is off by at most n/2 units in the last place, each of two runs by as much.
-    """
-    return TERMS * torch.finfo(dtype).eps
 
 
 class Model(nn.Module):
@@ -162,7 +155,7 @@ def assert_equals_alone(found: Trained, alone: Trained, allowed: float | None = 
 
     By default that is what the order of sums may change.
     """
-    allowed = tolerance(alone.initial[0].dtype) if allowed is None else allowed
+    allowed = sum_error(alone.initial[0].dtype, TERMS) if allowed is None else allowed
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     for mine, whole, split in zip(found.initial, alone.initial, found.splits, strict=True):
         assert torch.equal(mine, part_of(whole, split))
