@@ -18,7 +18,7 @@ def _driver_supports_ucc() -> bool:
     """Return whether there is an NVIDIA driver from 470.42.01 on, the first with CUDA 11.4, that UCC works with."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return torch._C._cuda_getDriverVersion() >= 11040
+    return torch._C._cuda_getDriverVersion() >= 11040  # type: ignore[attr-defined]
 
 
 # Upstream's names, which suites import to decide what to skip.

@@ -68,7 +68,7 @@ def _check_experts(chunk: nn.Module) -> None:
     if not isinstance(chunk, nn.parallel.DistributedDataParallel):
         return
     for name, parameter in chunk.module.named_parameters():
-        if is_expert(parameter) and parameter.requires_grad and name not in chunk.parameters_to_ignore:
+        if is_expert(parameter) and name not in chunk.parameters_to_ignore:
             raise ValueError(
                 f"{name} is an expert (allreduce=False), and torch's DistributedDataParallel has given it rank 0's "
                 "values: use apex.parallel.DistributedDataParallel, build_model of apex.transformer.pipeline_parallel, "
