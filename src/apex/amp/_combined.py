@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._distributed.collectives import start
 from .._distributed.comparison import differing
+from .._distributed.experts import refuse_experts
 from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
@@ -114,6 +115,11 @@ class CombinedGradients:
         collected = [each.collect(accumulated) for each in self._by_dtype]
         present = [has_gradient for _, has_gradient in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
+            refuse_experts(
+                (param for each in self._by_dtype for param in each.params),
+                "combine_ddp",
+                "Set optimizer.combine_ddp = False and call apex.transformer.finalize_model_grads before the step",
+            )
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
         pairs = zip(self._by_dtype, present, strict=True)
         counted = [each.unscale(has_gradient, accumulated, scaler) for each, has_gradient in pairs]

@@ -14,22 +14,16 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 
-def has_ucc() -> bool:
-    """Whether PyTorch has UCC, with a driver that it works with."""
-    if not (dist.is_available() and dist.is_ucc_available() and torch.cuda.is_available()):
+def _driver_supports_ucc() -> bool:
+    """Return whether there is an NVIDIA driver from 470.42.01 on, the first with CUDA 11.4, that UCC works with."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return _driver_version() >= (470, 42, 1)
+    return torch._C._cuda_getDriverVersion() >= 11040  # type: ignore[attr-defined]
 
 
-def _driver_version() -> tuple[int, ...]:
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ()
-    return tuple(int(part) for part in text.split()[0].split("."))
+# Upstream's names, which suites import to decide what to skip.
+HAS_TORCH_UCC: bool = dist.is_available() and dist.is_ucc_available()
+HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER: bool = _driver_supports_ucc()
 
 
 class DistributedTestBase(MultiProcessTestCase):
@@ -112,7 +106,7 @@ class UccDistributedTestBase(DistributedTestBase):
     DISTRIBUTED_BACKEND = "ucc"
 
     def setUp(self) -> None:
-        if not has_ucc():
+        if not (HAS_TORCH_UCC and HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER):
             self.skipTest("needs a PyTorch with UCC and a GPU driver of version 470.42.01 or newer")
         super().setUp()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..._distributed.experts import is_expert
 from ...amp._amp_state import HALF
 from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
@@ -229,6 +230,11 @@ class HybridParallelPlugin(PipelinePluginBase):
     def control_precision(self) -> bool:
         return True
 
+    @property
+    def takes_experts(self) -> bool:  # type: ignore[override]
+        """Whether models may have experts: ZeRO takes none."""
+        return self.zero_stage == 0
+
     def support_no_sync(self) -> bool:
         return self.pp_size == 1
 
@@ -246,10 +252,13 @@ class HybridParallelPlugin(PipelinePluginBase):
         checkpoint_layers(chosen)
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_world_size(group)
-        broadcast_from_first([tensor for c in chunks for tensor in (*c.parameters(), *c.buffers())], group)
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
+        broadcast_from_first([*(param for param in params if not is_expert(param)), *buffers], group)
+        broadcast_from_first(filter(is_expert, params), parallel_state.get_expert_data_parallel_group())
         names = None if optimizer is None else _keep_own(optimizer, chunks)
-        # Before anything is cast: masters of half-precision parameters may not say whether these are split.
-        is_counted = [] if optimizer is None else counted(optimizer)
+        # Before anything is cast: masters of half-precision parameters may not say whether these are split or experts.
+        kinds = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
             optimizer, saved = zero_optimizer(optimizer, process_group=group, **self.zero_options)
@@ -267,7 +276,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         if wrapped is None:
             return whole, None, criterion
         wrapped.max_norm, wrapped.names = self.max_norm, names
-        wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, is_counted, norm_type)
+        wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, kinds, norm_type)
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):

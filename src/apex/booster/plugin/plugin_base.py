@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ..._distributed.experts import refuse_experts
 from ...logging import get_dist_logger
 from ..checkpoint_io import CheckpointIO
 from ..mixed_precision import (
@@ -106,6 +107,8 @@ class DPPluginBase(Plugin):
     """A plugin whose processes have the same model and different data."""
 
     takes_precision = True
+    # Whether models may have experts, parameters with `allreduce = False` that differ between processes.
+    takes_experts = False
 
     def __init__(self) -> None:
         connected = dist.is_available() and dist.is_initialized()
@@ -129,6 +132,10 @@ class DPPluginBase(Plugin):
         lr_scheduler: Any = None,
         precision: Any = None,
     ) -> Boosted:
+        if not self.takes_experts:
+            refuse_experts(
+                model.parameters(), type(self).__name__, "Use HybridParallelPlugin with zero_stage=0 for such models"
+            )
         return *self._boost(model, optimizer, criterion, precision), dataloader, lr_scheduler
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..._distributed.experts import hide_experts_from_ddp, is_expert
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from ...parallel import convert_syncbn_model
 from ...parallel._flat import broadcast_from_first
@@ -111,12 +112,16 @@ def ddp_options(
 
 
 def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> nn.Module:
-    """A model in DistributedDataParallel; the model itself where none of its parameters is trained."""
-    if not any(param.requires_grad for param in model.parameters()):
+    """Return the model in DistributedDataParallel, or the model itself if no parameter but experts is trained.
+
+    Experts (parameters with `allreduce = False`) keep their own values and gradients.
+    """
+    if not any(param.requires_grad and not is_expert(param) for param in model.parameters()):
         return model
     if ddp == "apex":
         # In float32: sums of scaled float16 gradients would overflow long before their means do.
         return ApexDistributedDataParallel(model, allreduce_always_fp32=True)
+    hide_experts_from_ddp(model)
     device = next(model.parameters()).device
     where = None if device.index is None else [device]
     return nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
