@@ -26,9 +26,7 @@ class FastLayerNormFN(torch.autograd.Function):
         return *norm.NORM.backward_from_saved(ctx, dy), None, None
 
 
-def _fast_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False
-) -> Tensor:
+def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
     """Compute layer norm over the last dimension; the output has the weight's dtype, or autocast's."""
     check_floats(x=x)
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)

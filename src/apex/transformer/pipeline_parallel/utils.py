@@ -42,7 +42,7 @@ def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
 
 
 def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """Set the number of samples of a step and of a microbatch. Unlike `setup_microbatch_calculator` it may be repeated."""
+    """Set the number of samples of a step and of a microbatch, whether or not they have been set before."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
     _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(*args, **kwargs)
 
