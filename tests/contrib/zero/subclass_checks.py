@@ -18,7 +18,7 @@ from apex.contrib.optimizers.distributed_fused_adam import (
     _disable_pre_forward_hook,
     _multi_tensor_copy,
 )
-from tests.contrib.zero.adam_checks import STEPS, Net, batch, expected, groups_of, uses
+from tests.contrib.zero.adam_checks import STEPS, Net, batch, expected, groups_of, train, uses
 from tests.parallel.processes import Check
 
 LR = 0.01
@@ -63,6 +63,32 @@ class Subclass(DistributedFusedAdam):
             dist.all_reduce(square)
             self._grad_norm = square.sqrt() * self.factor
         return super().grad_norm()
+
+
+class Counting(DistributedFusedAdam):
+    """Counts gradients and leaves the rest to the hook of the base class."""
+
+    count = 0
+
+    def _make_post_backward_hook(self, param: Any, param_group_id: int, param_id: int) -> Callable[..., None]:
+        hook = super()._make_post_backward_hook(param, param_group_id, param_id)
+
+        def counting(*arguments: Any) -> None:
+            self.count += 1
+            hook(*arguments)
+
+        return counting
+
+
+def extended_hook(rank: int) -> None:
+    """A subclass may call the hook of the base class in its own."""
+    net = Net()
+    optimizer = Counting(groups_of(net), lr=LR, bucket_cap_mb=0.001)
+    train(net, optimizer, rank)
+    used = [step for step in range(STEPS) if uses(step, rank)]
+    assert optimizer.count == 5 * STEPS + 2 * len(used)
+    for param, other in zip(net.parameters(), expected().parameters(), strict=True):
+        torch.testing.assert_close(param, other)
 
 
 def held_back(late: bool = False, **options: Any) -> Check:
@@ -203,6 +229,7 @@ def coalesced(rank: int) -> None:
 
 
 CHECKS: dict[str, Check] = {
+    "subclass_extends_the_hook": extended_hook,
     "subclass_holds_back": held_back(),
     "subclass_holds_back_late": held_back(late=True),
     "subclass_without_overlap": held_back(overlap_grad_sync=False),

@@ -115,7 +115,11 @@ class SubclassableOptimizer(ZeroOptimizer):
         A function of a subclass decides which gradients leave their parameters and which are sent. What it keeps is
         sent by `grad_sync` or `step`, not at the end of the backward pass.
         """
-        return functools.partial(SubclassableOptimizer._gradient_arrived, self, param)
+
+        def hook(*unused: Any) -> None:
+            ZeroOptimizer._gradient_arrived(self, param)
+
+        return hook
 
     def _init_param_state(self, param: Tensor, param_group_id: int, param_id: int, *args: Any, **kwargs: Any) -> None:
         """Make the state of all parameters that have none; `init_params` says what further arguments are.
