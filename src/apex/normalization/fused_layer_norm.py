@@ -7,6 +7,7 @@ argument is cast to the autocast dtype first, as upstream does.
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -269,7 +270,7 @@ class FusedRMSNorm(_Norm):
 
 
 class _MixedNorm(_Norm):
-    """A norm that always has parameters; other arguments are refused."""
+    """A norm that always has parameters. Unknown keywords are ignored with a warning, because clients pass some."""
 
     def __init__(
         self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
@@ -278,7 +279,8 @@ class _MixedNorm(_Norm):
         if not kwargs.pop("elementwise_affine", True):
             raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
         if kwargs:
-            raise TypeError(f"{name} got unexpected arguments: {', '.join(sorted(kwargs))}")
+            accepted = "normalized_shape, eps, memory_efficient and elementwise_affine=True"
+            warnings.warn(f"{name} ignores {', '.join(sorted(kwargs))}; it takes {accepted}", stacklevel=2)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 

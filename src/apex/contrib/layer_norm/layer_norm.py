@@ -26,6 +26,12 @@ class FastLayerNormFN(torch.autograd.Function):
         return *norm.NORM.backward_from_saved(ctx, dy), None, None
 
 
+def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
+    """Compute layer norm over the last dimension; the output has the weight's dtype, or autocast's."""
+    check_floats(x=x)
+    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
+
+
 class FastLayerNorm(nn.Module):
     """Layer norm over the last dimension, of size `hidden_size`; the output has the weight's dtype."""
 
@@ -42,7 +48,4 @@ class FastLayerNorm(nn.Module):
         init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_floats(x=x)
-        return mixed_dtype_fused_layer_norm_affine(
-            x, self.weight, self.bias, self.weight.shape, self.epsilon, self.memory_efficient
-        )
+        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)

@@ -23,7 +23,8 @@ from ._timers import _Timers
 # Wrappers that reduce gradients over replicas themselves.
 REPLICATED = (DistributedDataParallel, ApexDistributedDataParallel)
 
-_calculator: NumMicroBatchesCalculator | None = None
+# Clients import this name again after `setup_microbatch_calculator` and read the calculator from it.
+_GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
 _timers: _Timers | None = None
 _autoresume: Any = None
 
@@ -32,24 +33,25 @@ _autoresume: Any = None
 
 
 def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """Says, once, how many samples a step and a microbatch have.
+    """Set, once, the number of samples of a step and of a microbatch.
 
     Takes what `build_num_microbatches_calculator` of `apex.transformer.microbatches` does: rank, rampup_batch_size,
     global_batch_size, micro_batch_size and data_parallel_size.
     """
-    assert _calculator is None, "num microbatches calculator is already initialized."
+    assert _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None, "num microbatches calculator is already initialized."
     _reconfigure_microbatch_calculator(*args, **kwargs)
 
 
 def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """`setup_microbatch_calculator` that may be called again."""
-    global _calculator
-    _calculator = build_num_microbatches_calculator(*args, **kwargs)
+    """Set the number of samples of a step and of a microbatch, whether or not they have been set before."""
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(*args, **kwargs)
 
 
 def _calculated() -> Any:
-    assert _calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
-    return _calculator
+    calculator = _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    assert calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
+    return calculator
 
 
 def get_micro_batch_size() -> int:

@@ -111,6 +111,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """All parameters, group by group."""
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
+    def _checked(self, parameters: Iterable[Tensor] | None) -> set[Tensor] | None:
+        """Return `parameters` as a set; None stands for all. Raise if a tensor is no parameter of this optimizer."""
+        chosen = None if parameters is None else set(parameters)
+        if chosen is not None and not chosen <= set(self.parameters()):
+            raise ValueError("parameters has tensors that are not parameters of this optimizer")
+        return chosen
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more parameter group, in all processes alike."""
         if isinstance(param_group, dict):  # else PyTorch complains
