@@ -1,7 +1,6 @@
-"""How much a program of the transducer's kernels takes: the rules, with what was measured behind them.
+"""Launch choices of the transducer's kernels: small rules with the measurements behind them.
 
-Times are microseconds on an NVIDIA H200, of kernels launched directly:
-`benchmarks/results/nvidia_h200-transducer-tuning.txt`.
+Times are microseconds on an NVIDIA H200, of kernels launched directly.
 """
 
 from __future__ import annotations
