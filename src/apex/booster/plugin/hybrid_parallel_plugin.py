@@ -134,7 +134,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_world_size(group)
         broadcast_from_first([tensor for c in chunks for tensor in (*c.parameters(), *c.buffers())], group)
-        names = None if optimizer is None else _keep_own(optimizer, chunks)
+        names = None if optimizer is None else _keep_own(optimizer, chunks, self.pp_size > 1)
         # Before anything is cast: masters of half-precision parameters may not say whether these are split.
         is_counted = [] if optimizer is None else counted(optimizer)
         saved = None
@@ -151,9 +151,10 @@ class HybridParallelPlugin(PipelinePluginBase):
         if replicas > 1 and not self.zero_stage:
             boosted = [replicated(chunk, "torch", self.ddp_options, group) for chunk in boosted]
         whole = HybridParallelModel(boosted)
+        whole.has_stages = self.pp_size > 1
         if wrapped is None:
             return whole, None, criterion
-        wrapped.max_norm, wrapped.names = self.max_norm, names
+        wrapped.max_norm, wrapped.names, wrapped.has_stages = self.max_norm, names, self.pp_size > 1
         wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, is_counted, norm_type)
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
@@ -270,7 +271,7 @@ class _Stage(ModelWrapper):
             stage.set_input_tensor(tensors)
 
 
-def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
+def _keep_own(optimizer: Any, chunks: list[nn.Module], has_stages: bool) -> list[str | None]:
     """Leaves an optimizer the parameters that are in this process's stage; their names in the whole model."""
     own = {id(param) for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
@@ -279,6 +280,6 @@ def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
                 optimizer.state.pop(param, None)
         group["params"] = [param for param in group["params"] if id(param) in own]
     named: dict[int, str] = {}
-    for chunk, names in zip(chunks, names_in(chunks), strict=True):
+    for chunk, names in zip(chunks, names_in(chunks, has_stages), strict=True):
         named.update({id(param): names[key] for key, param in chunk.named_parameters()})
     return [named.get(id(param)) for group in optimizer.param_groups for param in group["params"]]
