@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amp._amp_state import HALF
 from ..contrib.optimizers._zero.arena import laid_out_like
 from ..contrib.optimizers._zero.checkpoints import gather
 from ..contrib.optimizers._zero.state import PARAM
@@ -89,18 +90,25 @@ def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> No
 
 
 class ExactWeights:
-    """The values, in the precision of the state, that a ZeRO optimizer keeps of half-precision parameters."""
+    """The weights that a ZeRO optimizer keeps in its divided state, and writes to the model after every step."""
 
     def __init__(self, optimizer: DistributedFusedAdam) -> None:
         self._optimizer = optimizer
 
     def read(self) -> dict[Tensor, Tensor]:
-        """Whole tensors by parameter, in the host's memory; all processes call it."""
+        """Return the exact values of half-precision parameters, whole, in the host's memory.
+
+        All processes call it.
+        """
+        if not any(param.dtype in HALF for param in self._optimizer.parameters()):
+            return {}
         self._optimizer._settle()
         return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
 
     def write(self, values: dict[Tensor, Tensor]) -> None:
-        """Set the exact values of some parameters; the others keep theirs. All processes call it."""
+        """Set the values of some parameters; the others keep theirs. All processes call it."""
+        if not self._optimizer._has_state:  # it will start from what the model has
+            return
         self._optimizer._settle()
         for state in self._optimizer._states:
             shard = state.read(PARAM).clone()

@@ -160,7 +160,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):
             agree_on_overflows()
-        if self.zero_stage and any(param.dtype in HALF for param in optimizer.parameters()):
+        if self.zero_stage:
             whole.masters = ExactWeights(optimizer)
         return whole, wrapped, criterion
 

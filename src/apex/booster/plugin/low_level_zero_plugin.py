@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...amp._amp_state import HALF
 from ...parallel._flat import broadcast_from_first
 from .._zero import BYTES_OF_A_GRADIENT, ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import FP8MixedPrecision
@@ -101,7 +100,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         if divided is not None and saved is not None:
             load_plain_state(divided, saved)
         boosted = LowLevelZeroModel(model)
-        if divided is not None and any(param.dtype in HALF for param in divided.parameters()):
+        if divided is not None:
             boosted.masters = ExactWeights(divided)
         if optimizer is not None:
             optimizer.max_norm = self.max_norm
