@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._failures import explained
 from ..amp._amp_state import HALF
+from ..ops._host import HOST
 
 
 @torch.no_grad()
@@ -22,25 +23,25 @@ def total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
     """
     by_layout: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        layout = (gradient.device_mesh, gradient.placements) if hasattr(gradient, "placements") else None
-        by_layout.setdefault(layout, []).append(getattr(gradient, "_local_tensor", gradient))
-    norms = [_norm(tensors, order, layout) for layout, tensors in by_layout.items()]
-    if not norms:
-        return torch.zeros((), dtype=torch.float32)
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]), order)
+        if type(gradient) is Tensor or not hasattr(gradient, "placements"):  # asking a plain tensor takes long
+            by_layout.setdefault(None, []).append(gradient)
+        else:
+            layout = gradient.device_mesh, gradient.placements
+            by_layout.setdefault(layout, []).append(gradient._local_tensor)  # type: ignore[attr-defined]
+    return _joined([_norm(tensors, order, layout) for layout, tensors in by_layout.items()], order)
 
 
 def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
     """Return the norm of tensors of one layout: None, or the mesh and the placements of DTensors."""
-    tensors = [tensor for tensor in tensors if tensor.numel()]
-    if any(tensor.dtype in HALF for tensor in tensors):
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms: list[Tensor] = []
+    for (_, dtype), group in groups.items():
         # The norm of scaled gradients is too large for float16 long before they are.
-        norms = [torch.linalg.vector_norm(tensor, order, dtype=torch.float32) for tensor in tensors]
-        local = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
-    else:
-        local = torch.nn.utils.get_total_norm(tensors, order)
+        norms += torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
+    local = _joined(norms, order)
     if layout is None:
         return local
     mesh, placements = layout
@@ -52,3 +53,13 @@ def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
             with explained("measuring the norm of all gradients"):
                 dist.all_reduce(total, operation, group=mesh.get_group(dimension))
     return total if order == torch.inf else total ** (1 / order)
+
+
+def _joined(norms: list[Tensor], order: float) -> Tensor:
+    """Return the norm of tensors that have these norms, on the device of the first."""
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros((), dtype=torch.float32, device=HOST)
+    first = norms[0]
+    if any(norm.device != first.device or norm.dtype != first.dtype for norm in norms):
+        norms = [norm.to(first.device, torch.float32) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), order)
