@@ -153,6 +153,7 @@ def test_boost_returns_five_and_trains_as_pytorch() -> None:
         booster.boost(model, parts[1])
 
 
+@pytest.mark.filterwarnings("ignore:fp8. no layer of the model")
 @pytest.mark.parametrize("precision", [None, "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"])
 def test_a_scheduler_from_before_goes_on_without_warnings(precision: str | None, capsys: Any) -> None:
     """Made on the raw optimizer with a total of 2 and 50 steps of warm-up; the first step overflows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,9 +146,20 @@ def test_autocast_of_fp16_apex_ends_without_an_optimizer() -> None:
     assert model(batch(0)[0]).dtype == torch.float16
 
 
+@pytest.mark.parametrize("name", SCALED)
+def test_an_optimizer_that_nobody_uses_is_gone_at_once(name: str) -> None:
+    _, parts = boosted(SCALED[name])
+    optimizer = weakref.ref(parts[1])
+    model = parts[0]
+    del parts
+    assert optimizer() is model.optimizer is None
+
+
 def test_fp8_without_a_float8_layer_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"trains in bfloat16: 3 of 4: fewer than 2,097,152 weights.*; 1 of 4: a size"):
+    message = r"trains in bfloat16: 3 of 4: fewer than 2,097,152 weights.*; 1 of 4: a size is no multiple of 16"
+    with pytest.warns(UserWarning, match=message) as warned:
         make("fp8").boost(net())
+    assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match="trains in bfloat16: it has no linear layer"):
         make("fp8").boost(nn.Sequential(nn.Conv1d(2, 2, 1)))
 

@@ -26,8 +26,9 @@ def total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
         if type(gradient) is Tensor or not hasattr(gradient, "placements"):  # asking a plain tensor takes long
             by_layout.setdefault(None, []).append(gradient)
         else:
-            layout = gradient.device_mesh, gradient.placements
-            by_layout.setdefault(layout, []).append(gradient._local_tensor)  # type: ignore[attr-defined]
+            sharded: Any = gradient
+            layout = sharded.device_mesh, sharded.placements
+            by_layout.setdefault(layout, []).append(sharded._local_tensor)
     return _joined([_norm(tensors, order, layout) for layout, tensors in by_layout.items()], order)
 
 

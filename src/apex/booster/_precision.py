@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -155,9 +156,10 @@ class MixedOptimizer(OptimizerWrapper):
         self._has_scaled = False
         self._found_inf: Tensor | None = None
         self._nonfinite: list[NonfiniteCounts] = []
+        own: Any = weakref.ref(self)  # no reference cycle: an optimizer that nobody uses is gone at once
         self._messages = OverflowMessages(
-            self._names_by_id,
-            lambda: self.overflow_patience,
+            lambda: own()._names_by_id(),
+            lambda: own().overflow_patience,
             setting="optimizer.overflow_patience",
             bfloat16='Booster(mixed_precision="bf16")',
         )
@@ -216,7 +218,7 @@ class MixedOptimizer(OptimizerWrapper):
                 gradient = gradient._values() if gradient.layout == torch.sparse_coo else gradient
                 params, gradients = by_device.setdefault(gradient.device, ([], []))
                 params.append(param)
-                gradients.append(gradient.detach())
+                gradients.append(gradient)
         counted = []
         for device, (params, gradients) in by_device.items():
             counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp import _casting
+from ..amp._amp_state import _amp_state
 from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
@@ -146,7 +147,7 @@ class FP8MixedPrecision(BF16MixedPrecision):
                 "fp8: no layer of the model multiplies in float8, so that it trains in bfloat16: "
                 f"{reasons or 'it has no linear layer'}. FP8MixedPrecision takes the arguments of apex.fp8.convert, "
                 "such as smallest_weight",
-                stacklevel=2,
+                stacklevel=5,  # the call of boost
             )
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
@@ -247,16 +248,12 @@ class FP16ApexMixedPrecision(Precision):
         from .. import amp
 
         models, optimizer = amp.initialize(model, [] if optimizer is None else optimizer, **self.options)
-        if self._casts_functions():
+        properties = _amp_state.opt_properties
+        if properties.patch_torch_functions:
             # On the thread, autocast would cast everything that is computed here, other models included.
             _casting.leave_thread()
-            criterion = autocast_criterion(criterion, self.dtype)
+            criterion = autocast_criterion(criterion, properties.patch_torch_functions_type)
         return models, AmpOptimizer(optimizer) if optimizer else None, criterion
-
-    def _casts_functions(self) -> bool:
-        from ..amp._amp_state import _amp_state
-
-        return bool(_amp_state.opt_properties.patch_torch_functions)
 
 
 class AmpOptimizer(OptimizerWrapper):

@@ -68,7 +68,7 @@ class ModelWrapper(nn.Module):
         named = unwrapped(self).named_buffers if recurse else super().named_buffers
         return named(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state dict of the user's model, with float32 values where this process has master weights."""
         state = unwrapped(self).state_dict(*args, **kwargs)
         masters = masters_of(self)
