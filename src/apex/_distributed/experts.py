@@ -31,9 +31,12 @@ def refuse_experts(parameters: Iterable[Tensor], who: str, instead: str) -> None
 
 def hide_experts_from_ddp(model: nn.Module) -> None:
     """Have torch's DistributedDataParallel, when it wraps this model, leave experts and their gradients alone."""
-    experts = [name for name, parameter in model.named_parameters() if is_expert(parameter)]
-    if experts:
-        # One of the places where PyTorch compares names writes a dot before those of the model's own parameters.
-        dotted = [f".{name}" for name in experts if "." not in name]
-        names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *experts, *dotted]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    # PyTorch compares names of `named_parameters()` in some places, in others a module's name, a dot and the name of a
+    # parameter in it. They differ for the model's own parameters, and if a wrapper gives parameters other names.
+    names = [name for name, parameter in model.named_parameters() if is_expert(parameter)]
+    for path, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        names += [f"{path}.{name}" for name, parameter in own if is_expert(parameter)]
+    if names:
+        ignored = dict.fromkeys((*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names))
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
