@@ -7,7 +7,7 @@ after those one with the gradients of a bias that was added to the input. They a
 import triton
 import triton.language as tl
 
-from .._kernel_functions import is_last_block
+from .._kernel_functions import is_last_block, mask_if
 from .._launch import kernel
 
 # Rows that are loaded at once. Unrolling all 17 of a group made the kernel take 2 to 5 seconds to compile.
@@ -20,7 +20,7 @@ def _sum_rows(source, count, row_length, column):
     total = tl.zeros(column.shape, tl.float32)
     for first in tl.range(0, count, _AT_ONCE):
         for step in tl.static_range(_AT_ONCE):
-            mask = (column < row_length) & (first + step < count)
+            mask = mask_if(first + step < count, column < row_length)
             place = source + (first + step) * row_length + column
             total += tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     return total
