@@ -1,10 +1,10 @@
-"""`make test-versions`: the quick half of the tests on the oldest PyTorch and on a later one.
+"""`make test-versions`: the quick half of the tests on the oldest PyTorch, on the newest one and on one between.
 
-The oldest runs in the oldest Python found, the later one in the newest. `make test-versions TESTS=tests/ops` runs some
-of the tests.
+Each release has a Python of its own: the oldest 3.10, the newest 3.13. `make test-versions TESTS=tests/ops` runs some
+of the tests. A release whose Python is missing here counts as failed.
 
-Quick is what starts no processes and compiles for no other machine. Each pair of versions has an environment of its own
-below `.venv`, which pip fills from the index it is set up with: there PyTorch may come with CUDA, some gigabytes.
+Quick tests start no processes and compile for no other machine. Each release has an environment of its own below
+`.venv`, which pip fills from the index it is set up with: there PyTorch may come with CUDA, some gigabytes.
 """
 
 from __future__ import annotations
@@ -18,25 +18,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MINORS = range(10, 14)
-# With the triton that each was made for; the older one has none for Arm, and tests of kernels are skipped there.
-OLDEST = ("torch==2.6.0", "triton==3.2.0; platform_machine == 'x86_64'")
-MIDDLE = ("torch==2.9.1", "triton==3.5.1; platform_system == 'Linux'")
-# The interpreter of triton 3.5 takes one-element arrays for numbers, which numpy 2.4 refuses.
-TOOLS = ("hatchling", "hypothesis", "matplotlib", "numpy<2.4", "pytest", "pytest-timeout", "rich", "typer")
+# Python's minor version, PyTorch, the triton that it was made for, and numpy. Triton 3.2 has no build for Arm, where
+# tests of kernels are skipped. The interpreter of triton 3.5 takes one-element arrays for numbers, which numpy 2.4
+# refuses.
+RELEASES = (
+    (10, "torch==2.6.0", "triton==3.2.0; platform_machine == 'x86_64'", "numpy<2.4"),
+    (12, "torch==2.9.1", "triton==3.5.1; platform_system == 'Linux'", "numpy<2.4"),
+    (13, "torch==2.15.0", "triton==3.9.0; platform_system == 'Linux'", "numpy"),
+)
+TOOLS = ("hatchling", "hypothesis", "matplotlib", "pytest", "pytest-timeout", "rich", "typer")
 SLOW = re.compile(r"subprocess|tests\.warm|tests\.parallel\.processes|compile_kernels")
 
 
 def main() -> int:
-    found = pythons() or [sys.executable]
-    pairs = [(found[0], OLDEST), (found[-1], MIDDLE)]
-    results = [f"{_version(python)}, {packages[0]}: {_tested(python, packages)}" for python, packages in pairs]
+    found = pythons()
+    results = []
+    for minor, *packages in RELEASES:
+        outcome = _tested(found[minor], packages) if minor in found else "failed (this Python is not here)"
+        results.append(f"Python 3.{minor}, {packages[0]}: {outcome}")
     print("\n".join(results))
     return any(not result.endswith("passed") for result in results)
 
 
-def pythons() -> list[str]:
-    """One of each minor version: what a shell finds, or what pyenv has without it being switched on."""
-    found = []
+def pythons() -> dict[int, str]:
+    """Return one working interpreter for each minor version found by the shell or, if not switched on, in pyenv."""
+    found = {}
     for minor in MINORS:
         places = [shutil.which(f"python3.{minor}"), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")]
         working = [
@@ -44,7 +50,8 @@ def pythons() -> list[str]:
             for place in places
             if place and not subprocess.call([place, "-c", ""], stderr=subprocess.DEVNULL)
         ]
-        found += working[:1]
+        if working:
+            found[minor] = working[0]
     return found
 
 
@@ -52,8 +59,8 @@ def _version(python: str) -> str:
     return subprocess.check_output([python, "--version"], text=True).strip()
 
 
-def _tested(python: str, packages: tuple[str, ...]) -> str:
-    """Installs and runs; what came of it."""
+def _tested(python: str, packages: list[str]) -> str:
+    """Install `packages` and the test tools, run the quick tests and return their outcome in words."""
     folder = ROOT / ".venv" / "versions" / f"{_version(python)} {packages[0]}".replace(" ", "-").replace("==", "-")
     own = folder / "bin" / "python"
     if not own.exists():

@@ -107,7 +107,9 @@ def test_an_installed_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_
     assert Path(file) == packages / "apex" / "__init__.py"
 
 
-@pytest.mark.parametrize("python", pythons() or [sys.executable], ids=lambda python: Path(python).parts[-3])
+@pytest.mark.parametrize(
+    "python", list(pythons().values()) or [sys.executable], ids=lambda python: Path(python).parts[-3]
+)
 def test_every_python_here_imports_the_wheel_without_anything_else(python: str, wheel: Path, tmp_path: Path) -> None:
     """A wheel can be imported as it is; the command says what it lacks."""
     code = f"import sys; sys.path = [{str(wheel)!r}, *(p for p in sys.path if 'site-packages' not in p)]; import apex"

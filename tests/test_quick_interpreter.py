@@ -7,12 +7,17 @@ import math
 import pytest
 import torch
 
+from . import quick_interpreter
+
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU"),
+    pytest.mark.skipif(not quick_interpreter.can_install(), reason="the interpreter is left as Triton has it"),
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
 ]
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+
+from apex.ops._kernel_functions import mask_if  # noqa: E402
 
 
 @triton.jit
@@ -78,3 +83,38 @@ def test_every_bfloat16_number_is_widened_exactly() -> None:
     assert torch.equal(out[0].view(torch.int32), x.float().view(torch.int32))
     assert torch.equal(out[1, 3:].nan_to_num(), x[3:].float().nan_to_num())
     assert out[1, :3].tolist() == [5.0] * 3
+
+
+@triton.jit
+def of_positive_numbers(X, OUT, count, SIZE: tl.constexpr, WIDEN: tl.constexpr):
+    """Store 1 for numbers above 0, and 0 for others."""
+    index = tl.arange(0, SIZE)
+    x = tl.load(X + index, mask=index < count, other=0.0)
+    positive = x.to(tl.float32) > 0.0 if WIDEN else x > 0.0
+    tl.store(OUT + index, tl.where(positive, 1.0, 0.0), mask=index < count)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_widened_before_a_comparison(dtype: torch.dtype) -> None:
+    x, out = torch.tensor([-1.0, 2.0, 0.0, -3.0], dtype=dtype), torch.empty(4)
+    of_positive_numbers[(1,)](x, out, 4, SIZE=4, WIDEN=True)
+    assert out.tolist() == [0.0, 1.0, 0.0, 0.0]
+    with pytest.raises(Exception, match="kernels compute in float32"):
+        of_positive_numbers[(1,)](x, out, 4, SIZE=4, WIDEN=False)
+
+
+@triton.jit
+def in_one_program(OUT, count, SIZE: tl.constexpr, RIGHT: tl.constexpr):
+    """Store 1 in the first of the launch's programs."""
+    index = tl.arange(0, SIZE)
+    first = tl.program_id(0) == 0
+    mask = mask_if(first, index < count) if RIGHT else (index < count) & first
+    tl.store(OUT + index, 1.0, mask=mask)
+
+
+def test_masks_are_booleans() -> None:
+    out = torch.zeros(4)
+    in_one_program[(2,)](out, 3, SIZE=4, RIGHT=True)
+    assert out.tolist() == [1.0, 1.0, 1.0, 0.0]
+    with pytest.raises(Exception, match="mask must consist of booleans"):
+        in_one_program[(2,)](out, 3, SIZE=4, RIGHT=False)

@@ -25,6 +25,16 @@ def is_last_block(counter, blocks):
 
 
 @triton.jit
+def mask_if(condition, mask):
+    """Return `mask`, a block, if `condition`, a single number, is true, else a mask that is false everywhere.
+
+    Triton's interpreter holds `mask & condition` as integers, which it refuses as a mask from release 3.9 on. Compiled
+    code has no trace of the comparison with 0.
+    """
+    return (mask & condition) != 0
+
+
+@triton.jit
 def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
     """The sum of `number` rows, of which other programs of this launch may have stored some."""
     sums = tl.zeros([ROWS, column.shape[0]], tl.float32)

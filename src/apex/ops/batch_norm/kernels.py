@@ -83,7 +83,7 @@ def batch_norm_measure(
     total = tl.zeros((R, C_BLOCK), tl.float32)
     squares = tl.zeros((R, C_BLOCK), tl.float32)
     counts = tl.zeros((R,), tl.float32)
-    filler = 0.0 if EVEN else tl.zeros_like(total).to(x.dtype.element_ty) + pivot.to(x.dtype.element_ty)[None, :]
+    filler = 0.0 if EVEN else tl.broadcast_to(pivot.to(x.dtype.element_ty)[None, :], (R, C_BLOCK))
     # The last tiles first, because what wrote the input has left those in the cache.
     for start in tl.range(program, units, programs, num_stages=STAGES, loop_unroll_factor=UNROLL):
         offset, mask, rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
@@ -201,7 +201,7 @@ def _masked(gradient, away, x, y, offset, mask, scale, shift, RELU: tl.constexpr
             output = (away * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
         else:
             output = tl.load(y + offset, mask, other=0.0)
-        gradient = tl.where(output > 0.0, gradient, 0.0)
+        gradient = tl.where(output.to(tl.float32) > 0.0, gradient, 0.0)
     return gradient
 
 

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from .._kernel_functions import random_words
+from .._kernel_functions import mask_if, random_words
 from .._launch import kernel
 
 
@@ -34,8 +34,8 @@ def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: 
     noise, h, mask = tensors
     frames, tokens, first, stride = lengths
     T, U, H, threshold, scale = sizes
-    exists = (t < frames) & (u < tokens)
-    stored = exists & (c < H) if PACKED else (t < T) & (u < U) & (c < H)
+    exists = mask_if(t < frames, u < tokens)
+    stored = exists & (c < H) if PACKED else mask_if(t < T, (u < U) & (c < H))
     place = (first + t * stride + u) * H + c
     values = f_row + g_tile
     if RELU:
@@ -61,10 +61,10 @@ def _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED: t
     frames, tokens = lengths[0], lengths[1]
     T, U, H = sizes[0], sizes[1], sizes[2]
     column = (batch * T + t) * H + c
-    f_a = tl.load(f + column, mask=(t < frames) & (c < H), other=0.0).to(tl.float32)
-    f_b = tl.load(f + column + H, mask=(t + 1 < frames) & (c < H), other=0.0).to(tl.float32)
-    f_c = tl.load(f + column + 2 * H, mask=(t + 2 < frames) & (c < H), other=0.0).to(tl.float32)
-    f_d = tl.load(f + column + 3 * H, mask=(t + 3 < frames) & (c < H), other=0.0).to(tl.float32)
+    f_a = tl.load(f + column, mask=mask_if(t < frames, c < H), other=0.0).to(tl.float32)
+    f_b = tl.load(f + column + H, mask=mask_if(t + 1 < frames, c < H), other=0.0).to(tl.float32)
+    f_c = tl.load(f + column + 2 * H, mask=mask_if(t + 2 < frames, c < H), other=0.0).to(tl.float32)
+    f_d = tl.load(f + column + 3 * H, mask=mask_if(t + 3 < frames, c < H), other=0.0).to(tl.float32)
     # After f: Triton 3.6 needs 140 registers in place of 86 the other way round.
     g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
     _write_frame(f_a, g_tile, word_a, tensors, lengths, sizes, t, u, c, PACKED, RELU)

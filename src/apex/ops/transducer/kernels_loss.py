@@ -16,6 +16,7 @@ diagonal, node (t, u) at (t + u) * U + u of `_places`, so that a diagonal is one
 import triton
 import triton.language as tl
 
+from .._kernel_functions import mask_if
 from .._launch import kernel
 from .kernels_joint import sequence
 
@@ -127,7 +128,7 @@ def transducer_loss_words(
     node = (batch * T + t) * U + u
     if (t < frames) & (token < tokens):
         exists = u < tokens
-        present = exists & (first >= 0)
+        present = mask_if(first >= 0, exists)
         row = (first + t * stride + u) * V
         labels, has_label, is_word = _next_labels(label, batch, u, tokens, U, V)
         blank_score = tl.load(x + row + blank, mask=present, other=float("nan")).to(tl.float32)
@@ -240,7 +241,7 @@ def transducer_loss_walk(
         # The first node: nothing behind it, or the last blank.
         start = (i == 0) & (limit > 0)
         corner = u + tl.where(back == 1, last, 0).to(tl.int64) * U
-        end = tl.load(words + corner, mask=start & (back == 1), other=ONE)
+        end = tl.load(words + corner, mask=mask_if(back == 1, start), other=ONE)
         reached = tl.where(start, end, ZERO)
         tl.store(states + corner, reached, mask=start)
         first = tl.maximum(begin, 1)
@@ -342,7 +343,7 @@ def transducer_loss_backward(
         works = t < T  # always: padding is written too
     if works:
         u = token + tl.arange(0, ROWS)
-        exists = (u < tokens) & (t < frames)
+        exists = mask_if(t < frames, u < tokens)
         stored = exists if batch_offset is not None else u < U
         labels, has_label, _ = _next_labels(label, batch, u, tokens, U, V)
         node = (batch * T + t) * U + u

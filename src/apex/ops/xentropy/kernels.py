@@ -10,6 +10,7 @@ its edges, are one small access of their own. Arithmetic is float32, exponential
 import triton
 import triton.language as tl
 
+from .._kernel_functions import mask_if
 from .._launch import kernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -101,14 +102,14 @@ def _write_gradient(
     if (length > whole) & (whole // BLOCK % step == first):
         position = whole + offset
         mask = position < length
-        x = tl.load(body_source + position, mask=mask & counted, other=0.0).to(tl.float32)
+        x = tl.load(body_source + position, mask=mask_if(counted, mask), other=0.0).to(tl.float32)
         slope = _slope(x, position + head, label, log_sum, scale, own, others)
         slope = tl.where(counted, slope.to(target.dtype.element_ty), zeros)
         tl.store(body_target + position, slope, mask=mask)
     if EDGES:
         position, mask = _edges(head, length, classes)
-        mask = mask & (first == 0)
-        x = tl.load(source + source_start + position, mask=mask & counted, other=0.0).to(tl.float32)
+        mask = mask_if(first == 0, mask)
+        x = tl.load(source + source_start + position, mask=mask_if(counted, mask), other=0.0).to(tl.float32)
         slope = tl.where(counted, _slope(x, position, label, log_sum, scale, own, others), 0.0)
         tl.store(target + target_start + position, slope.to(target.dtype.element_ty), mask=mask)
 
