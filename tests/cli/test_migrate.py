@@ -639,6 +639,21 @@ def test_files_of_a_folder_are_written(tmp_path: Path) -> None:
     assert run(tmp_path, "--check") == (0, "", "nothing to rewrite\n")
 
 
+def test_links_in_a_folder_are_left_alone(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir(), folder.mkdir()
+    for path in (outside / "other.py", folder / "own.py"):
+        path.write_text(SCRIPT)
+    (folder / "linked.py").symlink_to(outside / "other.py")
+    (folder / "deep").symlink_to(outside)
+    (folder / "gone.py").symlink_to(outside / "nothing.py")
+    assert run(folder, "--write")[:2] == (0, f"wrote {folder / 'own.py'}\n")
+    assert (outside / "other.py").read_text() == SCRIPT
+    assert (folder / "linked.py").is_symlink()
+    assert run(folder / "linked.py", "--write")[0] == 0  # a file that is named is meant
+    assert "GradScaler" in (outside / "other.py").read_text()
+
+
 def test_refused_places_are_printed_with_file_line_and_rule(tmp_path: Path) -> None:
     good, bad, broken = (tmp_path / name for name in ("good.py", "bad.py", "broken.py"))
     for path, text in ((good, SCRIPT), (bad, with_options(", opt_level='O2'")), (broken, "import apex\nclass")):
@@ -647,7 +662,7 @@ def test_refused_places_are_printed_with_file_line_and_rule(tmp_path: Path) -> N
     assert code == 2
     assert f"{bad}:2: opt-level: 'O2' casts weights" in errors
     assert f"{broken}:2: syntax: " in errors
-    assert "1 files rewritten, 2 places left as they are" in errors
+    assert "1 file rewritten, 2 places left as they are" in errors
     assert "GradScaler" in good.read_text()
     assert broken.read_text() == "import apex\nclass"
 
