@@ -24,7 +24,7 @@ class Config(NamedTuple):
 def rows_config(
     queries: int, keys: int, causal: bool, backward: bool, element_size: int, device: DeviceFacts
 ) -> Config:
-    """How rows of `keys` elements are shared out."""
+    """Return how rows of `keys` elements are shared out."""
     block = max(16, next_power_of_2(keys))
     if block > (8192 if causal else 16384):
         # Keys that are not seen cost a held row as much as others. Causal bfloat16 4x16384x16384: forward in 894,

@@ -25,7 +25,7 @@ SEED = tl.constexpr(1)
 
 @triton.jit
 def _rows(queries, blocks, ROWS: tl.constexpr, PAIRED: tl.constexpr):
-    """The group of this program, its queries, and the position of their rows among all.
+    """Return the group of this program, its queries, and the position of their rows among all.
 
     PAIRED: the first queries alternate with the last, so that programs that read little run beside others that read
     much.
@@ -41,7 +41,7 @@ def _rows(queries, blocks, ROWS: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def _read_bound(query, column, queries, keys, seen, MASK: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Which elements to read: those of the tensor, less what causality hides, as far as that keeps loads wide."""
+    """Return which elements to read: those of the tensor, less what causality hides, as far as that keeps loads wide."""
     end = keys
     if MASK == CAUSAL:
         end = (seen + (ALIGN - 1)) // ALIGN * ALIGN
@@ -181,7 +181,7 @@ def softmax_forward(
 
 @triton.jit
 def _inverse(total, MASK: tl.constexpr):
-    """One over the sum of a row; zero where a mask has left nothing of it."""
+    """Return one over the sum of a row; zero where a mask has left nothing of it."""
     if MASK != 0:
         total = tl.where(total == 0.0, float("inf"), total)
     return 1.0 / total
@@ -193,7 +193,7 @@ def _gradient(
     MASK: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the probabilities, and these; zero where there is nothing to see."""
+    """Return the gradient of the probabilities, and these; zero where there is nothing to see."""
     query, row, queries, keys = at
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     column = start + tl.arange(0, BLOCK)[None, :]

@@ -45,14 +45,14 @@ def masked_softmax(
 
 
 def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:
-    """A mask of float64 in float32, beside an input that kernels take."""
+    """Return a mask of float64 in float32, beside an input that kernels take."""
     if mask is None or mask.dtype != torch.float64 or input.dtype == torch.float64:
         return mask
     return mask.float()
 
 
 def _is_native(input: Tensor, scale: float) -> bool:
-    """Whether PyTorch's operator, which knows neither scale nor mask, is the quicker way to the same result on a GPU.
+    """Return whether PyTorch's operator, which knows neither scale nor mask, is the quicker way to the same result on a GPU.
 
     It is for a small input, whose time is the host's: two operators are quicker than an autograd node of ours (29 and
     38 us on an H200's host), but not than a kernel launch without one. Half precision must not round the product.
@@ -65,7 +65,7 @@ def _is_native(input: Tensor, scale: float) -> bool:
 
 
 def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> None:
-    """Refuses what does not fit, in clear words, before anything is touched."""
+    """Refuse what does not fit, in clear words, before anything is touched."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
     if input.dtype not in FLOATS or input.dim() == 0:
@@ -127,7 +127,7 @@ def softmax_forward(
 
 
 def softmax_backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise: Tensor | None = None) -> Tensor:
-    """The gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
+    """Return the gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
     check_shape("the gradient", dy, probabilities.shape, probabilities.device)
     check_arguments(probabilities, None, spec)
     _check_noise(probabilities, spec, noise)
@@ -153,7 +153,7 @@ def _check_noise(input: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> None
 
 
 def keep_mask(noise: Tensor, probabilities: Tensor, spec: SoftmaxSpec) -> Tensor:
-    """One uint8 per element: 1 where `noise` keeps it, 0 where it drops it."""
+    """Return one uint8 per element: 1 where `noise` keeps it, 0 where it drops it."""
     if noise.dtype != torch.int64:
         return (noise != 0).to(torch.uint8)
     # What is kept of equal probabilities is not zero.
@@ -203,7 +203,7 @@ def _launch(
     scale: float,
     dropout: float,
 ) -> None:
-    """Launches a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
+    """Launch a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
     first, noise = tensors[0], tensors[2]
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
     launch = _prepared_launch(
@@ -242,7 +242,7 @@ def _prepared_launch(
 
 
 def _with_plain_rows(mask: Tensor, shape: torch.Size) -> Tensor:
-    """A mask of at most four dimensions, whose rows have as many elements as there are keys, one after the other."""
+    """Return a mask of at most four dimensions, whose rows have as many elements as there are keys, one after the other."""
     keys = shape[-1]
     if mask.dim() > 3 and len(shape) > 4:
         mask = mask.expand(shape).reshape(-1, *shape[-3:])

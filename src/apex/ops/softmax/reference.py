@@ -68,7 +68,7 @@ def forward(
 def backward(
     dy: Tensor, probabilities: Tensor, keep: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
-    """The gradient of the input, in the dtype of the probabilities."""
+    """Return the gradient of the input, in the dtype of the probabilities."""
     compute = compute_dtype(probabilities)
     gradient, weights = dy.to(compute), probabilities.to(compute)
     if keep is not None:

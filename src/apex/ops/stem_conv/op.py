@@ -35,7 +35,7 @@ FORWARD_TILE, BACKWARD_TILE, PROGRAMS = 128, 32, 2
 
 
 def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 2, padding: int = 0) -> Tensor:
-    """`torch.nn.functional.conv2d` of [N, C, H, W] by [O, C, R, S], also under autocast.
+    """Return `torch.nn.functional.conv2d` of [N, C, H, W] by [O, C, R, S], also under autocast.
 
     On GPUs half precision is computed as above where `stem_fits` says so; PyTorch's operator does the rest.
     """
@@ -59,7 +59,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
 
 
 def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, padding: int) -> bool:
-    """Whether a convolution of this size is quicker here."""
+    """Return whether a convolution of this size is quicker here."""
     if not 0 < channels <= CHANNELS:
         return False
     if list(window) == [stride, stride]:
@@ -69,7 +69,7 @@ def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, p
 
 
 def _by_patches(images: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """The convolution by patches side by side: a matrix product of their values, in another order."""
+    """Return the convolution by patches side by side: a matrix product of their values, in another order."""
     (rows, columns), side = counts, weight.shape[2]
     whole = images[:, :, : rows * side, : columns * side]
     patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 3, 5, 1)
@@ -78,7 +78,7 @@ def _by_patches(images: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor
 
 
 def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
-    """The convolution by `STEM_CONV`, of images and weights padded as the legend says."""
+    """Return the convolution by `STEM_CONV`, of images and weights padded as the legend says."""
     channels, tall, wide = weight.shape[1:]
     absent, beside = CHANNELS - channels, next_power_of_2(wide) - wide
     # Borders up to where the last windows end, which may lie inside the images.
@@ -92,7 +92,7 @@ def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 
 def reference(images: Tensor, weight: Tensor) -> Tensor:
-    """The convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
+    """Return the convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
     wide = _library.compute_dtype(images)
     input, matrix = images.to(wide).permute(0, 3, 1, 2), weight.to(wide).permute(3, 2, 0, 1)
     return functional.conv2d(input, matrix, None, STRIDE).permute(0, 2, 3, 1).to(images.dtype)

@@ -41,7 +41,7 @@ def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceF
 
 
 def joint_backward_tile(tokens: int, features: int, element_size: int, device: DeviceFacts) -> Tile:
-    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
+    """Return all tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
 
     Two warps, since fewer exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh in 153; with
     four warps 133 and 158. Eight where rows do not start at multiples of 16 bytes: their elements are loaded one by
@@ -105,7 +105,7 @@ def _word_tile(
 
 
 def walk_tile(tokens: int, device: DeviceFacts) -> tuple[int, int]:
-    """The tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
+    """Return the tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
 
     60 tokens and 300 frames in 44, in one warp without barriers 51; 200 tokens in 74, two of them a thread 91.
     """

@@ -30,7 +30,7 @@ def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr):
 
 @triton.jit
 def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
-    """Writes the tile of frame t."""
+    """Write the tile of frame t."""
     noise, h, mask = tensors
     frames, tokens, first, stride = lengths
     T, U, H, threshold, scale = sizes
@@ -56,7 +56,7 @@ def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: 
 
 @triton.jit
 def _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
-    """Writes the tiles of the frames t to t + 3."""
+    """Write the tiles of the frames t to t + 3."""
     word_a, word_b, word_c, word_d = words
     frames, tokens = lengths[0], lengths[1]
     T, U, H = sizes[0], sizes[1], sizes[2]
@@ -122,7 +122,7 @@ def transducer_joint_backward(
     dh, kept, f_len, g_len, batch_offset, df, dg, B, T, U, H, chunks, chunk, scale,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums dh once for both gradients: a program walks a chunk of frames with a tile of dh.
+    """Sum dh once for both gradients: a program walks a chunk of frames with a tile of dh.
 
     df is (blocks of tokens) x B x T x H and dg (chunks of frames) x B x U x H: sums to be added up where there are
     several. Elements whose `kept`, where there is one, is not positive count for nothing.
@@ -165,7 +165,7 @@ def transducer_joint_backward(
 def transducer_fill_rest(
     batch_offset, target, last, high, low, value, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes `value` behind the last sequence, whose end is `batch_offset[last]`, up to high * 2**LOW + low elements.
+    """Write `value` behind the last sequence, whose end is `batch_offset[last]`, up to high * 2**LOW + low elements.
 
     Mostly there is nothing to write; how much there is the host does not know. Its numbers are floats, so that one
     launch serves all numbers of rows.

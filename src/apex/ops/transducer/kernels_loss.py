@@ -96,13 +96,13 @@ def _node(program, T, U, ROWS: tl.constexpr):
 
 @triton.jit
 def _places(batch, T, U):
-    """How many places the nodes of a lattice have between the kernels, as int64 like `batch`."""
+    """Return how many places the nodes of a lattice have between the kernels, as int64 like `batch`."""
     return (batch * 0 + T + U - 1) * U
 
 
 @triton.jit
 def _next_labels(label, batch, u, tokens, U, V):
-    """The labels of tokens that have one, which tokens those are, and which labels are words."""
+    """Return the labels of tokens that have one, which tokens those are, and which labels are words."""
     has_label = u < tokens - 1
     labels = tl.load(label + batch * (U - 1) + u, mask=has_label, other=0)
     is_word = (labels >= 0) & (labels < V)
@@ -175,7 +175,7 @@ def _within(s, limit):
 
 @triton.jit
 def _leading_words(blank_at, label_at, s, blank_limit, label_limit):
-    """The words that lead to the nodes of a diagonal: blank from the frame before, label from the token before."""
+    """Return the words that lead to the nodes of a diagonal: blank from the frame before, label from the token before."""
     blank = tl.load(blank_at, mask=_within(s - 1, blank_limit), other=ZERO)
     return blank, tl.load(label_at, mask=_within(s, label_limit), other=ZERO)
 
@@ -192,7 +192,7 @@ def _words_of_four(blank_at, label_at, hop, s, blank_limit, label_limit):
 
 @triton.jit
 def _next_diagonal(reached, blank, label, out, entry, s, limit, label_limit, MANY: tl.constexpr, TOKENS: tl.constexpr):
-    """A diagonal from the one before it; `entry` is where the node before the first of a block of tokens is."""
+    """Return a diagonal from the one before it; `entry` is where the node before the first of a block of tokens is."""
     lane = tl.arange(0, TOKENS)
     left = tl.gather(reached, tl.maximum(lane - 1, 0), 0)
     if MANY:

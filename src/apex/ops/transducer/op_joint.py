@@ -28,7 +28,7 @@ LOW_BITS = 20
 
 
 def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: torch.device, least: int = 0) -> None:
-    """Refuses lengths that do not fit; their values only where reading them costs nothing."""
+    """Refuse lengths that do not fit; their values only where reading them costs nothing."""
     check_tensors(**{name: lengths})
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
@@ -46,7 +46,7 @@ def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: t
 def check_offset(
     batch_offset: Tensor, batches: int, device: torch.device, f_len: Tensor, tokens: Tensor, rows: int
 ) -> None:
-    """Refuses a batch_offset that does not fit lengths and rows; its values only where reading them costs nothing."""
+    """Refuse a batch_offset that does not fit lengths and rows; its values only where reading them costs nothing."""
     check_tensors(batch_offset=batch_offset)
     if batch_offset.dtype not in (torch.int32, torch.int64) or batch_offset.shape != (batches,):
         raise ValueError(
@@ -75,7 +75,7 @@ def joint_arguments(
     packed_rows: int = 0,
     want_mask: bool = False,
 ) -> tuple:
-    """The arguments of `JOINT`, checked; `packed_rows` counts the rows of a packed h.
+    """Return the arguments of `JOINT`, checked; `packed_rows` counts the rows of a packed h.
 
     Dropout draws from the default generator of the device. With ReLU the backward pass looks at h itself, which the
     layer behind keeps in any case; dropout alone, whose zeros cannot be told from those of f + g, keeps a mask of a
@@ -122,12 +122,12 @@ def _shape(f: Tensor, g: Tensor, batch_offset: Tensor | None, packed_rows: int) 
 
 
 def within_rows(batch_offset: Tensor | None, rows: int) -> Tensor | None:
-    """The offsets, clamped to the rows there are: their values, which the host does not know, may be anything."""
+    """Return the offsets, clamped to the rows there are: their values, which the host does not know, may be anything."""
     return None if batch_offset is None else batch_offset.clamp(0, rows)
 
 
 def fill_rest(batch_offset: Tensor | None, packed: Tensor, value: float) -> None:
-    """Fills rows behind the last sequence of a packed tensor: they must not hold what was in memory before."""
+    """Fill rows behind the last sequence of a packed tensor: they must not hold what was in memory before."""
     if batch_offset is None:
         return
     high, low = divmod(packed.numel(), 1 << LOW_BITS)
@@ -204,7 +204,7 @@ def launch_backward(
 def _backward_launch(
     batches: int, frames: int, tokens: int, features: int, itemsize: int, masked: bool, device: torch.device
 ) -> tuple[Any, int, int]:
-    """The kernel of a backward pass, and how many sums there are for each gradient of f and of g."""
+    """Return the kernel of a backward pass, and how many sums there are for each gradient of f and of g."""
     here = facts(device)
     tile = config.joint_backward_tile(tokens, features, itemsize, here)
     blocks = -(-tokens // tile.tokens)

@@ -34,7 +34,7 @@ def check_loss(
     max_f_len: int,
     blank_idx: int,
 ) -> None:
-    """Refuses arguments that do not fit, in clear words; lengths and labels where reading them costs nothing."""
+    """Refuse arguments that do not fit, in clear words; lengths and labels where reading them costs nothing."""
     check_tensors(x=x, label=label)
     if label.dim() != 2 or label.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -81,14 +81,14 @@ def shares_of_scores(
     batch_offset: Tensor | None,
     blank_idx: int,
 ) -> Tensor:
-    """The `shares` that the backward pass needs, from alpha and beta (B x T x U) of log-probabilities."""
+    """Return the `shares` that the backward pass needs, from alpha and beta (B x T x U) of log-probabilities."""
     nodes = reference.lattice(f_len, y_len, batch_offset, (alpha.shape[1], alpha.shape[2]))
     words = reference.scores_of_words(log_probabilities, label, nodes, blank_idx, softmax=False)[1:]
     return reference.shares_of_words(alpha, beta, *words, nodes)
 
 
 def _can_walk() -> bool:
-    """Whether this Triton has what the walk over the lattices is made of: 3.2 cannot gather."""
+    """Return whether this Triton has what the walk over the lattices is made of: 3.2 cannot gather."""
     if hasattr(kernels.tl, "gather"):
         return True
     if _library.requested == "triton":
@@ -152,7 +152,7 @@ def launch_forward(
 
 
 def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
-    """`saved` is what `LOSS` saves beside x, then its settings."""
+    """Return `saved` is what `LOSS` saves beside x, then its settings."""
     label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     if not x.numel():
         return torch.empty_like(x)

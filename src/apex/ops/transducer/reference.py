@@ -24,7 +24,7 @@ def _range(length: int, like: Tensor) -> Tensor:
 
 
 def _in_sequence(f_len: Tensor, g_len: Tensor, frames: int, tokens: int) -> Tensor:
-    """Which places of B x T x U are no padding."""
+    """Return which places of B x T x U are no padding."""
     inside_frames = _range(frames, f_len) < f_len[:, None]
     return inside_frames[:, :, None] & (_range(tokens, g_len) < g_len[:, None])[:, None, :]
 
@@ -122,7 +122,7 @@ def scores_of_words(
 
 
 def _walk(start: Tensor, by_blank: Tensor, by_label: Tensor) -> Tensor:
-    """The logarithms of the probabilities to reach the nodes of B x T x U, from `start` at (0, 0), B.
+    """Return the logarithms of the probabilities to reach the nodes of B x T x U, from `start` at (0, 0), B.
 
     `by_blank` and `by_label` are those of the words that lead to a node, from the frame before and from the token
     before. All nodes of a diagonal t + u are reached at once: rows are moved by u, so that diagonals become columns.
@@ -195,7 +195,7 @@ def loss(
 
 
 def loss_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
-    """The gradient of the logits, or (not `softmax`) of the log-probabilities."""
+    """Return the gradient of the logits, or (not `softmax`) of the log-probabilities."""
     label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     compute, words = compute_dtype(x), x.shape[-1]
     flat = x.reshape(-1, words)

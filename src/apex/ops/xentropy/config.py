@@ -123,7 +123,7 @@ def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
 
 
 def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None = None) -> torch.dtype:
-    """The dtype in which the gradients of weight and bias are summed over the chunks."""
+    """Return the dtype in which the gradients of weight and bias are summed over the chunks."""
     if asked is not None:
         return asked
     # Sums over all rows, not divided by their number yet, may be too large for float16.
@@ -133,7 +133,7 @@ def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None 
 
 
 def parts_of_products(classes: int, dtype: torch.dtype, on_gpu: bool) -> list[slice]:
-    """The classes that matrix products take at a time."""
+    """Return the classes that matrix products take at a time."""
     whole = classes // CLASS_MULTIPLE * CLASS_MULTIPLE
     if not on_gpu or dtype.itemsize != 2 or whole in (0, classes):
         return [slice(0, classes)]

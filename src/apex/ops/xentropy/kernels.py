@@ -49,7 +49,7 @@ def _edges(head, length, classes):
 
 @triton.jit
 def _accumulate(x, mask, greatest, exponentials, total, SMOOTHED: tl.constexpr):
-    """One block more for each lane: its greatest element, the sum of 2^(x - greatest) and the sum of x.
+    """Return one block more for each lane: its greatest element, the sum of 2^(x - greatest) and the sum of x.
 
     The maximum is taken over a lane's part of the block first, so that an element costs one exponential.
     """
@@ -63,7 +63,7 @@ def _accumulate(x, mask, greatest, exponentials, total, SMOOTHED: tl.constexpr):
 
 @triton.jit
 def _slope(x, position, label, log_sum, scale, own, others):
-    """The derivative of a row's loss, scale * (softmax - target); the last two are -scale * target."""
+    """Return the derivative of a row's loss, scale * (softmax - target); the last two are -scale * target."""
     softmax = tl.exp2(x * LOG2E - log_sum * LOG2E)
     return scale * softmax + tl.where(position == label, own, others)
 
@@ -74,7 +74,7 @@ def _write_gradient(
     EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
+    """Write a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
     Only `counted` rows are read; the gradient of the others, padding, is zero whatever their logits are. EVICT: the
     cache's policy for what is read and written here.

@@ -51,7 +51,7 @@ def linear_cross_entropy(
     accumulation_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(input, weight, bias), target)` without ever holding all logits.
+    """Return `cross_entropy(linear(input, weight, bias), target)` without ever holding all logits.
 
     `input` is (..., H), `weight` (V, H), `target` (...) with classes or `ignore_index`, `bias` (V). The loss is
     float32 (float64 for float64 inputs): a mean over the rows that are not ignored, a sum, or with "none" the loss of
@@ -137,7 +137,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
 
 def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
-    """The losses, or their sum; divided by `count` where it is given."""
+    """Return the losses, or their sum; divided by `count` where it is given."""
     if reduction == "none":
         return losses
     return losses.sum() if count is None else losses.sum() / count
@@ -146,7 +146,7 @@ def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
 def _pass(
     given: tuple, labels: Tensor, row_scale: Tensor | None, spec: LinearSpec, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The pass over the chunks in the dtype of `spec.compute`; `given` are input, weight and bias."""
+    """Return the pass over the chunks in the dtype of `spec.compute`; `given` are input, weight and bias."""
     input, weight, bias = given
     rows, classes = input.shape[0], weight.shape[0]
     size = config.chunk_size(rows, classes, spec.chunk_rows)
@@ -161,7 +161,7 @@ def _pass(
 
 
 def _finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None, is_compiled: bool) -> Tensor | None:
-    """The gradient times `factor` in the dtype of its tensor; in place where nothing else sees it."""
+    """Return the gradient times `factor` in the dtype of its tensor; in place where nothing else sees it."""
     if gradient is None or like is None:
         return None
     if factor is None:
@@ -250,7 +250,7 @@ def _losses_and_gradient(
     ignore_index: int,
     gradient: bool,
 ) -> None:
-    """Writes the losses and, where the gradient is wanted, overwrites the logits with it."""
+    """Write the losses and, where the gradient is wanted, overwrites the logits with it."""
     if _library.runs_triton(FAMILY, logits):
         if gradient:
             launch_in_place(logits, labels, losses, row_scale, smoothing, ignore_index)
@@ -287,7 +287,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 
 def _adds_to_float32(half: Tensor) -> bool:
-    """Whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
+    """Return whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
     return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 

@@ -28,7 +28,7 @@ MOST_CLASSES = 2**31 - 2**16
 def xentropy_forward(
     logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = NO_PADDING
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row and the logarithm of its sum of exponentials, in float32 (float64 for float64 logits).
+    """Return the loss of each row and the logarithm of its sum of exponentials, in float32 (float64 for float64 logits).
 
     Without autograd. Rows whose label is `padding_idx` get zeros.
     """
@@ -44,7 +44,7 @@ def xentropy_backward(
     smoothing: float = 0.0,
     padding_idx: int = NO_PADDING,
 ) -> Tensor:
-    """The gradient of the logits, contiguous, from `loss_gradient` and the second result of `xentropy_forward`."""
+    """Return the gradient of the logits, contiguous, from `loss_gradient` and the second result of `xentropy_forward`."""
     check_logits(logits, labels, smoothing)
     check_shape("loss_gradient", loss_gradient, labels.shape, logits.device)
     check_shape("log_sums", log_sums, labels.shape, logits.device)
@@ -53,7 +53,7 @@ def xentropy_backward(
 
 
 def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
-    """Refuses arguments that do not fit together, in clear words."""
+    """Refuse arguments that do not fit together, in clear words."""
     check_tensors(logits=logits, labels=labels)
     shape = logits.shape
     if not shape or labels.shape != shape[:-1]:
@@ -89,7 +89,7 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
 def launch_in_place(
     logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
 ) -> None:
-    """Writes the losses, and over the logits their gradient times `row_scale`."""
+    """Write the losses, and over the logits their gradient times `row_scale`."""
     sizes, scaled = (*logits.shape, logits.stride(0), padding_idx), row_scale is not None
     launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype, logits.device)
     launch((logits, labels, losses, torch.empty_like(losses), row_scale), (smoothing,))
@@ -98,7 +98,7 @@ def launch_in_place(
 def launch_backward(
     dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
-    """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
+    """Return the gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
     rows, device = _whole_rows(logits), logits.device
     loss_stride = int(any(dlosses.stride()))
     if loss_stride and not dlosses.is_contiguous():
@@ -124,7 +124,7 @@ def _backward_launch(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> tuple[Any, bool, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The kernel, whether it is that for short rows, and sizes and strides of the gradient."""
+    """Return the kernel, whether it is that for short rows, and sizes and strides of the gradient."""
     itemsize = dtypes[0].itemsize
     (*outer, classes), (row_stride, padding_idx, loss_stride) = shape, sizes
     rows, layout = math.prod(outer), (tuple(shape), contiguous_strides(tuple(shape)))
@@ -146,7 +146,7 @@ def _backward_launch(
 
 
 def _whole_rows(logits: Tensor) -> Tensor:
-    """The logits as rows x classes, copied unless the elements of each row are adjacent."""
+    """Return the logits as rows x classes, copied unless the elements of each row are adjacent."""
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     stride = rows.stride()
     return rows if stride[1] == 1 and stride[0] >= rows.shape[1] else rows.contiguous()
@@ -156,7 +156,7 @@ def _whole_rows(logits: Tensor) -> Tensor:
 def _forward_launch(
     sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The kernel for losses, and with `gradient` also for the gradient in place of the logits."""
+    """Return the kernel for losses, and with `gradient` also for the gradient in place of the logits."""
     (rows, classes, row_stride, padding_idx), itemsize = sizes, dtype.itemsize
     if classes <= config.SHORT_ROW and not gradient:
         return _short_rows((*sizes, 1), False, smoothed, itemsize, device)
