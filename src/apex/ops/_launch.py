@@ -36,7 +36,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch with all its arguments, from which the kernel can be compiled."""
+    """One recorded launch with all its arguments, sufficient to compile the kernel."""
 
     prepared: PreparedLaunch
     device: torch.device

@@ -201,7 +201,7 @@ def runs_triton_now(family: OpFamily, tensor: torch.Tensor) -> bool:
         if not _takes_subclass(tensor):
             return False
         device = _META
-    # The condition is that of `sees_operators_only`, inlined.
+    # Same condition as in `sees_operators_only`, inlined.
     if _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     key = (family.name, device, dtype)

@@ -204,7 +204,7 @@ class TorchLists:
 
     @torch.no_grad()
     def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
-        """Return the sum (or maximum) of the rule's first quantity over all tensors, float32 [1]; its root if `root`."""
+        """Return the sum (or maximum) of a rule's first quantity over all tensors, float32 [1]; its root if `root`."""
         values = per_tensor[:, 0]
         if not values.numel():
             return torch.zeros(1, dtype=torch.float32, device=self.device)

@@ -109,7 +109,7 @@ class TritonLists:
         return total.out
 
     def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
-        """Return the sum (or maximum) of the rule's first quantity over all tensors, float32 [1]; its root if `root`."""
+        """Return the sum (or maximum) of a rule's first quantity over all tensors, float32 [1]; its root if `root`."""
         total = Sum(self._empty(1), root=root)
         self._reduce(rule, per_tensor, None, len(self.sizes), total)
         return total.out
