@@ -236,11 +236,11 @@ class Op:
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Run as the backward of such a Function: return a gradient for each of `gradients`, None if not wanted."""
+        """Run as the backward of an autograd Function: return one gradient for each of `gradients`, or None."""
         if wanted is None:
             needed = ctx.needs_input_grad
             wanted = needed[: len(self.gradients)] if self._gradients_lead else self._wanted(needed)
-        # If kernels took the arguments, they take the tensors saved from them, except when autograd is not alone now.
+        # Kernels that took the arguments also take the saved tensors, in plain eager mode without create_graph.
         if ctx.launched and not torch.is_grad_enabled() and _library.is_eager(gradients[0]):
             return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
         if torch.compiler.is_compiling():

@@ -126,7 +126,7 @@ class Recording:
         return self._places[:_MOST_NUMBERS][len(self.numbers) - 1]
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """Return `count` zeros outside of the graph's pool, because replays write to other parts of the pool.
+        """Return `count` zeros outside of the graph's pool, whose memory replays reuse for other tensors.
 
         Return None if the memory is used up, or if the current stream is not captured.
         """

@@ -19,7 +19,7 @@ from .._tuned import tunable
 LARGEST_HEAD = 256
 # The shared memory that the tiles below were chosen for, in bytes; desktop GPUs have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
-# Bytes of gradients of logits that are stored at a time. More only if one batch alone needs more, or its bias as much.
+# Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as much as its bias.
 STORED_BYTES = 512 << 20
 
 # The stored gradients of a key's logits begin at a multiple of this many elements, so that any number of queries can be
@@ -171,9 +171,9 @@ def spread(
 
     Each program takes a tile of the queries or keys, as `split` says, for one of `heads` heads of all batches. Narrow
     tiles of keys have more queries, because a step takes long however little there is to do. Times of all gradients: a
-    float32 batch of one head, 197 long and 32 wide: by 64 queries and 16 keys 24 (32 by 32: 55, 16 by 32: 49); 2
-    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40); one batch with 4 heads, 584 long and 8 wide: by 64 and
-    32 32 (64 by 16, for heads that are not padded to 32: 35, 32 by 32: 40).
+    float32 batch of one head, 197 long and 32 wide, by 64 queries and 16 keys: 24 (32 by 32: 55, 16 by 32: 49); 2
+    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40); one batch with 4 heads, 584 long and 8 wide, by 64 and
+    32: 32 (64 by 16, for heads that are not padded to 32: 35, 32 by 32: 40).
     """
     block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
     head, enough = head_block(head_dim), device.multiprocessors

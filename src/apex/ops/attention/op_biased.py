@@ -266,8 +266,8 @@ def _backward_launches(
 ) -> BackwardLaunches | None:
     """Prepare the backward launches; return None if kernels do not take the tensors as they are.
 
-    `forms` describe query, key, mask and bias. `strides` belong to value, output and its gradient. `dtypes` are those
-    of the gradient of the bias, None without one, and of the output's gradient.
+    `forms` describe query, key, mask and bias. `strides` belong to value, output and its gradient. `dtypes` belong
+    to the gradient of the bias, None without one, and to the output's gradient.
     """
     (query, key, mask, bias), (v, o, g) = forms, strides
     value, dtype = (key[0], v, key[2]), dtypes[0]

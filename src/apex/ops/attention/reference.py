@@ -101,7 +101,7 @@ def _mix(x: Tensor) -> Tensor:
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> Tensor:
-    """Return `attention`, by scaled_dot_product_attention where it is accurate."""
+    """Return `attention`, by scaled_dot_product_attention if its gradients are accurate."""
     dtype = query.dtype
     if mask is not None and not _host.on_host(query):
         # For a row whose keys are all masked, PyTorch's fused gradient on a GPU knows only the log of a sum, where

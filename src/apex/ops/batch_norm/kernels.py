@@ -8,10 +8,10 @@ results: forward means, sums of squared deviations and a count, `pitch` values a
 2C values after it. A second kernel combines the rows in a fixed order: if the last programs of the pass did this, it
 would take 6 to 10 us longer on an H200 for the 5 that the host saves. Statistics are float32: mean and biased variance.
 
-Rank statistics, [2C + 1], are sent to other processes: forward such a row, backward `sum_dy`, `sum_dy_xhat` and a
-count. `sum_dy` is the sum of the gradient behind the ReLU mask, and `sum_dy_xhat` the sum of this gradient times the
-normalised input. With RELU the mask comes from the output. If the output is None (without an addend), the mask is
-computed again from the input. Absent tensors are None.
+Rank statistics, [2C + 1], are sent to other processes: forward a row of partial results, backward `sum_dy`,
+`sum_dy_xhat` and a count. `sum_dy` is the sum of the gradient behind the ReLU mask, and `sum_dy_xhat` the sum of this
+gradient times the normalised input. With RELU the mask comes from the output. If the output is None (without an
+addend), the mask is computed again from the input. Absent tensors are None.
 
 ALIGN, a power of two up to 16, divides the contiguous size, C or S: dividing and multiplying by ALIGN tells Triton how
 wide loads may be. EVEN: R divides S, so that no tile has fewer positions. Passes that sum load STAGES tiles ahead to

@@ -62,9 +62,9 @@ def activation_backward(
 
     `saved` is the activation's output, for gelu its input. `dz` may be `dy`. `active`, or None, becomes gelu's output.
     A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
-    If there is only one such row, `partials` is the bias gradient itself. FULL: no row or column needs a mask.
+    If there is only one row of partials, it is the bias gradient itself. FULL: no row or column needs a mask.
     With FINISH, not 0, these rows are summed here too, which saves the host a launch. The last of every FINISH programs
-    sums their rows into a row behind all programs' rows, and the last of these sums those into `dbias`.
+    sums their rows into a further row of `partials`, and the last of these programs sums the further rows into `dbias`.
     ALIGN, a power of two up to 16, divides `columns`, which tells Triton how wide loads may be.
     """
     columns = columns // ALIGN * ALIGN

@@ -374,7 +374,7 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def known_groups(slots: Slots) -> Groups | None:
-    """Return the groups made earlier for such sizes and dtypes on this stream, pointed to these tensors; or None."""
+    """Return groups made earlier for equal sizes and dtypes on this stream, pointed to these tensors; or None."""
     key, tensors = _signature(slots)
     kept = None if key is None else _kept.get(key)
     if kept is None:

@@ -365,7 +365,7 @@ def forward_and_save(
 
 
 def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
-    """Run as the backward of such a Function: return gradients laid out in memory as the inputs were, None for None."""
+    """Run as the backward of a Function of rotations: return gradients in the inputs' memory layout, None for None."""
     cu_seqlens, *tables = ctx.saved_tensors
     rotate = _as_operator if torch.compiler.is_compiling() else _rotate if torch.is_grad_enabled() else _run
     specs = ctx.specs
