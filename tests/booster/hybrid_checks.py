@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.booster._whole import whole_model, whole_optimizer
-from apex.booster.plugin import GradientCheckpointConfig, HybridParallelPlugin, PipelineGradientCheckpointConfig
+from apex.booster.plugin import (
+    GradientCheckpointConfig,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+)
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
 from tests.booster import problem
@@ -242,6 +247,48 @@ def evaluates(rank: int) -> None:
             booster.execute_pipeline(iter([tuple(tensor[:63] for tensor in batch(0))]), model, criterion)
 
 
+def measures(rank: int) -> None:
+    """`get_grad_norm` has the last step's norm, and changes nothing."""
+    for options in ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}):
+        with ended():
+            found: dict[bool, dict[str, Tensor]] = {}
+            for asks in (False, True):
+                booster, (model, optimizer, *_) = boosted("fp16_naive", **options)
+                for step in range(2):
+                    booster.execute_pipeline(iter([batch(step)]), model, criterion, optimizer)
+                    before = optimizer.clip_grad_by_norm(1e6).item() if asks else 0.0
+                    optimizer.step()
+                    assert not asks or optimizer.get_grad_norm() == before > 0
+                    optimizer.zero_grad()
+                    assert not asks or optimizer.get_grad_norm() == before
+                    assert_same_everywhere([torch.tensor(before)])
+                found[asks] = whole_model(model, copies=True)
+            assert_equal(found[True], found[False])
+
+
+def saves_others_beside_stages(rank: int) -> None:
+    """A model that is not split, trained in the processes that have just trained the stages of another one."""
+    with ended():
+        booster, parts = boosted("fp32", pp_size=2)
+        train(booster, parts, range(1))
+        for precision in ("fp32", "fp16_naive"):
+            other, model = make(plugin=LowLevelZeroPlugin(1, precision)), problem.net()
+            pieces = other.boost(model, problem.adam(model), nn.CrossEntropyLoss())
+            problem.train(other, pieces, range(1), rank, dist.get_world_size())
+            folder = Path(f"beside stages {precision}")
+            other.save_model(pieces[0], folder / "model", shard=True)
+            other.save_optimizer(pieces[1], folder / "optimizer")
+            saved = whole_model(pieces[0], copies=True), whole_optimizer(pieces[1], copies=True)
+            assert saved[0].keys() == problem.net().state_dict().keys()
+            problem.train(other, pieces, range(1, 2), rank, dist.get_world_size())
+            other.load_model(pieces[0], folder / "model")
+            other.load_optimizer(pieces[1], folder / "optimizer")
+            assert_equal((whole_model(pieces[0]), whole_optimizer(pieces[1])), saved)
+            with pytest.raises(RuntimeError, match=r"does not fit the model: missing .*, unexpected"):
+                other.load_model(other.boost(nn.Linear(2, 2))[0], folder / "model")
+        assert whole_model(parts[0]).keys() == model_of(False).state_dict().keys()
+
+
 def is_refused(rank: int) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"tp_size": 3}, ValueError, "tp_size=3 times pp_size=1 must divide"),
@@ -308,6 +355,8 @@ def _checks() -> dict[str, Check]:
     checks["checkpoints layers"] = checkpoints_layers
     checks["without pipelines"] = trains_without_pipelines
     checks["evaluates"] = evaluates
+    checks["measures"] = measures
+    checks["saves others beside stages"] = saves_others_beside_stages
     checks["is refused"] = is_refused
     return checks
 

@@ -3,8 +3,8 @@
 autograd runs a backward pass in a thread of its own, so a call hands over to that thread and back. Where the thread
 wakes up on another core, that core may first have to be woken and has nothing of Python in its caches: on a virtual
 machine the same backward pass of a norm kept the host busy for 78 us on one core and for 156 to 219 us on several, and
-which of these it would be changed from second to second (`benchmarks/results/nvidia_h200-host.txt`). On one core there
-is only the handover, for every implementation alike.
+which of these it would be changed from second to second. On one core there is
+only the handover, for every implementation alike.
 """
 
 from __future__ import annotations

@@ -77,16 +77,16 @@ def drawn_cases(
 def run_sweep(
     drawn: Iterable[tuple[str, str, Callable[[], Passes]]],
     device: torch.device,
-    path: Path,
+    path: Path | None,
     console: Console,
     about: Mapping[str, Any],
     *,
     all_cores: bool = False,
 ) -> int:
-    """Measures the cases, prints a summary of each family and returns an exit status: 1 where one of ours was wrong.
+    """Measure the cases, print a summary of each family and return an exit status: 1 if one of ours was wrong.
 
-    The file at `path` is written anew after every case, so that a run which is cut off loses none; `about` stands at
-    its head.
+    The file at `path`, if there is one, is written anew after every case, so that a run which is cut off loses none;
+    `about` stands at its head.
     """
     head = json.dumps({**describe(device), **about})[:-1]
     rows: list[Row] = []
@@ -108,11 +108,14 @@ def run_sweep(
                 _measure(*again, device, ROUNDS_WHERE_SLOWER)
             _write(path, head, rows)
         print_summary(family, rows[first:], time.perf_counter() - begin, console)
-        console.print(f"results: {path}", markup=False)
+        if path is not None:
+            console.print(f"results: {path}", markup=False)
     return int(any(row["error"] is not None for row in rows))
 
 
-def _write(path: Path, head: str, rows: Sequence[Row]) -> None:
+def _write(path: Path | None, head: str, rows: Sequence[Row]) -> None:
+    if path is None:
+        return
     with atomic_file(path, "w") as file:
         file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
 

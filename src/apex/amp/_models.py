@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _casting
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier, to_type
+from ._pretrained import save_dtypes_of_parameters, save_dtypes_of_state_dict
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.d
         vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
         record.undo.append(_uncast_forward)
     if cast_type in HALF:
-        record.undo.append(_keep_state_dict_in_float32(model))
+        save_dtypes_of_state_dict(model)
+        record.undo += [save_dtypes_of_parameters, _keep_state_dict_in_float32(model)]
 
 
 def release_model(model: nn.Module) -> None:

@@ -26,9 +26,8 @@ from ._checks import check_flags, check_loss, checked_optimizers
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
-from .scaler import LossScaler, NonfiniteCounts, OverflowMessages, names_of_parameters
+from .scaler import LossScaler, NonfiniteCounts, _overflow_messages, names_of_parameters
 
-_overflow_messages = OverflowMessages()
 _ORIGINAL_UPDATE = LossScaler.update_scale
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -173,7 +172,8 @@ def _update_scale(
         for stash in waiting:
             stash.already_patched = True
     if scaler.dynamic:
-        _overflow_messages.note(scaler, loss_id, counts)
+        found_inf, floor = scaler._overflow_buf, scaler._min_loss_scale
+        _overflow_messages.note(found_inf, scaler._scale, floor, loss_id, counts)
 
 
 @contextlib.contextmanager

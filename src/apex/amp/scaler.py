@@ -292,23 +292,43 @@ def _copy_to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 class OverflowMessages:
-    """Overflow flags of backward passes on their way to the host, and the messages that follow from them."""
+    """Overflow flags of backward passes on their way to the host, and the messages that follow from them.
 
-    def __init__(self) -> None:
+    - `names`: returns what messages call parameters, by their id;
+    - `patience`: returns how many skipped steps in a row, with the scale at its floor, are not an error yet;
+    - `setting` and `bfloat16`: how users change the patience, and how they train in bfloat16.
+    """
+
+    def __init__(
+        self,
+        names: Callable[[], dict[int, str]],
+        patience: Callable[[], int],
+        setting: str,
+        bfloat16: str,
+    ) -> None:
+        self._names, self._patience, self._setting, self._bfloat16 = names, patience, setting, bfloat16
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all flags and counts."""
         self._pending: deque[_Report] = deque()
         # By loss: how many steps in a row were skipped, and how many of them with the scale at its floor.
         self._skipped: dict[int, tuple[int, int]] = {}
 
-    def note(self, scaler: LossScaler, loss_id: int, counted: list[NonfiniteCounts]) -> None:
-        """Sends to the host what it will want to say if the gradients overflowed."""
-        found_inf = scaler._overflow_buf
-        if not self._pending and found_inf.is_cpu and not scaler._has_overflow:
+    def note(
+        self, found_inf: Tensor, scale: Tensor, floor: float | None, loss_id: int, counted: list[NonfiniteCounts]
+    ) -> None:
+        """Sends a step's overflow flag to the host, with what the message is to say if it is set.
+
+        `scale` is the loss scale after the step, float32 [1], and `floor` the smallest that it can be.
+        """
+        if not self._pending and found_inf.is_cpu and not found_inf.item():
             self._skipped[loss_id] = 0, 0
             return
         counters = [each.counts.to(found_inf.device, torch.float32).flatten() for each in counted]
-        values = torch.cat((found_inf.float(), scaler._scale, *counters))
+        values = torch.cat((found_inf.float().reshape(1), scale.to(found_inf.device).reshape(1), *counters))
         params = [param for each in counted for param in each.params]
-        send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
+        send = functools.partial(self._send, values, loss_id, floor, params)
         recording = _recording.current
         if recording is not None and recording.captures:
             recording.after += [send, self.read]
@@ -327,10 +347,6 @@ class OverflowMessages:
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())
 
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.__init__()  # type: ignore[misc]
-
     def _report(self, report: _Report) -> None:
         overflowed, scale, *counters = report.values.tolist()
         if not overflowed:
@@ -339,36 +355,37 @@ class OverflowMessages:
         skipped, at_floor = self._skipped.get(report.loss_id, (0, 0))
         floor = 1.0 if report.floor is None else report.floor
         skipped, at_floor = skipped + 1, at_floor + 1 if scale <= floor else 0
-        gives_up = at_floor >= _amp_state.overflow_patience
+        gives_up = at_floor >= self._patience()
         self._skipped[report.loss_id] = skipped, 0 if gives_up else at_floor
-        nonfinite = _nonfinite_parameters(report.params, counters)
+        nonfinite = _nonfinite_parameters(report.params, counters, self._names())
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to {scale}")
         maybe_print(f"  {nonfinite}")
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
-                "look at the parameters named above, lower the learning rate, clip gradients, or use bfloat16 (O4, O5)"
+                f"look at the parameters named above, lower the learning rate, clip gradients, or use {self._bfloat16}"
             )
         if gives_up:
             raise FloatingPointError(
                 f"gradients overflowed in {at_floor} steps in a row with loss scale {scale}, which cannot be lowered "
                 f"any further: {nonfinite}. The loss or the model itself produces values that are not finite "
-                "(amp.initialize(overflow_patience=...) sets how many such steps are tolerated)"
+                f"({self._setting} sets how many such steps are tolerated)"
             )
 
 
-def _nonfinite_parameters(params: list[Tensor], counters: list[float]) -> str:
-    """Which parameters have gradients that are not finite, and how."""
+def _nonfinite_parameters(params: list[Tensor], counters: list[float], names: dict[int, str]) -> str:
+    """Return a sentence that names the parameters whose gradients are not finite, with the counts of inf and nan."""
     if not params:
         return "which gradients are not finite is not known: the optimizer has divided them among processes"
     found = []
-    names = names_of_parameters()
     for index, param in enumerate(params):
         infinite, unknown = (int(count) for count in counters[2 * index : 2 * index + 2])
         if infinite or unknown:
             name = names.get(id(param), f"a tensor of shape {tuple(param.shape)}")
             kinds = [f"{count} {kind}" for count, kind in ((infinite, "inf"), (unknown, "nan")) if count]
             found.append(f"{name} ({', '.join(kinds)})")
+    if not found:
+        return f"all {len(params)} gradients of this process are finite: the overflow was in another process"
     more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     return f"{len(found)} of {len(params)} gradients are not finite: {', '.join(found[:_NAMED])}{more}"
 
@@ -384,3 +401,12 @@ def names_of_parameters() -> dict[int, str]:
             if param in _amp_state.masters:
                 names.setdefault(id(_amp_state.masters[param]), prefix + name)
     return names
+
+
+# The messages of the one session of amp.
+_overflow_messages = OverflowMessages(
+    names_of_parameters,
+    lambda: _amp_state.overflow_patience,
+    setting="amp.initialize(overflow_patience=...)",
+    bfloat16="bfloat16 (O4, O5)",
+)

@@ -95,9 +95,10 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
     found: dict[Key, tuple[int, str, Any, str]] = {}
     calls: Counter[tuple[str, str, str]] = Counter()
     with file:
-        for group in sorted(file.values(), key=lambda group: int(group.name[1:].partition("_")[0])):
+        for group in sorted(_members(file), key=lambda group: int(group.name[1:].partition("_")[0])):
             layer, attributes = group.name.partition("_")[2], group.attrs
-            for dataset, stored in group.items():
+            for stored in _members(group):
+                dataset = stored.name.rpartition("/")[2]
                 kind = attributes.get("kind", "backward" if dataset.startswith("grad") else "forward")
                 name = (attributes.get("module", layer), kind, dataset)  # Ascend's files name classes alone
                 scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
@@ -105,6 +106,19 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
                 values = torch.from_numpy(stored[...])
                 found[key] = len(found), layer, values if scale == 1 else values / scale, dtype
                 calls[name] += 1
+    return found
+
+
+def _members(group: Any) -> list[Any]:
+    """Return what a group of an HDF5 file holds; links, and data that other files hold, raise a ValueError."""
+    h5py, found = import_h5py(), []
+    for name in group:
+        is_own = isinstance(group.get(name, getlink=True), h5py.HardLink)
+        member = group[name] if is_own else None
+        if not is_own or (isinstance(member, h5py.Dataset) and (member.external or member.is_virtual)):
+            place = f"{group.name.rstrip('/')}/{name}"
+            raise ValueError(f"{place!r} of {group.file.filename!r} points to data elsewhere, which a dump never does")
+        found.append(member)
     return found
 
 

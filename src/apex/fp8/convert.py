@@ -49,6 +49,7 @@ def convert(
 
     A device without float8 is refused, unless `emulate` asks for the same numbers without the speed, for tests.
     """
+    _check_model(model)
     check_scaling(scaling)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if not emulate:
@@ -88,7 +89,8 @@ def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emula
 
 
 def revert(model: nn.Module) -> None:
-    """Undoes `convert`."""
+    """Undo `convert`."""
+    _check_model(model)
     module: Any
     for module in model.modules():
         if type(module) in LAYERS.values():
@@ -106,6 +108,11 @@ def table(report: list[Converted]) -> str:
     for row in report:
         lines.append(f"{row.name:{width}}  {row.in_features:6} {row.out_features:6}  {row.reason or 'yes'}")
     return "\n".join(lines)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; convert models of a list one by one")
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -70,7 +70,7 @@ class CapturedStep:
         self._kinds: dict[Any, Kind] = {}
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
-        self._replays = self._captures = 0
+        self._replays = self._captures = self._eager_calls = 0
         self._has_said = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -104,7 +104,9 @@ class CapturedStep:
         tensors, kind = flattened(arguments)
         device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])
         if device is None:
-            return self._function(*args, **kwargs)
+            outputs = self._function(*args, **kwargs)
+            self._eager_calls += 1
+            return outputs
         try:
             known = self._known((*kind, *_modes(device)))
         except TypeError as error:  # a NumPy array or a set
@@ -143,6 +145,7 @@ class CapturedStep:
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
         known.calls += 1  # a call that raised has not made the state that a graph needs
+        self._eager_calls += 1
         # One parameter of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
         changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
@@ -190,11 +193,11 @@ class CapturedStep:
         return sum(len(known.graphs) for known in self._kinds.values())
 
     def report(self) -> str:
-        """Return one line about the graphs, calls, captures and replays so far."""
+        """Return a line with the number of graphs, eager calls, captures and replays so far."""
         if self.reason:
             return f"eager: {self.reason}"
-        eager = sum(known.calls for known in self._kinds.values())
-        return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
+        counts = (f"{self.graphs} graphs", f"{self._eager_calls} eager calls", f"{self._captures} captures")
+        return ", ".join((*counts, f"{self._replays} replays"))
 
 
 class _StepsOfObject(dict[CapturedStep, CapturedStep]):

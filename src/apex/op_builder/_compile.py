@@ -72,6 +72,7 @@ def compile_extension(name: str, sources: Sequence[str], flags: Mapping[str, Any
             return cpp_extension.load(name, list(sources), build_directory=str(folder), verbose=False, **flags)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             log = folder / "build.log"
+            log.unlink(missing_ok=True)  # a link would be followed
             log.write_text(str(error))
             raise RuntimeError(
                 f"{name} could not be compiled. The first error:\n\n{first_error(str(error))}\n\n"

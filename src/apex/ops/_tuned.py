@@ -186,7 +186,7 @@ def read_tables(path: Path) -> list[Table]:
         return found
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [Table(path, problem=f"is no table of tuned launches: {type(error).__name__}: {error}")]
 
 

@@ -256,7 +256,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
         broadcast_from_first([*(param for param in params if not is_expert(param)), *buffers], group)
         broadcast_from_first(filter(is_expert, params), parallel_state.get_expert_data_parallel_group())
-        names = None if optimizer is None else _keep_own(optimizer, chunks)
+        names = None if optimizer is None else _keep_own(optimizer, chunks, self.pp_size > 1)
         # Before anything is cast: masters of half-precision parameters may not say whether these are split or experts.
         kinds = [] if optimizer is None else counted(optimizer)
         saved = None
@@ -273,15 +273,16 @@ class HybridParallelPlugin(PipelinePluginBase):
         if replicas > 1 and not self.zero_stage:
             boosted = [replicated(chunk, "torch", self.ddp_options, group) for chunk in boosted]
         whole = HybridParallelModel(boosted)
+        whole.has_stages = self.pp_size > 1
         if wrapped is None:
             return whole, None, criterion
-        wrapped.max_norm, wrapped.names = self.max_norm, names
+        wrapped.max_norm, wrapped.names, wrapped.has_stages = self.max_norm, names, self.pp_size > 1
         wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, kinds, norm_type)
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):
             agree_on_overflows()
-        if self.zero_stage and any(param.dtype in HALF for param in optimizer.parameters()):
+        if self.zero_stage:
             whole.masters = ExactWeights(optimizer)
         return whole, wrapped, criterion
 
@@ -454,7 +455,7 @@ class _Stage(ModelWrapper):
             stage.set_input_tensor(tensors)
 
 
-def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
+def _keep_own(optimizer: Any, chunks: list[nn.Module], has_stages: bool) -> list[str | None]:
     """Leaves an optimizer the parameters that are in this process's stage; their names in the whole model."""
     own = {id(param) for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
@@ -463,6 +464,6 @@ def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
                 optimizer.state.pop(param, None)
         group["params"] = [param for param in group["params"] if id(param) in own]
     named: dict[int, str] = {}
-    for chunk, names in zip(chunks, names_in(chunks), strict=True):
+    for chunk, names in zip(chunks, names_in(chunks, has_stages), strict=True):
         named.update({id(param): names[key] for key, param in chunk.named_parameters()})
     return [named.get(id(param)) for group in optimizer.param_groups for param in group["params"]]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...amp._amp_state import HALF
 from ...parallel._flat import broadcast_from_first
 from .._precision import CastModel
 from .._zero import BYTES_OF_A_GRADIENT, ExactWeights, load_plain_state, zero_optimizer
@@ -123,7 +122,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         if not self.cast_inputs and isinstance(model, CastModel):
             model._casts = dataclasses.replace(model._casts, inputs=None)
         boosted = LowLevelZeroModel(model)
-        if divided is not None and any(param.dtype in HALF for param in divided.parameters()):
+        if divided is not None:
             boosted.masters = ExactWeights(divided)
         if optimizer is not None:
             optimizer.max_norm = self.max_norm

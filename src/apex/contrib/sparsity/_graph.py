@@ -30,12 +30,26 @@ _NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.LayerNorm, nn.RMS
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Tracer(fx.Tracer):
-    """Looks neither into layers of PyTorch or this package, nor into what has hooks, which a graph does not show."""
+    """A tracer that looks neither into layers of PyTorch or this package, nor into modules with hooks.
+
+    The arguments that are not in `names` have their defaults: they are left out of the call. torch.fx itself would
+    change the code of `forward` to give them, which fails for a forward behind a decorator.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.names)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         known = isinstance(m, LAYERS) and type(m).forward.__module__.startswith("torch.nn.")
@@ -44,19 +58,20 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, examples: tuple | None) -> fx.Graph:
-    """The graph of the model with what its arguments are by default, but for those that examples are given for.
+    """Return the graph of a model, in which arguments have their defaults, but for those that examples are given for.
 
     With examples, nodes know the shapes of their results.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())[len(examples or ()) :]
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    named = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _POSITIONAL]
+    names = [p.name for place, p in enumerate(named) if place < len(examples or ()) or p.default is p.empty]
+    names += [f"argument_{place}" for place in range(len(named), len(examples or ()))]  # of *args
     attributes = set(vars(model))
     try:
-        graph = _Tracer().trace(model, concrete_args=defaults or None)
+        graph = _Tracer(names).trace(model)
         if examples is not None:
             from torch.fx.passes.shape_prop import ShapeProp
 
-            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples, *defaults.values())
+            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples)
     finally:
         for name in set(vars(model)) - attributes:  # constants of the graph
             model.__dict__.pop(name)

@@ -106,6 +106,13 @@ def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn
     return found
 
 
+def updates(optimizer: Any, model: nn.Module) -> bool:
+    """Return whether an optimizer updates any parameter of the model, or any master of one, or nothing at all."""
+    held = {id(param) for group in optimizer_chain(optimizer)[-1].param_groups for param in group["params"]}
+    masters = (each for copies in copies_of(model, [optimizer], ()).values() for each in copies)
+    return not held or any(id(tensor) in held for tensor in (*model.parameters(), *masters))
+
+
 def tied_tensors(
     param: Tensor, copies: Mapping[Tensor, list[Tensor]], states: Iterable[Mapping]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -145,13 +145,18 @@ class ASP:
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: Any) -> None:
-        """Has each step of the optimizer mask gradients before and weights, master weights and state after it."""
-        cls.__check_model("init_optimizer_for_pruning")
+        """Have each step of the optimizer mask gradients before it, and weights, master weights and state after it."""
+        model = cls.__check_model("init_optimizer_for_pruning")
         if any(optimizer is known for known in cls.__optimizers):
             raise SparsityError("this optimizer has been initialized for pruning already")
         inner = parameters.optimizer_chain(optimizer)[-1]
         if not hasattr(inner, "register_step_pre_hook"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
+        if not parameters.updates(optimizer, model):
+            raise ValueError(
+                f"none of the parameters of the optimizer ({type(inner).__name__}) belongs to the model "
+                f"({type(model).__name__}) that ASP prunes; make the optimizer from this model's parameters()"
+            )
         hooks = [
             inner.register_step_pre_hook(lambda *_: cls.__mask(gradients=True)),
             inner.register_step_post_hook(lambda *_: cls.__mask()),

@@ -105,7 +105,7 @@ class Permutation:
             if [(node.op, node.target) for node in training.nodes] != [(node.op, node.target) for node in graph.nodes]:
                 Walk(model, training, channels)
         except Exception as error:  # whatever a model's code does with a proxy
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error})"
             warnings.warn(f"the model is pruned without permuting its channels: {reason}", stacklevel=2)
             return False
         sparse = {id(getattr(module, name)) for module, name in cls.__sparse}

@@ -1,6 +1,6 @@
 """Launch choices for the norm kernels: small rules from shape, dtype and device, measured on an H200.
 
-Times are microseconds, of kernels launched directly: `benchmarks/results/nvidia_h200-norm-tuning.txt`.
+Times are microseconds, of kernels launched directly.
 """
 
 from __future__ import annotations

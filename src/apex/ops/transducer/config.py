@@ -1,7 +1,6 @@
 """Launch rules of the transducer's kernels, with the measurements behind them.
 
-Times are microseconds on an NVIDIA H200, of kernels launched directly:
-`benchmarks/results/nvidia_h200-transducer-tuning.txt`.
+Times are microseconds on an NVIDIA H200, of kernels launched directly.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def backward(
     own = (index == labels).to(compute) * (smoothing - 1.0)
     if torch.compiler.is_compiling():
         # Inductor fuses a comparison with every class into the pass over the logits, but not a scatter.
-        is_own = index[..., None] == torch.arange(classes, device=logits.device)
+        is_own = index[..., None] == torch.arange(classes, dtype=torch.int64, device=logits.device)
         slope = torch.where(is_own, slope + own[..., None], slope)
     else:
         # Not in place: vmap may have many gradients, or labels, for one set of logits.

@@ -25,7 +25,9 @@ _FLOOR = 1e-6
 # More of them find little: on a uniform 128 x 64 matrix none keep 2919.76, 10 attempts 2921.33, 137 2924.5.
 ESCAPE_ATTEMPTS = 10
 # The search of a matrix of more elements shows a progress bar.
-_LARGE = 1 << 20
+_LARGE = 1 << 16
+# Seconds between two looks at the clock.
+_BETWEEN_LOOKS = 0.1
 
 
 class Search:
@@ -33,6 +35,7 @@ class Search:
 
     def __init__(self, columns: Tensor, deadline: float, bar: Any) -> None:
         self.columns, self.deadline, self.bar = columns, deadline, bar
+        self.at_once = 16  # windows between two looks at the clock; more if they take little time
         self.order = torch.arange(len(columns), dtype=torch.int64, device=HOST)
         numbers = torch.arange(len(columns) // 4, dtype=torch.int64, device=HOST)
         self.members = torch.combinations(numbers)  # the two stripes of each window
@@ -46,19 +49,31 @@ class Search:
         return float(op.kept_magnitude(self.columns[self.order.to(self.columns.device)]).sum())
 
     def climb(self, changed: Tensor) -> None:
-        """Makes exchanges until none gains anything or time is spent; `changed` are the stripes that were touched."""
+        """Make exchanges until none gains anything or time is spent; `changed` are the stripes that were touched."""
         while len(changed):
             touched = torch.zeros(len(self.order) // 4, dtype=torch.bool, device=HOST).index_fill_(0, changed, True)
             (windows,) = torch.where(touched[self.members].any(1))
-            columns = self.order.view(-1, 4)[self.members[windows]].flatten(1)
-            gains, splits = op.best_splits(self.columns, columns.to(self.columns.device))
-            self.gains[windows], self.splits[windows] = gains.to(HOST), splits.to(HOST)
+            self.gains[windows] = 0.0
+            done = 0
+            while not done or (done < len(windows) and not self._time_is_spent()):
+                part = windows[done : done + self.at_once]
+                done += len(part)
+                start = time.monotonic()
+                columns = self.order.view(-1, 4)[self.members[part]].flatten(1)
+                gains, splits = op.best_splits(self.columns, columns.to(self.columns.device))
+                self.gains[part], self.splits[part] = gains.to(HOST), splits.to(HOST)
+                if len(part) == self.at_once:
+                    self.at_once *= 2 if time.monotonic() - start < _BETWEEN_LOOKS / 2 else 1
             changed = self._exchange()
-            now = time.monotonic()
-            if self.bar is not None:
-                self.bar.update(0, completed=self.bar.tasks[0].total - (self.deadline - now))
-            if now > self.deadline:
+            if self._time_is_spent():
                 break
+
+    def _time_is_spent(self) -> bool:
+        """Return whether the deadline has passed, and show the time in the progress bar."""
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.update(0, completed=self.bar.tasks[0].total - (self.deadline - now))
+        return now > self.deadline
 
     def _exchange(self) -> Tensor:
         """Makes the best exchanges, by falling gain, that touch no stripe twice; the stripes that changed."""
@@ -83,7 +98,7 @@ class Search:
         """
         most = self.total()
         for _ in range(attempts):
-            if time.monotonic() > self.deadline:
+            if self._time_is_spent():
                 break
             before = self.order.clone(), self.gains.clone(), self.splits.clone()
             stripes = torch.randperm(len(self.order) // 4, generator=generator, dtype=torch.int64, device=HOST)[:3]
