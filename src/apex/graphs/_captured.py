@@ -29,8 +29,8 @@ def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
             strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
             kinds.append((leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad))
         elif _is_record(leaf):
-            found, kind = flattened(vars(leaf))
-            tensors += found
+            inner_tensors, kind = flattened(vars(leaf))
+            tensors += inner_tensors
             kinds.append((type(leaf), kind))
         else:
             kinds.append((type(leaf), leaf))

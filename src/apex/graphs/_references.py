@@ -52,18 +52,18 @@ class Place(NamedTuple):
 
     def read(self) -> Any:
         """Return the value at this location, or `MISSING` if there is none."""
-        found = self.root
+        value = self.root
         try:
             for key in self.path:
                 if key is len:
-                    found = len(found)
-                elif isinstance(found, dict):
-                    found = found.get(key, MISSING)
+                    value = len(value)
+                elif isinstance(value, dict):
+                    value = value.get(key, MISSING)
                 else:
-                    found = getattr(found, key) if isinstance(key, str) else found[key]
+                    value = getattr(value, key) if isinstance(key, str) else value[key]
         except Exception:  # an unassigned variable, or any error raised by the code of an attribute
             return MISSING
-        return found
+        return value
 
     def owners(self) -> list[tuple[Place, Any]]:
         """Return the objects, dicts and lists that contain the value, with their locations, the outermost first."""
@@ -84,11 +84,11 @@ class Place(NamedTuple):
 
     def has(self, value: Any) -> bool:
         """Return whether the location holds `value`: the same tensor, or otherwise an equal value."""
-        found = self.read()
-        if found is value or isinstance(found, Tensor) or isinstance(value, Tensor):
-            return found is value
+        current = self.read()
+        if current is value or isinstance(current, Tensor) or isinstance(value, Tensor):
+            return current is value
         with contextlib.suppress(Exception):  # arrays and objects may define comparison in their own way
-            return bool(found == value)
+            return bool(current == value)
         return False
 
 
@@ -113,9 +113,9 @@ class References:
 
     def places(self) -> list[Place]:
         """Return the locations of all variables, of the modes of modules, and of the tensors in modules."""
-        found = [*self.variables]
+        locations = [*self.variables]
         for module in self._modules.values():
-            found.append(Place.of(module, "training"))
+            locations.append(Place.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
                     # Norms keep statistics of the last batch for callers, and compute with them only if
@@ -123,11 +123,11 @@ class References:
                     is_kept = isinstance(entries[key], BatchStatistics)
                     place = Place(f"{type(module).__name__}.{key}", entries, (key,), is_kept, variable=True)
                     parts = parts_of(place, few=_FEW_ITEMS)
-                    found += [part for part in parts if _is_tensor(part.read())]
+                    locations += [part for part in parts if _is_tensor(part.read())]
                     if is_kept:  # other shapes may use another kernel, which keeps other statistics
                         kept = place.item(BatchStatistics._fields.index("inverted"))
-                        found.append(kept._replace(temporary=False))
-        return found
+                        locations.append(kept._replace(temporary=False))
+        return locations
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Return the dicts of all modules that hold submodules, parameters and hooks."""
@@ -163,10 +163,10 @@ class References:
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
             places[name] = Place(name, cell, ("cell_contents",))
         with contextlib.suppress(TypeError):  # a wrapper may take other arguments than the wrapped function
-            given = inspect.signature(plain).bind_partial(*args, **kwargs)
-            given.apply_defaults()
-            objects = [name for name, value in given.arguments.items() if not _is_plain(value)]
-            places |= {name: Place(name, given.arguments, (name,)) for name in objects}
+            bound = inspect.signature(plain).bind_partial(*args, **kwargs)
+            bound.apply_defaults()
+            objects = [name for name, value in bound.arguments.items() if not _is_plain(value)]
+            places |= {name: Place(name, bound.arguments, (name,)) for name in objects}
         if plain.__defaults__:
             self.variables.append(Place(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
         for path in sorted(names.attributes):
@@ -204,8 +204,8 @@ def parts_of(place: Place, names: Set[str] = frozenset(), few: float = math.inf)
 
 def _is_open(value: Any, attribute: str) -> bool:
     """Return whether an attribute may be read: it runs no code of a property, and its owner is not PyTorch's."""
-    found = inspect.getattr_static(type(value), attribute, None)
-    return not isinstance(value, _CLOSED) and not isinstance(found, property | functools.cached_property)
+    definition = inspect.getattr_static(type(value), attribute, None)
+    return not isinstance(value, _CLOSED) and not isinstance(definition, property | functools.cached_property)
 
 
 def _is_plain(value: Any) -> bool:

@@ -27,9 +27,9 @@ from ._references import MISSING, Place, References, parts_of
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
     """Return the parameters that a step may change, amp's half-precision copies of them, and `others`."""
-    found = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    found += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
-    return list({id(param): param for param in (*found, *others)}.values())
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    params += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
+    return list({id(param): param for param in (*params, *others)}.values())
 
 
 def version_of(value: Any) -> int | None:
@@ -39,33 +39,33 @@ def version_of(value: Any) -> int | None:
 
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
     """Return the locations of optimizers' defaults, group entries and lengths, except step counts on the host."""
-    found = []
+    locations = []
     for optimizer in optimizers:
         defaults, groups = Place.of(optimizer, "defaults"), Place.of(optimizer, "param_groups")
-        found += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
+        locations += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
         for index, group in enumerate(optimizer.param_groups):
             entries = {name: groups.item(index).item(name) for name in group}
-            found.append(entries.pop("params").item(len))
-            found += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
-    return found
+            locations.append(entries.pop("params").item(len))
+            locations += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
+    return locations
 
 
 def _training_places(optimizers: Sequence[Any]) -> list[Place]:
     """Return all locations in these optimizers and in amp, and the gradients of all leaf tensors of the process."""
-    found = hyperparameters(optimizers)
+    locations = hyperparameters(optimizers)
     # An optimizer may step outside of the function, and a backward pass may reach another optimizer's parameters.
     leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
-    found += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
+    locations += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
     for optimizer in optimizers:
         for name in ("state", "_skipped", "most_recent_scale", "scale_set_by_backward"):
             parts = parts_of(Place.of(optimizer, name))
-            found += [part._replace(temporary=part.path[-1] is len) for part in parts]
+            locations += [part._replace(temporary=part.path[-1] is len) for part in parts]
     for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
         names = ("found_inf", "already_patched", "params_have_scaled_gradients")
-        found += [Place.of(stash, name) for name in names]
+        locations += [Place.of(stash, name) for name in names]
     for scaler in _amp_state.loss_scalers:
-        found += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
-    return found
+        locations += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
+    return locations
 
 
 def _is_leaf(tensor: Tensor) -> bool:
@@ -133,9 +133,9 @@ class Snapshot:
             if copied is not None and version_of(value) != version:
                 value.copy_(copied)
             if value is not MISSING and place.path[-1] is not len and not place.has(value):
-                for owner, found in self._owners.get(id(place), ()):
-                    if owner.read() is not found:
-                        owner.put(found)
+                for owner, saved_owner in self._owners.get(id(place), ()):
+                    if owner.read() is not saved_owner:
+                        owner.put(saved_owner)
                 place.put(value)
 
 
@@ -194,13 +194,13 @@ class State:
             return "the parts or hooks of a module"
         moved = []
         for place, need, is_changed in self._needs:
-            found = place.read()
-            if found is need:
+            current = place.read()
+            if current is need:
                 continue
-            both = isinstance(need, Tensor) + isinstance(found, Tensor)
-            if both == 2 and (need.shape, need.dtype, need.device) == (found.shape, found.dtype, found.device):
+            both = isinstance(need, Tensor) + isinstance(current, Tensor)
+            if both == 2 and (need.shape, need.dtype, need.device) == (current.shape, current.dtype, current.device):
                 # Cloned, because two tensors may have changed places: all are read before one is written to.
-                moved.append((place, need, found.clone(), is_changed))
+                moved.append((place, need, current.clone(), is_changed))
             elif both or not place.has(need):
                 return f"{place.name} (was {reprlib.repr(need)})"
         for place, need, value, is_changed in moved:

@@ -32,11 +32,11 @@ class CudaGraphs:
         """
         if torch.compiler.is_compiling() or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return None
-        found = {tensor.device for tensor in tensors}
-        if not found:
+        devices = {tensor.device for tensor in tensors}
+        if not devices:
             return torch.device("cuda", torch.cuda.current_device())
-        device = found.pop()
-        return device if device.type == "cuda" and not found else None
+        device = devices.pop()
+        return device if device.type == "cuda" and not devices else None
 
     @contextlib.contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:

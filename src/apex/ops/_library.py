@@ -421,10 +421,10 @@ def once_differentiable(backward: Callable) -> Callable:
             return backward(ctx, *gradients)  # no derivative is wanted: PyTorch's decorator would do the same
         if not torch.compiler.is_compiling():
             gradients = tuple(
-                given.detach().requires_grad_()
-                if isinstance(given, torch.Tensor) and not given.requires_grad
-                else given
-                for given in gradients
+                gradient.detach().requires_grad_()
+                if isinstance(gradient, torch.Tensor) and not gradient.requires_grad
+                else gradient
+                for gradient in gradients
             )
         return once(ctx, *gradients)
 

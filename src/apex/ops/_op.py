@@ -195,8 +195,8 @@ class Op:
 
     def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         try:
-            found = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
-            return found if type(found) is tuple else (found,)  # type: ignore[return-value]
+            results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
+            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
@@ -261,8 +261,8 @@ class Op:
         """Return the gradients of `run_backward` in code that torch.compile may trace."""
         if not torch.compiler.is_compiling():
             return self.run_backward(gradients, saved, settings, wanted)
-        found = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
-        return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
+        results = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
+        return tuple(gradient if asked else None for gradient, asked in zip(results, wanted, strict=True))
 
     def self_check(self, device: torch.device) -> float:
         """Return the largest error on `device`, forward and backward, as a multiple of its tolerance."""
@@ -284,10 +284,10 @@ class Op:
 
     def _in_order(self, gradients: Sequence[Tensor | None], padding: tuple[None, ...]) -> tuple[Tensor | None, ...]:
         """Return one gradient for each tensor of the schema, None if it has none, followed by `padding`."""
-        found: list[Tensor | None] = [None] * self.tensors
+        ordered: list[Tensor | None] = [None] * self.tensors
         for place, gradient in zip(self._gradient_places, gradients, strict=True):
-            found[place] = gradient
-        return (*found, *padding)
+            ordered[place] = gradient
+        return (*ordered, *padding)
 
     def _differentiate(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool], create_graph: bool
@@ -310,8 +310,8 @@ class Op:
             reference = self._formula if create_graph else self._reference
             output = _as_tuple(reference(*tensors, *settings))[0]
             inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
-            found = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
-        remaining = iter(found)
+            computed = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
+        remaining = iter(computed)
         return tuple(next(remaining) if needed else None for needed in wanted)
 
     def second_derivative(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
@@ -363,8 +363,8 @@ class Op:
 
         def op_backward(ctx, dy, *unused):  # type: ignore[no-untyped-def]
             wanted = self._wanted(ctx.needs_input_grad)
-            found = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
-            return self._in_order([g if needed else None for g, needed in zip(found, wanted, strict=True)], padding)
+            gradients = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
+            return self._in_order([g if needed else None for g, needed in zip(gradients, wanted, strict=True)], padding)
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
             wanted = arguments[-1]
@@ -409,18 +409,18 @@ class Op:
         inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
         exact_results = _as_tuple(self._reference(*exact, *in_double))
         expected = exact_results[0]
-        given: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
+        grad_output: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
         if expected.requires_grad:
             exact_gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                expected, inputs, given.double(), materialize_grads=True
+                expected, inputs, grad_output.double(), materialize_grads=True
             )
         else:  # a reference whose derivative is written out
             kept = self._save((*exact, *in_double), exact_results)
-            exact_gradients = self.run_reference_backward((given.double(),), kept, in_double, wanted)
+            exact_gradients = self.run_reference_backward((grad_output.double(),), kept, in_double, wanted)
         saved = self._save((*here, *in_dtype), results)
-        found = self.run_backward((given.to(device),), saved, in_dtype, wanted)
+        gradients = self.run_backward((grad_output.to(device),), saved, in_dtype, wanted)
         pairs: list[Any] = [(results[0], expected)]
-        pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
+        pairs += zip([gradient for gradient in gradients if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(
             excess(
@@ -438,8 +438,8 @@ def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
     padding = (None,) * (op.tensors - len(op.gradients) + 1)
 
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        found = op.backward_from_saved(ctx, dy)
-        return (*found, *padding) if op._gradients_lead else op._in_order(found, (None,))
+        gradients = op.backward_from_saved(ctx, dy)
+        return (*gradients, *padding) if op._gradients_lead else op._in_order(gradients, (None,))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.

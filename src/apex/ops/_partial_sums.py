@@ -45,10 +45,10 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
 
 def _tickets(device: torch.device) -> Tensor:
     """Return tickets that are 0. All launches of a captured stream share theirs, since each launch leaves them 0."""
-    recording, found = _recording.capturing(), None
+    recording, tickets = _recording.capturing(), None
     if recording is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in recording.tickets:
             recording.tickets[stream] = recording.memory(TICKETS, torch.int32)
-        found = recording.tickets[stream]
-    return torch.zeros(TICKETS, dtype=torch.int32, device=device) if found is None else found
+        tickets = recording.tickets[stream]
+    return torch.zeros(TICKETS, dtype=torch.int32, device=device) if tickets is None else tickets

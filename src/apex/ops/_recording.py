@@ -72,8 +72,8 @@ class Number:
         return decision
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        found = self._combine(compare, other)
-        return bool(found) if isinstance(found, Number) else found
+        result = self._combine(compare, other)
+        return bool(result) if isinstance(result, Number) else result
 
     def _combine(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
         return combine(self.on(other.device), other) if isinstance(other, Tensor) else self.map(combine, other)

@@ -163,14 +163,14 @@ def tables() -> tuple[Table, ...]:
     chosen = _env.tuned_launches()
     if chosen is None:
         return ()
-    found = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
+    all_tables = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
     here = versions()
-    for table in found:
+    for table in all_tables:
         differing = [f"{name} {getattr(table, name)}" for name in here if getattr(table, name) != here[name]]
         if table.problem is None and differing:
             now = ", ".join(f"{name} {value}" for name, value in here.items())
             table.problem = f"made with {', '.join(differing)}; here is {now}"
-    return tuple(found)
+    return tuple(all_tables)
 
 
 def read_tables(path: Path) -> list[Table]:

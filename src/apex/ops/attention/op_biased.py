@@ -79,11 +79,11 @@ def checked_arguments(
     if not dtype.is_floating_point:
         raise TypeError(f"attention needs floating-point tensors, query is {dtype}")
     if key.device != device or value.device != device:
-        name, given = ("key", key) if key.device != device else ("value", value)
-        raise ValueError(f"{name} is on {given.device}, query on {device}")
+        name, tensor = ("key", key) if key.device != device else ("value", value)
+        raise ValueError(f"{name} is on {tensor.device}, query on {device}")
     if key.dtype != dtype or value.dtype != dtype:
-        name, given = ("key", key) if key.dtype != dtype else ("value", value)
-        raise TypeError(f"{name} is {given.dtype}, query {dtype}; they must be equal")
+        name, tensor = ("key", key) if key.dtype != dtype else ("value", value)
+        raise TypeError(f"{name} is {tensor.dtype}, query {dtype}; they must be equal")
     if mask is not None:
         _check_added("mask", mask, (*lead, rows, columns), device)
         if mask.requires_grad:
@@ -171,10 +171,10 @@ def launch_forward(
 @launch_rule
 def _forward_launch(forms: tuple[Any, ...], saves: bool, device: torch.device) -> ForwardLaunch | None:
     """Prepare the forward launch; return None if kernels do not take the tensors as they are."""
-    found = _problem(forms, device)
-    if found is None:
+    problem_and_strides = _problem(forms, device)
+    if problem_and_strides is None:
         return None
-    problem, strides = found
+    problem, strides = problem_and_strides
     output, o = _like(forms[0])
     bias, pitch = None, config.padded_bias(*problem[:4], problem.bias_group, forms[4][2].itemsize) if forms[4] else 0
     if pitch:
@@ -211,17 +211,17 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     """
     query, key, value, mask, bias, output, statistics, inf, wanted = saved
     dtype = bias.dtype if bias is not None and wanted[3] else None
-    found = _gradients(dout, query, key, value, mask, bias, output, statistics, inf, dtype)
-    if found is not None:
-        return found
+    gradients = _gradients(dout, query, key, value, mask, bias, output, statistics, inf, dtype)
+    if gradients is not None:
+        return gradients
     if not _takes(query, key):
         return ATTENTION.run_reference_backward((dout,), saved[:7], (inf,), wanted)
     *fitted, kernel_bias = _fitted(query, key, value, mask, bias, inf)
     if dtype is not None and kernel_bias.numel() != bias.numel():  # the gradient is summed further below
         dtype = torch.float32
-    found = _gradients(_readable(dout), *fitted, kernel_bias, _readable(output), statistics, inf, dtype)
-    assert found is not None
-    dquery, dkey, dvalue, dbias = found
+    gradients = _gradients(_readable(dout), *fitted, kernel_bias, _readable(output), statistics, inf, dtype)
+    assert gradients is not None
+    dquery, dkey, dvalue, dbias = gradients
     if dbias is not None:
         padded = (1,) * (kernel_bias.dim() - bias.dim()) + tuple(bias.shape)
         dbias = dbias.sum_to_size(padded).reshape(bias.shape).to(bias.dtype)
@@ -271,10 +271,14 @@ def _backward_launches(
     """
     (query, key, mask, bias), (v, o, g) = forms, strides
     value, dtype = (key[0], v, key[2]), dtypes[0]
-    found, o, g = _problem((query, key, value, mask, bias), device), _strides(query[0], o), _strides(query[0], g)
-    if found is None or o is None or g is None:
+    problem_and_strides, o, g = (
+        _problem((query, key, value, mask, bias), device),
+        _strides(query[0], o),
+        _strides(query[0], g),
+    )
+    if problem_and_strides is None or o is None or g is None:
         return None
-    problem, strides = found
+    problem, strides = problem_and_strides
     strides, here = (*strides, *o, *g), facts(device)
     (dquery, dq), (dkey, dk), (dvalue, dv) = map(_like, (query, key, value))
     results, of_keys = (dquery, dkey, dvalue, problem.scale), (*strides, *dk, *dv)

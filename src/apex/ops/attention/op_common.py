@@ -85,8 +85,8 @@ class Problem(NamedTuple):
     def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
         """Return the tile of a kernel whose programs split the queries or the keys."""
         device = facts(self.device)
-        given = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
-        kind = " ".join(name for name, number in given.items() if number)
+        parts = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
+        kind = " ".join(name for name, number in parts.items() if number)
         tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, kind, device)
         heads = self.batch * self.heads
         return config.spread(tile, split, self.rows, self.columns, heads, self.head_dim, self.dtype.itemsize, device)

@@ -175,8 +175,8 @@ def launch_forward(
     """Return the output and, if it `saves` them, statistics [1, H, total]; cuDNN's have their own order and shape."""
     max_seqlen, _, _, cudnn_first = settings
     qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    found = _forward_launch(form, saves)
-    if found is None:
+    launch_and_floats = _forward_launch(form, saves)
+    if launch_and_floats is None:
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
     total, _, heads, head_dim = form[0]
     if cudnn_first:
@@ -189,7 +189,7 @@ def launch_forward(
         empty = empty_on(qkv.device)
         output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
         statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
-    launch, floats = found
+    launch, floats = launch_and_floats
     launch((query, key, value, None, None, cu_seqlens, seed, output, statistics), floats)
     return output, statistics
 
@@ -197,10 +197,10 @@ def launch_forward(
 @launch_rule
 def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]] | None:
     """Return the prepared kernel and its floats."""
-    found = _problem(form)
-    if found is None:
+    parts = _problem(form)
+    if parts is None:
         return None
-    problem, strides, floats = found
+    problem, strides, floats = parts
     strides = (*strides, 0, problem.head_dim, problem.heads * problem.head_dim)
     return output_launch(problem, strides, saves, facts(problem.device)), floats
 
@@ -209,10 +209,10 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
     """Return the gradient of qkv; `saved` is the saved tensors of `PACKED_ATTENTION`, its settings and `wanted`."""
     (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
     qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    found = _backward_launches(form, dout.dtype)
-    if found is None:
+    launches = _backward_launches(form, dout.dtype)
+    if launches is None:
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
-    of_query, of_key_value, floats, of_gradient, of_delta = found
+    of_query, of_key_value, floats, of_gradient, of_delta = launches
     empty: Any = empty_on(qkv.device)
     dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
     dquery, dkey, dvalue = dqkv.unbind(1)
@@ -228,10 +228,10 @@ def _backward_launches(form: tuple[Any, ...], gradient_dtype: torch.dtype) -> tu
 
     The layouts are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.
     """
-    found = _problem(form)
-    if found is None:
+    parts = _problem(form)
+    if parts is None:
         return None
-    problem, strides, floats = found
+    problem, strides, floats = parts
     heads, head_dim, here = problem.heads, problem.head_dim, facts(problem.device)
     strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
     of_query = dquery_launch(problem, (*strides, *of_result), here)

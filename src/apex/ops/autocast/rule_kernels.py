@@ -119,10 +119,10 @@ def _in_widest(operator: Any, _: str) -> Callable[..., Any]:
     """Return a kernel that runs in the widest dtype among the arguments."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        found = [value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+        dtypes = [value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()]
         with _without_autocast():
-            if len(set(found)) > 1:
-                cast = functools.partial(_cast, functools.reduce(torch.promote_types, found))
+            if len(set(dtypes)) > 1:
+                cast = functools.partial(_cast, functools.reduce(torch.promote_types, dtypes))
                 args = tuple(cast(value) for value in args)
             return operator(*args, **kwargs)
 

@@ -78,10 +78,10 @@ def launch_forward(
     for each in running:
         if each is not None and not each.is_contiguous():
             copies = Channels(*_contiguous(*running))
-            found = launch_forward(input, z, copies, spec, exchange)
+            results = launch_forward(input, z, copies, spec, exchange)
             if training:
                 _write_back(running, copies)
-            return found
+            return results
     empty = empty_on(device)
     y = empty(launches.shape, strides, dtypes[0])
     if training:
@@ -329,8 +329,8 @@ def launch_input_gradient(
     flags = {"RELU": spec.relu, "BATCH": spec.training}
     launch = _elementwise_of_any(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
     mean, variance, weight, bias = channels
-    given = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
-    launch((x, like(x, dy), like(x, output), *given, dx), (spec.eps, sums.inverse_count))
+    contiguous = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
+    launch((x, like(x, dy), like(x, output), *contiguous, dx), (spec.eps, sums.inverse_count))
     return dx
 
 

@@ -250,8 +250,8 @@ def backward(
     channels = Channels(*channels)
     if exchange is None:
         return local_gradients(dy, input, output, channels, spec, wants_input, wants_z)
-    given = (dy, input, output, channels, spec)
-    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*given, keep_dz=wants_z, for_ranks=True)
+    arguments = (dy, input, output, channels, spec)
+    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*arguments, keep_dz=wants_z, for_ranks=True)
     assert rank_stats is not None
     sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
     if not wants_input:
@@ -287,14 +287,14 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
     input, output, *channels = ctx.saved_tensors
     spec, exchange = ctx.spec, ctx.exchange
     wants_input, wants_z, wants_weight, wants_bias = wanted
-    found: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
     if exchange is None and torch.is_grad_enabled():  # create_graph=True: the gradients must be differentiable
-        found = reference.gradients(dy, input, output, Channels(*channels), spec)
+        gradients = reference.gradients(dy, input, output, Channels(*channels), spec)
     elif ctx.launched and _library.is_eager(dy):  # kernels take the tensors again, in plain eager mode
-        found = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+        gradients = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     else:
-        found = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
-    dx, dz, dweight, dbias = found
+        gradients = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    dx, dz, dweight, dbias = gradients
     return (
         dx if wants_input else None,
         dz if wants_z else None,

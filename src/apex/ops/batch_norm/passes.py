@@ -55,8 +55,8 @@ def statistics(
 def scaled_statistics(input: Tensor, running: Channels, spec: BatchNormSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return `statistics` of one process, and scale and shift of every channel, [2, C], in a compiled graph."""
     mean, variance, *parameters = running
-    given = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
-    return torch.ops.apex.batch_norm_statistics(*given, spec.momentum, spec.eps, spec.channel_dim)
+    tensors = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
+    return torch.ops.apex.batch_norm_statistics(*tensors, spec.momentum, spec.eps, spec.channel_dim)
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
@@ -95,13 +95,13 @@ def local_gradients(
 
     The addend's gradient is `dy` behind the ReLU mask.
     """
-    given = (dy, input, output, channels, spec)
+    arguments = (dy, input, output, channels, spec)
     if launches(input):
-        return launch_backward(*given, None, wants_input, wants_z)
+        return launch_backward(*arguments, None, wants_input, wants_z)
     dx: Tensor | None = None
     dz: Tensor | None = dy
     if not _takes_kernels(input):
-        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*given)
+        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*arguments)
         if wants_input:
             sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
             dx = reference.input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
@@ -109,7 +109,7 @@ def local_gradients(
         if wants_z and spec.relu:
             # In PyTorch's operators: Inductor fuses them with the sum of the gradients from the output's readers.
             # as_strided makes Inductor keep the result, which it would otherwise compute again for each reader.
-            dz = reference.masked(*given)
+            dz = reference.masked(*arguments)
             dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
         dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)

@@ -229,8 +229,8 @@ def norm(
         return normalise(input, z, running, spec), None
     rank_stats = rank_statistics(input, spec.channel_dim)[None]
     mean, variance = combine(rank_stats, running.mean, running.variance, spec.momentum)
-    found = BatchStatistics(mean.detach(), variance.detach(), False)
-    return normalise(input, z, Channels(mean, variance, running.weight, running.bias), spec), found
+    batch_statistics = BatchStatistics(mean.detach(), variance.detach(), False)
+    return normalise(input, z, Channels(mean, variance, running.weight, running.bias), spec), batch_statistics
 
 
 def torch_norm(
@@ -247,9 +247,9 @@ def torch_norm(
         or (torch.is_grad_enabled() and (values.is_cpu or not keeps_float32(values, spec.training)))  # it would round
     ):
         plain = without_relu(spec)  # round once, after the addition
-        output, found = torch_norm(input.to(wide), z, running, plain, wanted)
+        output, batch_statistics = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
-        return output.relu_() if spec.relu else output, found
+        return output.relu_() if spec.relu else output, batch_statistics
     mean, variance, weight, bias = running
     for each in running:
         if each is not None and (each.dtype != wide or not each.is_contiguous()):
@@ -261,12 +261,12 @@ def torch_norm(
     # The first is known to Dynamo; the second takes a sixth of its time.
     cudnn = torch.backends.cudnn.enabled if torch.compiler.is_compiling() else torch._C._get_cudnn_enabled()
     flags = (spec.training, spec.momentum, spec.eps, cudnn)
-    found = None
+    batch_statistics = None
     if wanted:  # the function behind torch.batch_norm, which also returns the statistics of the batch
         output, batch_mean, inverse_deviation, *_ = torch._batch_norm_impl_index(
             values, weight, bias, mean, variance, *flags
         )
-        found = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
+        batch_statistics = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
     else:
         output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
     if spec.training and mean is not running.mean:
@@ -278,7 +278,7 @@ def torch_norm(
     if z is not None:
         output = output + (z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype)
     output = output.relu() if spec.relu else output
-    return output if spec.channel_dim == 1 else output.movedim(1, -1), found
+    return output if spec.channel_dim == 1 else output.movedim(1, -1), batch_statistics
 
 
 def keeps_float32(values: Tensor, training: bool) -> bool:

@@ -99,8 +99,8 @@ def bottleneck_backward(
             if pad is not None:
                 dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
             dz1 = relu_gradient(dout1, out1)
-            found, of_scaled[0] = conv_gradients(dz1, x, scaled[0], _NO_PADDING, (of_x, of_weights[0]), stride)
-            dx = None if found is None or dx is None else found.add_(dx)
+            dx_of_branch, of_scaled[0] = conv_gradients(dz1, x, scaled[0], _NO_PADDING, (of_x, of_weights[0]), stride)
+            dx = None if dx_of_branch is None or dx is None else dx_of_branch.add_(dx)
     pairs = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
     if pairs:
         scale_rows(*map(list, zip(*pairs, strict=True)))

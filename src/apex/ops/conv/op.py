@@ -223,9 +223,9 @@ def self_check(device: torch.device) -> float:
         values = torch.randn(2, 24, 7, 9, **made).to(dtype).to(memory_format=torch.channels_last)
         scale, bias = (torch.rand(24, **made).to(dtype) for _ in range(2))
         mask = (torch.rand(values.shape, **made) > 0.3).to(memory_format=torch.channels_last)
-        there = [each.to(device) for each in (values, scale, bias, mask)]
+        on_device = [each.to(device) for each in (values, scale, bias, mask)]
         exact = values.double() * scale.double()[:, None, None] + bias.double()[:, None, None]
-        worst = max(worst, excess(_epilogue(*there).cpu(), exact.relu() * mask))
+        worst = max(worst, excess(_epilogue(*on_device).cpu(), exact.relu() * mask))
     return worst
 
 

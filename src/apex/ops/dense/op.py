@@ -47,9 +47,9 @@ def dense_gelu_dense(
     """
     features = _check_input(input)
     dtype = _library.autocast_dtype(input)
-    given = input.dtype if dtype is None else None
-    width = _check_layer(features, weight1, bias1, given, "1")
-    _check_layer(width, weight2, bias2, given, "2")
+    required_dtype = input.dtype if dtype is None else None
+    width = _check_layer(features, weight1, bias1, required_dtype, "1")
+    _check_layer(width, weight2, bias2, required_dtype, "2")
     needs_graph = torch.is_grad_enabled()
     rows = input.numel() // max(1, features)
     # Without gradients kernels always run: there is no node, and fewer operators.
@@ -156,8 +156,8 @@ def _differentiable_gradients(
     # Aliases, so that each argument has its own gradient even if several are one tensor.
     aliases = [tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     chosen = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted and alias is not None]
-    found = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+    gradients = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
+    return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
 class FusedDenseFunc(torch.autograd.Function):
@@ -346,14 +346,14 @@ def mlp_backward(
         below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
         if not (below or of_weights[layer] or of_biases[layer]):
             break
-        given: Any = outputs[layer]
+        output: Any = outputs[layer]
         in_place = layer + 1 < layers  # the caller's gradient must not be overwritten
         if launches and (elements := dy.numel()):
             dz = dy if in_place else torch.empty_like(dy)
-            dbias = launch_activation_backward(dy, given, dz, activation, rows, elements // rows, of_biases[layer])
+            dbias = launch_activation_backward(dy, output, dz, activation, rows, elements // rows, of_biases[layer])
             dy = dz
         else:
-            dy, dbias = activation_backward(dy, given, activation, of_biases[layer], in_place)
+            dy, dbias = activation_backward(dy, output, activation, of_biases[layer], in_place)
         if dbias is not None:
             gradients[1 + layers + layer] = dbias
         if of_weights[layer]:

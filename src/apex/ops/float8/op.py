@@ -75,8 +75,10 @@ def product(
     by_row = left_inverse.dim() > 0
     inverse = right_inverse.reshape(1, -1) if by_row else right_inverse
     # PyTorch has products with one scale per row only in bfloat16.
-    found = torch.bfloat16 if by_row else dtype
-    return torch._scaled_mm(left, right.t(), left_inverse, inverse, out_dtype=found, use_fast_accum=quick).to(dtype)
+    product_dtype = torch.bfloat16 if by_row else dtype
+    return torch._scaled_mm(left, right.t(), left_inverse, inverse, out_dtype=product_dtype, use_fast_accum=quick).to(
+        dtype
+    )
 
 
 def _amax(input: Tensor, by_row: bool) -> Tensor:
@@ -84,29 +86,29 @@ def _amax(input: Tensor, by_row: bool) -> Tensor:
         return reference.amax(input, by_row)
     if by_row:
         rows, columns = input.shape
-        found = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
+        largest = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
         tile = config.AMAX_TILE
         column_blocks = -(-columns // tile.columns)
         kernels.float8_amax_both(
             (-(-rows // tile.rows) * column_blocks,),
-            (input, found.view(torch.int32)),
+            (input, largest.view(torch.int32)),
             (rows, columns, column_blocks),
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             num_warps=tile.num_warps,
         )
-        return found
+        return largest
     elements = input.numel()
     programs = max(1, min(config.MOST_PARTIALS, -(-elements // config.AMAX_BLOCK)))
-    found = torch.empty(programs, dtype=torch.float32, device=input.device)
+    largest = torch.empty(programs, dtype=torch.float32, device=input.device)
     kernels.float8_amax(
         (programs,),
-        (input, found.view(torch.int32)),
+        (input, largest.view(torch.int32)),
         (elements, programs),
         BLOCK=config.AMAX_BLOCK,
         num_warps=config.AMAX_WARPS,
     )
-    return found
+    return largest
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -151,13 +153,13 @@ def self_check(device: torch.device) -> float:
     input = torch.randn(48, 80, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     wrong = 0
     for by_row in (False, True):
-        for found, expected in zip(
+        for actual, expected in zip(
             cast_both(input.to(device), amax(input.to(device), by_row), by_row, torch.float8_e4m3fn),
             reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn),
             strict=True,
         ):
             # A few may be one step of the format apart, if the scale was rounded the other way.
-            wrong += int((found.cpu().float() != expected.float()).sum() > expected.numel() // 100)
+            wrong += int((actual.cpu().float() != expected.float()).sum() > expected.numel() // 100)
     return 2.0 if wrong else 0.0
 
 

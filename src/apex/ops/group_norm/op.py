@@ -232,16 +232,16 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     dx = empty(shape, strides, dtype)
     dweight = empty(channels, (1,), of_weight) if param_grads and of_weight is not None else None
     dbias = empty(channels, (1,), of_bias) if param_grads and of_bias is not None else None
-    given = (x, dy, weight, bias, statistics)
+    tensors = (x, dy, weight, bias, statistics)
     if launches.held is not None:
         scratch, tickets = partial_sums(launches.scratch, device)
-        launches.held((*given, dx, scratch, tickets, dweight, dbias), (eps,))
+        launches.held((*tensors, dx, scratch, tickets, dweight, dbias), (eps,))
     else:
         scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too large to be kept
         of_tile, add_up = launches.cut
-        of_tile((*given, scratch, None), (eps,))
+        of_tile((*tensors, scratch, None), (eps,))
         add_up((scratch, weight))
-        of_tile((*given, scratch, dx), (eps,))
+        of_tile((*tensors, scratch, dx), (eps,))
     if launches.parameters is not None:
         launches.parameters((scratch, dweight, dbias))
     return dx, dweight, dbias

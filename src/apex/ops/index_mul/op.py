@@ -51,8 +51,8 @@ def index_mul_backward_backward(
         if grad_grad2 is None:
             return INDEX_MUL.run(grad_grad1, in2, index)[0], None, INDEX_MUL.run(grad_grad1, grad_out, index)[0]
         if in2.numel() and _library.runs_triton(FAMILY, in2):
-            given = [t.contiguous() for t in (grad_out, in1, in2, index, grad_grad1, grad_grad2)]
-            of_in1, of_in2, of_grad_out = launch_sums(*given, need2=True)
+            tensors = [t.contiguous() for t in (grad_out, in1, in2, index, grad_grad1, grad_grad2)]
+            of_in1, of_in2, of_grad_out = launch_sums(*tensors, need2=True)
             return of_grad_out, of_in1, of_in2
     first = torch.zeros_like(in1) if grad_grad1 is None else grad_grad1
     second = torch.zeros_like(in2) if grad_grad2 is None else grad_grad2

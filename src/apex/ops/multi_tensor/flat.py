@@ -120,13 +120,13 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
     """Return the indices of tensors that share memory with another of the list; meta tensors share none."""
-    found: set[int] = set()
+    indices: set[int] = set()
     present = ((index, tensor) for index, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta)
     extents = sorted((*extent(tensor), index) for index, tensor in present)
     last_end, last = -1, -1
     for start, end, index in extents:
         if 0 < start < last_end:  # tensors without memory, on the device "meta", all have the address 0
-            found.update((last, index))
+            indices.update((last, index))
         if end > last_end:
             last_end, last = end, index
-    return found
+    return indices

@@ -56,7 +56,7 @@ def update(
     whole: Tensor | None = None,
 ) -> list[Tensor]:
     """Run one pass of `rule`, see `TorchLists.apply`; return its measurements for each group of tensors."""
-    found = []
+    measurements = []
     for indices, lists in groups_of(*named):
         measured = lists.apply(
             rule,
@@ -67,8 +67,8 @@ def update(
             whole=None if whole is None else _rows(whole, indices, lists.device),
         )
         if measured is not None:
-            found.append(measured)
-    return found
+            measurements.append(measured)
+    return measurements
 
 
 def adam_hyper(
@@ -99,8 +99,8 @@ def lamb_step(
 
     FLAGS: decoupled decay.
     """
-    found = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
-    lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
+    lengths = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
+    lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=lengths, seed=seed)
 
 
 @torch.no_grad()
@@ -188,11 +188,11 @@ def average_norms(
     if not gradients:
         return
     measure = max_norm if maximum else l2norm
-    found = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
+    new_norms = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
     if maximum:
-        norms.mul_(beta).add_(found, alpha=1 - beta)
+        norms.mul_(beta).add_(new_norms, alpha=1 - beta)
     else:
-        norms.square_().mul_(beta).addcmul_(found, found, value=1 - beta).sqrt_()
+        norms.square_().mul_(beta).addcmul_(new_norms, new_norms, value=1 - beta).sqrt_()
 
 
 def number(value: float | Tensor) -> float | Tensor:

@@ -218,14 +218,14 @@ def _norm(
         if not per_tensor:
             totals.append(lists.measured_total(rule, hyper, root=root, **options))
             continue
-        found = lists.apply(rule, hyper, **options)
-        assert found is not None
-        values = found[:, 0] if rule.maximum else found[:, 0].sqrt()
+        measured = lists.apply(rule, hyper, **options)
+        assert measured is not None
+        values = measured[:, 0] if rule.maximum else measured[:, 0].sqrt()
         if len(groups) == 1:
             each = values
         else:
             each[upload(indices, torch.int64, device)] = values.to(device)
-        totals.append(lists.total(found, rule, root=root))
+        totals.append(lists.total(measured, rule, root=root))
     if len(totals) == 1:
         return totals[0], each
     if not totals:
@@ -263,7 +263,7 @@ def self_check(device: torch.device) -> float:
     lists.apply(rules.ADAM, hyper, (True, False))
     make_lists([*exact, None]).apply(rules.ADAM, hyper, (True, False))
     pairs = [(norm, expected_norm), *zip(ours[0], exact[0], strict=True)]
-    return max(excess(found.cpu(), expected, torch.float32) for found, expected in pairs)
+    return max(excess(actual.cpu(), expected, torch.float32) for actual, expected in pairs)
 
 
 FAMILY = _library.register_family(
@@ -315,9 +315,9 @@ def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
     The tensors of a group have one device, one dtype per list, and one implementation. `names` are the names of the
     given slots in errors.
     """
-    found = known_groups(slots)
-    if found is not None:
-        return found
+    groups = known_groups(slots)
+    if groups is not None:
+        return groups
     check(slots, names)
     return _grouped(slots, kernel_fits)
 

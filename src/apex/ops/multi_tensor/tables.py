@@ -34,16 +34,18 @@ def _comparison() -> Any:
 
     Return None if PyTorch has no such test (on CPUs), or one that behaves differently.
     """
-    found: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if found is None:
+    have_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if have_addresses is None:
         return None
     tensors = list(torch.empty(2, dtype=torch.float32, device=HOST))
     try:
         addresses = [tensor.data_ptr() for tensor in tensors]
-        same = [found(tensors, given, [0, 1]) for given in (addresses, addresses[::-1], [addresses[0], 0])]
+        same = [
+            have_addresses(tensors, candidate, [0, 1]) for candidate in (addresses, addresses[::-1], [addresses[0], 0])
+        ]
     except (TypeError, RuntimeError):  # other arguments, or no memory because fake tensors are active
         return None
-    return found if same == [True, False, False] else None
+    return have_addresses if same == [True, False, False] else None
 
 
 _have_addresses = _comparison()

@@ -104,13 +104,13 @@ class TorchLists:
         for the first measurement or, if nothing is measured, for values written to slot 0 that are not finite although
         the values of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
         """
-        found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
+        measured = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
         if noop is not None:
             if self.device.type != "cpu" or capturing():
                 skip = noop.reshape(()) != 0  # on the device, without waiting
             elif noop.item() != 0:
-                return found.to(torch.float32) if rule.quantities else None
+                return measured.to(torch.float32) if rule.quantities else None
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
         may_fuse = whole is None and overflow is None and seed is None and self._calls_fused()
@@ -130,7 +130,7 @@ class TorchLists:
                 results = rule.function(tuple(values), numbers, scalars, flags)
             if rule.quantities:
                 results, terms = results
-                for column, term in zip(found[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
+                for column, term in zip(measured[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
                     column.copy_(
                         torch.maximum(column, term.amax(1)) if rule.maximum else column + term.sum(1, dtype=self._sums)
                     )
@@ -150,10 +150,10 @@ class TorchLists:
                         tensor.copy_(value if skip is None else torch.where(skip, tensor, value.to(tensor.dtype)))
         if not rule.quantities:
             return None
-        found = found.to(torch.float32)
+        measured = measured.to(torch.float32)
         if overflow is not None and 0 in checks:
-            _flag_nonfinite(found[:, 0], overflow, None, 0)
-        return found
+            _flag_nonfinite(measured[:, 0], overflow, None, 0)
+        return measured
 
     def _calls_fused(self) -> bool:
         """Return whether PyTorch's fused functions may be called: not in a captured step, whose numbers are tensors."""
@@ -208,14 +208,14 @@ class TorchLists:
         values = per_tensor[:, 0]
         if not values.numel():
             return torch.zeros(1, dtype=torch.float32, device=self.device)
-        found = values.amax() if rule.maximum else values.sum(dtype=self._sums)
-        return (found.sqrt() if root else found).to(torch.float32).reshape(1)
+        result = values.amax() if rule.maximum else values.sum(dtype=self._sums)
+        return (result.sqrt() if root else result).to(torch.float32).reshape(1)
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
         """Run a rule that measures one quantity; return its sum (or maximum) over all tensors, float32 [1]."""
-        found = self.apply(rule, hyper, **options)
-        assert found is not None
-        return self.total(found, rule, root=root)
+        measured = self.apply(rule, hyper, **options)
+        assert measured is not None
+        return self.total(measured, rule, root=root)
 
     def measured_clip(
         self, rule: Rule, limit: float, margin: float, *, grad_scale: Tensor | None = None, **noop: Tensor | None
@@ -227,9 +227,9 @@ class TorchLists:
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
         """Move `averages` towards the rule's measurement of each tensor, as `TritonLists.measured_average`."""
-        found, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
-        assert found is not None
-        now, before = found[:, 0], averages[:, 0]
+        measured, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
+        assert measured is not None
+        now, before = measured[:, 0], averages[:, 0]
         after = torch.where(before < 0, now, before.lerp(now, share))
         before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 

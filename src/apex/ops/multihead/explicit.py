@@ -144,8 +144,8 @@ def backward(
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, core[0], weights[-1], biases)
     d_packed = [torch.empty_like(each) for each in packed]
     attend_backward(d_context, split(packed, heads), core[1:], scale, dropout, split(d_packed, heads))
-    found = [linear_backward(*each, biases) for each in zip(d_packed, inputs, weights[:-1], strict=True)]
-    d_inputs, d_weights, d_biases = zip(*found, strict=True)
+    gradients = [linear_backward(*each, biases) for each in zip(d_packed, inputs, weights[:-1], strict=True)]
+    d_inputs, d_weights, d_biases = zip(*gradients, strict=True)
     return *d_inputs, *d_weights, d_output_weights, *d_biases, d_output_biases
 
 

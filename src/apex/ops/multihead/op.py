@@ -119,8 +119,8 @@ def attention(
     if norm:
         gamma, beta = norm
         normed = layer_norm(first, (first.shape[2],), gamma, beta, NORM_EPS)
-    given = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
-    packed = [F.linear(*each) for each in given]
+    layers = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
+    packed = [F.linear(*each) for each in layers]
     queries, keys, values = split(packed, heads)
     context = attend(queries, keys, values, heads, mask, dropout)
     outputs = F.linear(context, weights[-1], biases[-1] if biases else None)
@@ -201,15 +201,15 @@ def self_check(device: torch.device) -> float:
         queries, keys, values = here
         wide_queries, wide_keys, wide_values = wide
         for mask in (None, Mask(MaskKind.PADDING, hidden)):
-            there = None if mask is None else Mask(MaskKind.PADDING, hidden.to(device))
-            found = attend(queries, keys, values, heads, there, 0.0).cpu()
+            mask_on_device = None if mask is None else Mask(MaskKind.PADDING, hidden.to(device))
+            actual = attend(queries, keys, values, heads, mask_on_device, 0.0).cpu()
             exact = reference.attend(wide_queries, wide_keys, wide_values, heads, size**-0.5, mask)
-            worst = max(worst, excess_of_norm(found, exact))
+            worst = max(worst, excess_of_norm(actual, exact))
         # An element is the residual alone, or has its full share of x; the nearer of the two is expected.
-        found = dropout_add(here[0], here[1], dropout).cpu()
+        actual = dropout_add(here[0], here[1], dropout).cpu()
         dropped, whole = wide[1], wide[1] + wide[0] / (1.0 - dropout)
-        nearer = (found.double() - whole).abs() < (found.double() - dropped).abs()
-        worst = max(worst, excess_of_norm(found, torch.where(nearer, whole, dropped)))
+        nearer = (actual.double() - whole).abs() < (actual.double() - dropped).abs()
+        worst = max(worst, excess_of_norm(actual, torch.where(nearer, whole, dropped)))
     return worst
 
 

@@ -251,16 +251,16 @@ def launch_backward(
         dweight = empty(sizes, strides, weight_dtype)  # type: ignore[arg-type]
         dbias = None if bias_dtype is None else empty(sizes, strides, bias_dtype)
         partials, _ = partial_sums(launches.partials, device, tickets=False)
-    given, limit = (dy, saved, weight, bias, statistics), launches.limit
+    tensors, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
-        launches.main((*given, None, dx, partials), limit)
+        launches.main((*tensors, None, dx, partials), limit)
     elif launches.kind == "columns":
         rows = saved.numel() // row_length
         row_means = empty((2, rows), (rows, 1), torch.float32)
-        launches.row_means((*given, row_means), limit)
-        launches.main((*given, row_means, dx, partials), limit)
+        launches.row_means((*tensors, row_means), limit)
+        launches.main((*tensors, row_means, dx, partials), limit)
     else:
-        launches.main((*given, dx, partials), limit)
+        launches.main((*tensors, dx, partials), limit)
     if launches.sums is not None:
         launches.sums((partials, dweight, dbias, None))
     return dx, dweight, dbias

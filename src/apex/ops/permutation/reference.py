@@ -37,7 +37,7 @@ def subset_sums(columns: Tensor, windows: Tensor) -> Tensor:
     computed once; the pairs (c, d) that can follow (a, b) are the last ones in lexicographic order.
     """
     chunk = _CHUNK_ON_HOST if columns.device == HOST else _CHUNK
-    found = []
+    parts = []
     for part in windows.split(max(1, chunk // max(1, columns.shape[1]))):
         values = columns[part.t()]  # [8, part, rows]
         sums = torch.cat([values[i] + values[i + 1 :] for i in range(7)])
@@ -48,8 +48,8 @@ def subset_sums(columns: Tensor, windows: Tensor) -> Tensor:
                 following = slice(28 - math.comb(7 - b, 2), 28)
                 kept = torch.maximum(sums[following], sums[pair])
                 totals.append(torch.maximum(kept, largest[following] + largest[pair]).sum(2))
-        found.append(torch.cat(totals))
-    return torch.cat(found, 1)
+        parts.append(torch.cat(totals))
+    return torch.cat(parts, 1)
 
 
 def best_splits(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:

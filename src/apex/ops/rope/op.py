@@ -243,10 +243,10 @@ def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    given = tuple([(t.shape, t.stride()) for t in tensors])
+    layouts = tuple([(t.shape, t.stride()) for t in tensors])
     dtype, empty = first.dtype, empty_on(device)
     dtypes = (None if cu_seqlens is None else cu_seqlens.dtype, dtype, *[table.dtype for table in tables])
-    prepared, results = _prepared_launch(given, dtypes, spec, tables[0].shape, edges, device)
+    prepared, results = _prepared_launch(layouts, dtypes, spec, tables[0].shape, edges, device)
     outputs = [empty(shape, strides, dtype) for shape, strides in results]
     pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
     prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
@@ -411,8 +411,8 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _library_backward(ctx, gradients):  # type: ignore[no-untyped-def]
     cu_seqlens, *tables = ctx.saved_tensors
-    found = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
-    return found, [None] * len(tables), None, None, None, None, None
+    results = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
+    return results, [None] * len(tables), None, None, None, None, None
 
 
 # The operator that torch.compile sees.
@@ -443,12 +443,12 @@ def self_check(device: torch.device) -> float:
     ]
     worst = 0.0
     for spec, shape, tables, cu_seqlens in cases:
-        exact, there = [table.double() for table in tables], [table.to(device) for table in tables]
+        exact, on_device = [table.double() for table in tables], [table.to(device) for table in tables]
         where = None if cu_seqlens is None else cu_seqlens.to(device)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             t = (random(*shape) / 50 - 1).to(dtype)
             for asked in (spec, spec._replace(inverse=True)):
-                (actual,) = _run((t.to(device),), there, asked, where)
+                (actual,) = _run((t.to(device),), on_device, asked, where)
                 worst = max(worst, excess(actual.cpu(), reference.rotate(t.double(), exact, asked, cu_seqlens), dtype))
     return worst
 

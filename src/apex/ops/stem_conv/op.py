@@ -45,9 +45,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
         autocast = _library.autocast_dtype(input)
         dtype = input.dtype if autocast is None else autocast
         is_one = input.dtype == weight.dtype if autocast is None else input.dtype != torch.float64
-        counts = [
-            (there + 2 * padding - side) // stride + 1 for there, side in zip(input.shape[2:], window, strict=True)
-        ]
+        counts = [(size + 2 * padding - side) // stride + 1 for size, side in zip(input.shape[2:], window, strict=True)]
         if dtype in HALF and is_one and min(counts) > 0:
             images = input.to(dtype)
             if _library.runs_triton(FAMILY, images):
@@ -84,8 +82,8 @@ def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
     absent, beside = CHANNELS - channels, next_power_of_2(wide) - wide
     # Borders reach to the end of the last windows, which may lie inside the images.
     rows, columns = (
-        (padding, STRIDE * (count - 1) + side - padding - there)
-        for there, side, count in zip(images.shape[2:], (tall, wide + beside), counts, strict=True)
+        (padding, STRIDE * (count - 1) + side - padding - size)
+        for size, side, count in zip(images.shape[2:], (tall, wide + beside), counts, strict=True)
     )
     padded = functional.pad(images.permute(0, 2, 3, 1), (0, absent, *columns, *rows))
     matrix = functional.pad(weight.permute(2, 3, 1, 0), (0, 0, 0, absent, 0, beside))
@@ -117,8 +115,8 @@ def launch_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     dimages = dweight = None
     if wanted[0]:  # by PyTorch's operator, since few networks need it
-        given = (dy.permute(0, 3, 1, 2), images.permute(0, 3, 1, 2), weight.permute(3, 2, 0, 1))
-        dimages = conv_gradients(*given, (0, 0), (True, False), STRIDE)[0].permute(0, 2, 3, 1)  # type: ignore[union-attr]
+        channels_first = (dy.permute(0, 3, 1, 2), images.permute(0, 3, 1, 2), weight.permute(3, 2, 0, 1))
+        dimages = conv_gradients(*channels_first, (0, 0), (True, False), STRIDE)[0].permute(0, 2, 3, 1)  # type: ignore[union-attr]
     if wanted[1]:
         sizes, constants = _sizes_and_constants(images, weight, dy)
         programs = min(-(-sizes[0] // BACKWARD_TILE), PROGRAMS * facts(dy.device).multiprocessors)

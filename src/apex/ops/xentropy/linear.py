@@ -120,11 +120,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_gradient):  # type: ignore[override]
         input, weight, bias, labels, count, *gradients = ctx.saved_tensors
-        given, spec, wanted = (input, weight, bias), ctx.spec, ctx.needs_input_grad[:3]
+        tensors, spec, wanted = (input, weight, bias), ctx.spec, ctx.needs_input_grad[:3]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable_gradients(loss_gradient, given, labels, count, spec, wanted), None, None
+            return *_differentiable_gradients(loss_gradient, tensors, labels, count, spec, wanted), None, None
         if spec.reduction == "none":
-            _, *gradients = _pass(given, labels, loss_gradient.contiguous(), spec, wanted)
+            _, *gradients = _pass(tensors, labels, loss_gradient.contiguous(), spec, wanted)
             factor = None
         else:
             # If every row is ignored, the mean is NaN and the gradients are zero, as in PyTorch.
@@ -132,8 +132,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             if not ctx.is_compiled:
                 gradients, ctx.gradients = ctx.gradients, None
                 if gradients is None:  # a second backward pass through a retained graph
-                    _, *gradients = _pass(given, labels, None, spec, wanted)
-        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, given, strict=True)), None, None
+                    _, *gradients = _pass(tensors, labels, None, spec, wanted)
+        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True)), None, None
 
 
 def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
@@ -185,8 +185,8 @@ def _differentiable_gradients(
     losses, _ = reference.forward(logits, labels, spec.smoothing, spec.ignore_index)
     chosen: list[Any] = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
     loss = _reduced(losses, count, spec.reduction)
-    found = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
-    return [next(found) if want else None for want in wanted]
+    gradients = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
+    return [next(gradients) if want else None for want in wanted]
 
 
 def linear_xentropy(
@@ -257,8 +257,8 @@ def _losses_and_gradient(
         else:
             losses.copy_(launch_forward(logits, labels, smoothing, ignore_index)[0])
         return
-    found, log_sums = reference.forward(logits, labels, smoothing, ignore_index)
-    losses.copy_(found)
+    new_losses, log_sums = reference.forward(logits, labels, smoothing, ignore_index)
+    losses.copy_(new_losses)
     if gradient:
         scale = torch.ones_like(losses) if row_scale is None else row_scale
         logits.copy_(reference.backward(scale, logits, log_sums, labels, smoothing, ignore_index))
