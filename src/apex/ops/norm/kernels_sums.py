@@ -1,7 +1,7 @@
-"""Sums over all programs of the partial weight and bias gradients that each of them has left.
+"""Sums over all programs of their partial weight and bias gradients.
 
-`partials` holds a row per program with the weight gradients, after those a row per program with the bias gradients, and
-after those one with the gradients of a bias that was added to the input. They are added in a fixed order either way.
+`partials` holds a row per program with the weight gradients, then a row per program with the bias gradients, then a row
+per program with the gradients of a bias that was added to the input. Sums are made in a fixed order.
 """
 
 import triton
@@ -28,7 +28,7 @@ def sum_partials(
     count, row_length,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add `count` partial gradients per column, one kind of them in each row of programs."""
+    """Sum `count` partial gradients per column; `program_id(1)` selects the kind of gradient."""
     row_length = row_length // ALIGN * ALIGN
     kind = tl.program_id(1)
     own = partials + kind * tl.cast(count, tl.int64) * row_length
