@@ -94,10 +94,8 @@ def _check_param_state(
         if each not in state or (value is None and each in optimizer._may_lack):
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != param.shape:
-            description = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(
-                f"{each} in {place} is {description}; a float tensor of shape {tuple(param.shape)} is expected"
-            )
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{each} in {place} is {actual}; a float tensor of shape {tuple(param.shape)} is expected")
 
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:

@@ -156,7 +156,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """Return a new tensor, so that groups with the same default do not share it; `device` None leaves it where it is."""
+    """Return a new tensor, so that groups with the same default do not share it; `device` None keeps its device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
     return torch.tensor(value, dtype=dtype, device=HOST if device is None else device)

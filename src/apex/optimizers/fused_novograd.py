@@ -136,8 +136,8 @@ class FusedNovoGrad(FusedOptimizer):
             for name, state in zip(saved["params"], states, strict=True):
                 norm = state.get(NORM)
                 if NORM in state and (not isinstance(norm, Tensor) or norm.numel() != 1):
-                    counts = tuple(norm.shape) if isinstance(norm, Tensor) else norm
-                    raise ValueError(f"{NORM} in the state of parameter {name} is {counts}; one number is expected")
+                    actual = tuple(norm.shape) if isinstance(norm, Tensor) else norm
+                    raise ValueError(f"{NORM} in the state of parameter {name} is {actual}; one number is expected")
             if lists is None or len(states) != len(group["params"]):
                 continue  # PyTorch raises if the numbers of parameters differ
             expected = [0, 0]
@@ -146,8 +146,8 @@ class FusedNovoGrad(FusedOptimizer):
             counts = [0 if tensor is None else tensor.numel() for tensor in lists]
             if counts != expected:
                 raise ValueError(
-                    f"param_groups[{index}]['exp_avg_sq'] has {counts[0]} norms of 16-bit parameters and {counts[1]} of "
-                    f"others; the state has {expected[0]} and {expected[1]} parameters with a gradient"
+                    f"param_groups[{index}]['exp_avg_sq'] has {counts[0]} norms of 16-bit parameters and {counts[1]} "
+                    f"of others; the state has {expected[0]} and {expected[1]} parameters with a gradient"
                 )
 
     def _stepped(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
