@@ -442,7 +442,7 @@ def _step_with_closure(
 
 
 def _check_gradients(stash: AmpOptimizerState) -> None:
-    """Raise an error if only half-precision parameters have gradients, or if `check_combined_tensors` finds moved ones."""
+    """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
     if stash.combined is not None and stash.combined.check:
         moved = stash.combined.moved_away()
         if moved:

@@ -335,7 +335,7 @@ class OverflowMessages:
             self.read()
 
     def read(self) -> None:
-        """Report the flags that have arrived; during graph capture do nothing, because events must not be queried then."""
+        """Report the flags that have arrived; do nothing during graph capture, which forbids querying events."""
         if _recording.current is not None and _recording.current.captures:
             return
         while self._pending and self._pending[0].arrived():
