@@ -315,8 +315,8 @@ def _check_shapes(current: list[list[Tensor]], saved: list[list[Tensor]]) -> Non
     saved_shapes = [[tuple(tensor.shape) for tensor in group] for group in saved]
     if shapes != saved_shapes:
         raise ValueError(
-            f"the checkpoint has masters of shapes {saved_shapes}, this optimizer has {shapes}; it must be made from the same "
-            "model, in the same precision"
+            f"the checkpoint has masters of shapes {saved_shapes}, this optimizer has {shapes}; it must be made "
+            "from the same model, in the same precision"
         )
 
 
