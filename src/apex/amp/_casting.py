@@ -30,7 +30,7 @@ _KEEPS_COPIES = torch.__version__ >= "2.11"
 
 
 class _Casting:
-    """Whether functions are cast in this process, and with which settings."""
+    """The process-wide state of casting: whether functions are cast, and with which settings."""
 
     def __init__(self) -> None:
         self.on = False

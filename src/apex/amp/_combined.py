@@ -101,7 +101,7 @@ class CombinedGradients:
     """The combined gradients of one optimizer; made at the first backward pass, and again if its parameters change."""
 
     def __init__(self, stash: AmpOptimizerState, check: bool = False, ddp_parts: int | None = None) -> None:
-        """`check` makes steps refuse gradients outside of the buffers; `ddp_parts` turns `combine_ddp` on."""
+        """Store the options: `check` makes steps refuse gradients elsewhere, `ddp_parts` is for `combine_ddp`."""
         self._stash = stash
         self.check = check
         self._reduction = None if ddp_parts is None else _Reduction(ddp_parts)

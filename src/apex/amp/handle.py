@@ -322,7 +322,7 @@ def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
 
 
 class _Overflow(Exception):
-    """Ends a step from inside of a closure whose gradients overflowed."""
+    """An overflow in a closure, raised to end the step that called it."""
 
 
 def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,8 +24,8 @@ class FusedAdam(FusedOptimizer):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
     It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
-    It works with `torch.amp.GradScaler` without waiting for the device. `FusedOptimizer` describes `set_grad_none`,
-    `capturable`, `master_weights` and the keyword options.
+    It works with `torch.amp.GradScaler` without waiting for the device. `FusedOptimizer` describes `capturable`,
+    `master_weights` and the keyword options.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ class MomentumOptimizer(FusedOptimizer):
         return (BUFFER,) if group["momentum"] else ()
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """With dampening, put parameters whose momentum buffer may not have seen a step in separate buckets."""
+        """Put parameters whose momentum buffer may not have seen a step in separate buckets, if there is dampening."""
         fresh = BUFFER not in self.state[param]
         if fresh:
             self._undampened.pop(param, None)

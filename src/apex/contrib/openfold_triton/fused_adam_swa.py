@@ -20,7 +20,7 @@ _AVERAGE = "swa_param"
 
 @unique
 class AdamMathType(Enum):
-    """How weight decay is applied: added to the gradient (`ApexAdam`, `PyTorchAdam`) or decoupled (`ApexAdamW`).
+    """The way weight decay is applied: added to the gradient (`ApexAdam`, `PyTorchAdam`) or decoupled (`ApexAdamW`).
 
     `ApexAdam` and `PyTorchAdam` are two ways to write the same formula and give the same results here.
     """

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._distributed.neighbours import exchange_by_messages
 from ..._distributed.peer_memory import PeerMemory
 
-_ALIGNMENT = 256  # sizes and offsets are multiples of so many bytes
+_ALIGNMENT = 256  # bytes; sizes and offsets are multiples of it
 
 
 def _aligned(size: int) -> int:
