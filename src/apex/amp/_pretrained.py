@@ -1,8 +1,8 @@
 """`save_pretrained` of Hugging Face models whose state dicts amp keeps in float32.
 
-transformers writes the dtype of a model's first parameter into config.json and the tensors of `state_dict()` beside it.
-Under amp the parameter is in half precision and the tensors are float32: `from_pretrained`, which gives the model the
-dtype in config.json, would round them.
+transformers writes the dtype of a model's first parameter to config.json, next to the tensors of `state_dict()`. Under
+amp the parameter is in half precision and the tensors are float32. `from_pretrained` gives the model the dtype in
+config.json, which would round the tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _METHOD = "save_pretrained"
 
 
 class SavePretrained:
-    """The `save_pretrained` of a module under amp: while it runs, `parameters()` has the dtypes of the saved tensors.
+    """The `save_pretrained` of a module under amp: while it runs, `parameters()` has the saved tensors' dtypes.
 
     The module is not kept alive. Copies of it (`copy.deepcopy`, pickle) save their own weights.
     """
@@ -31,7 +31,7 @@ class SavePretrained:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The method without amp; `inspect.signature` asks for it."""
+        """Return the method without amp; `inspect.signature` reads it."""
         return getattr(type(self.module()), _METHOD).__get__(self.module())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from ...ops._checks import check_floats
 
 
 class FastLayerNormFN(torch.autograd.Function):
-    """Layer norm over the last dimension; the output has gamma's dtype."""
+    """The autograd node of layer norm over the last dimension; the output has gamma's dtype."""
 
     @staticmethod
     def forward(ctx, x, gamma, beta, epsilon, memory_efficient=False):  # type: ignore[override]
