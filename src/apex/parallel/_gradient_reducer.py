@@ -79,10 +79,10 @@ class GradientReducer(BucketReducer):
         ]
 
     def plan(self) -> None:
-        """Makes buckets from the order in which gradients have arrived in rank 0."""
+        """Make buckets from the order in which gradients have arrived in rank 0."""
         arrived = self._arrived
         members = plan(self.params, arrived, self._message_size, self._triggers)
-        self._make_buckets(agree(members, self.params[0].device))
+        self._make_buckets(agree(members, self.params[0].device, self._groups[0]))
         self._arrived = arrived
 
     def arrived(self, param: Tensor) -> None:

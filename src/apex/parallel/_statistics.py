@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._distributed.groups import make_group
 from .._failures import OWN, unanswered
 
 # What is said where other processes do not answer.
@@ -140,8 +141,8 @@ def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
 
 
 def new_consecutive_group(size: int, processes: int) -> dist.ProcessGroup:
-    """A new group of this process and its neighbours; every process takes part in making every group."""
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, processes, size)]
+    """Make a group of this process and its neighbours; every process takes part in making every group."""
+    groups = [make_group(range(first, first + size)) for first in range(0, processes, size)]
     own = groups[dist.get_rank() // size]
     assert isinstance(own, dist.ProcessGroup)
     return own

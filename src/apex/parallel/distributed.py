@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .._distributed.comparison import check_same_everywhere
+from .._distributed.groups import make_group, own_group
 from .._distributed.reducer import weak_method
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
@@ -270,14 +271,14 @@ class DistributedDataParallel(nn.Module):
         return Arithmetic(self.gradient_average, self.gradient_predivide_factor, self.allreduce_always_fp32)
 
     def _connect(self) -> None:
-        """Makes the process groups that take turns with buckets."""
+        """Make the process groups that take turns with buckets; users' own collectives never go through them."""
         if self.allreduce_communicators is not None:
             self._groups, streams = self.allreduce_communicators
             self._streams = streams or (None,)
         elif self.num_allreduce_streams > 1:
-            self._groups = [dist.new_group() for _ in range(self.num_allreduce_streams)]
+            self._groups = [make_group() for _ in range(self.num_allreduce_streams)]
         else:
-            self._groups = (None,)
+            self._groups = (own_group(),)
 
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     def _watch(self, outputs: Any) -> None:
@@ -361,7 +362,7 @@ class DistributedDataParallel(nn.Module):
         travelling = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
         multiply([flat], [travelling], before)
         with explained(f"the reduction of {len(bucket)} gradients"):
-            dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
+            dist.all_reduce(travelling, group=groups[0 if force_default_stream else bucket_idx % len(groups)])
         multiply([travelling], [flat], after)
         if not self.retain_allreduce_buffers:
             multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)

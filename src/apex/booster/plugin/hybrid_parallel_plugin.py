@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..._distributed.groups import own_group
 from ...amp._amp_state import HALF
 from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
@@ -252,7 +253,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         is_counted = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
-            optimizer, saved = zero_optimizer(optimizer, process_group=group, **self.zero_options)
+            optimizer, saved = zero_optimizer(optimizer, process_group=own_group(group), **self.zero_options)
         boosted, wrapped, criterion = self.precision.configure(chunks, optimizer, criterion)  # type: ignore[arg-type]
         if saved is not None:
             load_plain_state(optimizer, saved)

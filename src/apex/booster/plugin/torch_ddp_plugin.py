@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..._distributed.groups import own_group
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from ...parallel import convert_syncbn_model
 from ...parallel._flat import broadcast_from_first
@@ -111,7 +112,7 @@ def ddp_options(
 
 
 def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> nn.Module:
-    """A model in DistributedDataParallel; the model itself where none of its parameters is trained."""
+    """Return a model in DistributedDataParallel, or the model itself if none of its parameters is trained."""
     if not any(param.requires_grad for param in model.parameters()):
         return model
     if ddp == "apex":
@@ -119,7 +120,8 @@ def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any =
         return ApexDistributedDataParallel(model, allreduce_always_fp32=True)
     device = next(model.parameters()).device
     where = None if device.index is None else [device]
-    return nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
+    options = {"process_group": own_group(group), **options}
+    return nn.parallel.DistributedDataParallel(model, device_ids=where, **options)
 
 
 @contextlib.contextmanager
