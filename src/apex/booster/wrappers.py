@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._delegation import delegated
+from .._distributed.comparison import check_settings, optimizer_settings
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
@@ -70,6 +71,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     max_norm: float = 0.0
     # The names of parameters in the model, in their order, where they are known.
     names: list[str | None] | None = None
+    # Process groups over which the first step compares settings, if there are several processes.
+    compared_over: Sequence[Any] = ()
     # What is to be done to the gradients of a split model before a step, and how their norm is measured.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
@@ -182,15 +185,33 @@ class OptimizerWrapper(torch.optim.Optimizer):
             gradient.detach().mul_(factor.to(gradient.device))
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """A step of the optimizer inside, after clipping to `max_norm` where that was asked for."""
+        """Take a step of the optimizer inside, after clipping to `max_norm` if that was asked for.
+
+        The first step raises in all processes if their learning rates, other options or loss scales differ.
+        """
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         self.unscale_grad()
+        self._compare_settings()
         result = self._step(*args, **kwargs)
         self._is_unscaled = False
         for each in self.watched:
             each._opt_called = True
         return result
+
+    def _compare_settings(self) -> None:
+        """Compare settings with other processes, once."""
+        groups, self.compared_over = self.compared_over, ()
+        if groups and self._is_zero:
+            self.optim.grad_sync()  # processes that lack gradients send them late: from here on all are at one place
+        for group in groups:
+            settings = {"max_norm": self.max_norm, **optimizer_settings(self)}
+            settings |= {
+                f"number of parameters of group {number}": len(each["params"])
+                for number, each in enumerate(self.param_groups)
+            }
+            settings |= {f"{name} of the loss scale": value for name, value in self.scaler_state().items()}
+            check_settings(settings, "settings of optimizers", group, self.parameters)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         return self.optim.step(*args, **kwargs)

@@ -56,6 +56,11 @@ class GradientReducer(BucketReducer):
         return bool(self.buckets)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in the present pass."""
+        return bool(self._arrived)
+
+    @property
     def members(self) -> list[list[int]]:
         """For each bucket, the indices of its parameters."""
         return list(map(list, self._members))

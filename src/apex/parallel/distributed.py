@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from .._distributed.comparison import check_same_everywhere
+from .._distributed.comparison import check_same_everywhere, check_settings
 from .._distributed.groups import make_group, own_group
 from .._distributed.reducer import weak_method
 from .._failures import explained
@@ -47,6 +47,11 @@ __all__ = [
 
 
 _UNNAMED = contextlib.nullcontext()
+# Attributes that `_start_fresh` makes, which are not copied and not pickled.
+_TRANSIENT = (
+    *("_reducer", "_groups", "_streams", "_fallback_buffers"),
+    *("_hooked", "_lock", "_in_pass", "_is_compared"),
+)
 
 
 def _check_process_group(who: str) -> None:
@@ -57,8 +62,20 @@ def _check_process_group(who: str) -> None:
         )
 
 
+def _amp_settings(params: Iterable[Tensor]) -> dict[str, Any]:
+    """Return settings of amp, if a session has begun, and of its optimizers that update some of the parameters."""
+    if "apex.amp" not in sys.modules:
+        return {}
+    from ..amp._amp_state import settings_on_this_rank
+
+    return settings_on_this_rank(params)
+
+
 def _take_state_of_first_rank(module: nn.Module) -> None:
-    """Parameters, buffers, and the float32 masters of parameters that amp has cast: a step would bring them back."""
+    """Give parameters, buffers and the float32 masters of amp the values of rank 0.
+
+    Masters are included because the next step would give parameters the values of their masters again.
+    """
     check_same_everywhere(list(module.named_parameters()))
     masters: list[Tensor] = []
     if "apex.amp" in sys.modules:
@@ -198,11 +215,12 @@ class DistributedDataParallel(nn.Module):
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
+        # Whether settings were compared with those of other ranks, at the end of the first pass.
+        self._is_compared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
-        transient = ("_reducer", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
-        state = {name: value for name, value in self.__dict__.items() if name not in transient}
+        """Return the state without what belongs to this process; groups and streams are made anew when it is loaded."""
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         return {**state, "allreduce_communicators": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -328,7 +346,15 @@ class DistributedDataParallel(nn.Module):
             self._in_pass = False
             self._fallback_buffers = []
             if self._reducer is not None:
+                self._compare_settings()
                 self._reducer.finish_pass()
+
+    def _compare_settings(self) -> None:
+        """Raise in all ranks, at the end of a first pass, if their loss scales or learning rates of amp differ."""
+        if not self._is_compared and self._reducer is not None and self._reducer.has_gradients:
+            self._is_compared = True
+            params = list(self.module.parameters())
+            check_settings(_amp_settings(params), "settings of amp", (self._groups or (None,))[0], params)
 
     def _named(self, name: str) -> Any:
         return torch.profiler.record_function(name) if self.prof else _UNNAMED

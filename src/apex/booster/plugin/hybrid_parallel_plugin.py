@@ -233,6 +233,9 @@ class HybridParallelPlugin(PipelinePluginBase):
     def support_no_sync(self) -> bool:
         return self.pp_size == 1
 
+    def replica_groups(self) -> list[Any]:
+        return [parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+
     def data_place(self) -> tuple[int, int]:
         return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 

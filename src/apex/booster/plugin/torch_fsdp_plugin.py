@@ -96,6 +96,9 @@ class TorchFSDPPlugin(DPPluginBase):
     def control_precision(self) -> bool:
         return self.precision is not None
 
+    def settings_group(self) -> Any:
+        return self.process_group
+
     def support_no_sync(self) -> bool:
         return True
 
