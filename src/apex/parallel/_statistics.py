@@ -76,14 +76,16 @@ class GroupExchange(NamedTuple):
 _compared: WeakKeyDictionary[Any, WeakSet[torch.nn.Module]] = WeakKeyDictionary()
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
 def compare_first(norm: torch.nn.Module, exchange: GroupExchange, channels: int, input: Tensor) -> None:
     """Raise, in all ranks of a group, if the channels or statistics of a norm differ between them.
 
     Does so in the first exchange of each norm only: all ranks have it at the same time. Without this, Gloo ends
     processes that receive more than they expect, and NCCL waits forever.
     """
-    compared = _compared.setdefault(dist.group.WORLD, WeakSet())
+    world: Any = dist.group.WORLD
+    compared = _compared.get(world)
+    if compared is None:
+        compared = _compared[world] = WeakSet()
     if norm in compared or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     compared.add(norm)

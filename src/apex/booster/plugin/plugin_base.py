@@ -149,7 +149,8 @@ class DPPluginBase(Plugin):
         """Raise in all processes, before anything is changed, if their plugins, precisions or models differ."""
         settings = {"plugin": type(self).__name__, "precision of the Booster": _settings_of(precision)}
         settings |= {"optimizer": None if optimizer is None else type(optimizer).__name__}
-        settings |= {f"{name} of the plugin": _settings_of(value) for name, value in vars(self).items()}
+        if type(self).__module__.startswith("apex."):  # a user's subclass may have attributes that differ by rank
+            settings |= {f"{name} of the plugin": _settings_of(value) for name, value in vars(self).items()}
         check_settings(settings, "settings", self.settings_group(), list(model.parameters()))
         check_same_everywhere(list(model.named_parameters()), "models", self.replica_groups()[0])
 
