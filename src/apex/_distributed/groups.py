@@ -62,7 +62,7 @@ def _numbered(number: int) -> Iterator[None]:
     different numbers of groups would wait for each other forever, and a name of a group that was destroyed would lead
     to its closed connections. Placeholders bring the number of groups to `number`.
     """
-    names = dist.distributed_c10d._world.pg_names
+    names: Any = dist.distributed_c10d._world.pg_names
     placeholders: list[Any] = [object() for _ in range(number - len(names))]
     names.update((each, f"placeholder {index}") for index, each in enumerate(placeholders))
     try:
