@@ -232,6 +232,32 @@ def test_the_environment_is_read_in_one_place() -> None:
     assert readers == ["apex/_env.py"]
 
 
+# Functions of PyTorch's that make process groups with a timeout of 30 minutes, and meshes with such groups.
+GROUP_MAKERS = re.compile("new_group|new_subgroups.*|split_group|init_device_mesh|DeviceMesh|_new_process_group_helper")
+
+
+def groups_made(code: ast.Module) -> list[int]:
+    """Return the lines that call a function of PyTorch's that makes process groups; methods of meshes make none."""
+    names = [
+        (node.lineno, getattr(node.func, "attr", getattr(node.func, "id", "")))
+        for node in ast.walk(code)
+        if isinstance(node, ast.Call)
+    ]
+    return [line for line, name in names if GROUP_MAKERS.fullmatch(name)]
+
+
+def test_process_groups_are_made_in_one_place() -> None:
+    """There they get the timeout of the default group, so that a rank that stops is noticed in time."""
+    found = {name_of(path): groups_made(parsed(path)) for path in FILES}
+    assert list({path: lines for path, lines in found.items() if lines}) == ["apex/_distributed/groups.py"]
+
+
+@pytest.mark.parametrize("code", ["dist.new_group()", "init_device_mesh(x, (2,))", "DeviceMesh(x, y)"])
+def test_the_rule_about_process_groups_can_fail(code: str) -> None:
+    assert groups_made(ast.parse(f"x = [\n  {code}]")) == [2]
+    assert groups_made(ast.parse("make_group()\nDeviceMesh.from_group(group, 'cpu')")) == []
+
+
 # What makes tensors on the default device, or of the default dtype, where none is named.
 FACTORIES = re.compile(
     "arange|as_tensor|asarray|empty|empty_permuted|empty_strided|eye|full|(lin|log)space|normal|ones|rand|randint|randn|"

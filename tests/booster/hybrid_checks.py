@@ -316,6 +316,19 @@ def is_refused(rank: int) -> None:
             booster.boost(model_of(False))
 
 
+def ranks_that_differ(rank: int) -> None:
+    """Numbers of microbatches, by `boost`; learning rates of tensor-parallel ranks, by the first step."""
+    with ended():
+        booster = make(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2 + 2 * rank, precision="fp32"))
+        with pytest.raises(RuntimeError, match="num_microbatches of the plugin is 2 in rank 0 and 4 in rank 1"):
+            booster.boost(model_of(False))
+    with ended():
+        booster, parts = boosted("fp32", tp_size=2)
+        parts[1].param_groups[0]["lr"] = 0.25 + rank
+        with pytest.raises(RuntimeError, match=r"lr of parameter group 0 is 0.25 in rank 0 and 1.25 in rank 1"):
+            train(booster, parts, range(1))
+
+
 def checkpoints_layers(rank: int) -> None:
     """Stage 0 has two layers, of which it computes one twice; stage 1 has four and computes none twice."""
     _, after, _ = plain(STEPS, False)
@@ -358,6 +371,7 @@ def _checks() -> dict[str, Check]:
     checks["measures"] = measures
     checks["saves others beside stages"] = saves_others_beside_stages
     checks["is refused"] = is_refused
+    checks["ranks that differ"] = ranks_that_differ
     return checks
 
 

@@ -26,6 +26,7 @@ from tests.booster.problem import (
     OPTIMIZERS,
     ROWS,
     STEPS,
+    Net,
     adam,
     assert_as_plain,
     assert_equal,
@@ -385,6 +386,70 @@ def reads_data_in_parts(rank: int) -> None:
     assert torch.cat(list(loader)).tolist() != mine.tolist()
 
 
+class Wider(Net):
+    """A layer has more outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(self.last.in_features, 8)
+
+
+class Reordered(Net):
+    """The same layers in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["first"] = self._modules.pop("first")
+
+
+def ranks_that_differ(plugin: str) -> Check:
+    """What the last rank has otherwise is named in all ranks, by `boost`, which changes nothing, or the first step."""
+
+    def check(rank: int) -> None:
+        last = dist.get_world_size() - 1
+        for other, message in (
+            (Wider, r"the models of rank 0 and rank {last} differ: .*last.weight of shape \(4, 32\), .* \(8, 32\)"),
+            (Reordered, r"Rank 0 has parameter first.weight .*, rank {last} has parameter norm.weight"),
+            ("sgd", r"the settings of rank 0 and rank {last} differ: optimizer is AdamW in rank 0 and SGD in"),
+            ("fp8", r"precision of the (Booster|plugin) is .*in rank 0 and .*FP8MixedPrecision.*in rank {last}"),
+        ):
+            mine = other if rank == last else None
+            with ended():
+                model = mine() if isinstance(mine, type) else net()
+                before = {name: value.clone() for name, value in model.state_dict().items()}
+                booster = PLUGINS[plugin]("fp8" if mine == "fp8" else "fp32")
+                with pytest.raises(RuntimeError, match=message.format(last=last)):
+                    booster.boost(model, OPTIMIZERS["sgd" if mine == "sgd" else "adam"](model))
+                assert_equal(dict(model.state_dict()), before)
+        with ended():
+            booster, model = PLUGINS[plugin]("fp32"), net()
+            model, optimizer, *_ = booster.boost(model, adam(model))
+            before = weights_of(model)
+            if rank == last:
+                optimizer.param_groups[1]["lr"] = 0.5
+            booster.backward(model(batch(0)[0]).sum(), optimizer)
+            with pytest.raises(
+                RuntimeError, match=rf"lr of parameter group 1 is 0.002 in rank 0 and 0.5 in rank {last}"
+            ):
+                optimizer.step()
+            assert_equal(weights_of(model), before)
+
+    return check
+
+
+def other_loss_scales(rank: int) -> None:
+    """A loss scale that was set in one rank only is found in the first step."""
+    for plugin in PLUGINS:
+        with ended():
+            booster, model = PLUGINS[plugin]("fp16"), net()
+            model, optimizer, *_ = booster.boost(model, adam(model))
+            if rank == 1:
+                optimizer.scaler.update(4.0)
+            booster.backward(model(batch(0)[0]).sum(), optimizer)
+            with pytest.raises(RuntimeError, match=r"loss scale is .* in rank 0 and 4.0 in rank 1"):
+                optimizer.step()
+
+
 assert ROWS % 64 == 0  # a multiple of 16 for each of four processes, for float8
 CHECKS: dict[str, Check] = {
     f"equal {plugin} {precision}": equality(plugin, precision, ("adam", "sgd")[index % 2])
@@ -412,4 +477,6 @@ CHECKS |= {
     "refuses plain backward passes": refuses_plain_backward_passes,
     "loads into a model that was trained": loads_into_a_model_that_was_trained,
     "reads data in parts": reads_data_in_parts,
+    "other loss scales": other_loss_scales,
+    **{f"ranks that differ {plugin}": ranks_that_differ(plugin) for plugin in PLUGINS},
 }

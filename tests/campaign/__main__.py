@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import apex
+from tests.campaign.differences import differ
 from tests.campaign.runs import calls, overflow, ranks
 from tests.campaign.saves import code, damage, full_disk, kill, metadata, threads
 from tests.campaign.trials import Trials, in_child
@@ -48,6 +49,7 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "changed metadata": (300, metadata),
     "a rank dies": (4, ranks, signal.SIGKILL),
     "a rank stops": (2, ranks, signal.SIGSTOP),
+    "a rank differs": (60, differ),
     "overflow": (60, overflow),
     "calls": (1, calls),
 }

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from apex.contrib.optimizers._zero.groups import processes_that_divide, timeout_of
+from apex._distributed.groups import timeout_of
+from apex.contrib.optimizers._zero.groups import processes_that_divide
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from tests.contrib import lamb_checks, lamb_four_checks, lamb_resharding
 from tests.contrib.lamb_problem import STEPS, assert_solved, averaged, backward, distributed_step, made, parameters

@@ -291,6 +291,26 @@ def sharded(rank: int) -> None:
         optimizer.step()
 
 
+def other_settings_are_an_error(rank: int) -> None:
+    """In the first backward pass, in both ranks, whatever differs; parameters stay as they were."""
+    for mine, other, message in (
+        ({"opt_level": "O1"}, {"opt_level": "O0"}, r"opt_level of amp.initialize is O1 in rank 0 and O0 in rank 1"),
+        ({"loss_scale": 8.0}, {"loss_scale": 16.0}, r"loss scale 0 is 8.0 in rank 0 and 16.0 in rank 1"),
+        ({"lr": 0.25}, {"lr": 0.5}, r"lr of parameter group 0 of optimizer 0 is 0.25 in rank 0 and 0.5 in rank 1"),
+    ):
+        options = {"opt_level": "O1", "lr": 0.1, **(other if rank else mine)}
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=options.pop("lr"))
+        model, optimizer = quiet(net, optimizer, **options)
+        model = DistributedDataParallel(model)
+        with (
+            pytest.raises(RuntimeError, match=f"settings of amp of rank 0 and rank 1 differ: .*{message}"),
+            amp.scale_loss(loss_of(model, rank), optimizer) as scaled,
+        ):
+            scaled.backward()
+        amp.shutdown()
+
+
 CHECKS: dict[str, Check] = {
     **({"sharded": sharded} if torch.__version__ >= "2.7" else {}),  # 2.6 has no FSDP2 for a CPU
     "overflow_O1": overflow("O1", "SGD", False),
@@ -315,4 +335,5 @@ CHECKS: dict[str, Check] = {
     "checkpoint_of_the_first_rank": checkpoint_of_the_first_rank,
     "masters_come_from_the_first_rank": masters_come_from_the_first_rank,
     "amp_wants_to_be_first": amp_wants_to_be_first,
+    "other_settings_are_an_error": other_settings_are_an_error,
 }

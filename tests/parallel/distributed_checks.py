@@ -166,6 +166,25 @@ def different_models_are_an_error(rank: int) -> None:
             DistributedDataParallel(other if rank else nn.Linear(3, 2))
 
 
+def users_collectives_are_not_mixed_up(rank: int) -> None:
+    """A metric that is summed in the middle of a backward pass, in which one rank has no gradients of a bucket."""
+    model = DistributedDataParallel(Parts(), message_size=16)
+    metrics = []
+
+    def add_up(gradient: Tensor) -> None:
+        metrics.append(torch.full((20,), rank + 1.0))
+        dist.all_reduce(metrics[-1])
+
+    for uses in ([0, 1, 2], [0, 1] if rank else [0, 1, 2]):
+        model.zero_grad()
+        x = model.module.layers[1](model.module.layers[0](torch.ones(3, 4)))
+        x.register_hook(add_up)
+        output = model.module.layers[2](x) if 2 in uses else x
+        output.sum().backward()
+    assert [metric.unique().tolist() for metric in metrics] == [[3.0], [3.0]]
+    assert_same_everywhere([param.grad for param in model.parameters()])
+
+
 class Parts(nn.Module):
     """Layers that are used in the order and number that a call asks for."""
 
@@ -638,6 +657,7 @@ CHECKS: dict[str, Check] = {
         for check in (
             switches,
             state_comes_from_the_first_rank,
+            users_collectives_are_not_mixed_up,
             different_models_are_an_error,
             buckets_are_those_of_the_first_rank,
             sizes_of_buckets,

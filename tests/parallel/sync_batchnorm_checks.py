@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from apex.contrib.cudnn_gbn import GroupBatchNorm2d
+from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.parallel import (
     DistributedDataParallel,
     SyncBatchNorm,
@@ -276,6 +278,21 @@ def training_is_that_of_one_process(rank: int) -> None:
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9)
 
 
+def other_inputs_are_an_error(rank: int) -> None:
+    """Of all kinds of norms, in both ranks, in the first exchange of a norm; half precision beside float32 is none."""
+    for make in (
+        SyncBatchNorm,
+        lambda channels: BatchNorm2d_NHWC(channels, bn_group=2, torch_channels_last=True),
+        lambda channels: GroupBatchNorm2d(channels, 2),
+    ):
+        with pytest.raises(RuntimeError, match="rank 0 and rank 1 differ: number of channels is 4 in rank 0 and 8 in"):
+            make(8 if rank else 4)(torch.randn(2, 8 if rank else 4, 3, 3))
+    norm, dtype = SyncBatchNorm(CHANNELS), torch.float64 if rank else torch.float32
+    with pytest.raises(RuntimeError, match=r"dtype of statistics is torch.float32 in rank 0 and torch.float64 in rank"):
+        norm.to(dtype)(made(2, rank, dtype=dtype))
+    SyncBatchNorm(CHANNELS)(made(2, rank, dtype=torch.float16 if rank else torch.float32))
+
+
 CHECKS: dict[str, Check] = {
     "float64": case(dtype=torch.float64),
     "float32": case(),
@@ -308,6 +325,7 @@ CHECKS: dict[str, Check] = {
             autocast_and_checkpoints,
             compiled,
             training_is_that_of_one_process,
+            other_inputs_are_an_error,
         )
     },
 }

@@ -56,9 +56,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What the message says, which the others print when the last one has died.
 SAID = {
     "data_parallel": r"gradients? .*",
+    "data_parallel_in_streams": r"gradients? .*",
+    "zero_mesh": r"adding up a bucket of gradients",
     "zero_adam": r"adding up a bucket of gradients",
     "zero_lamb": r"adding up a bucket of gradients",
     "sync_batch_norm": r"adding up what a batch norm over processes needs for its gradients",
+    "sync_batch_norm_in_a_group": r"adding up what a batch norm over processes needs for its gradients",
     "group_batch_norm": r"gathering the statistics of a batch norm over processes",
     "tensor_parallel": r"the all-reduce of an input's gradient \(torch.float32 \[4, 50\] here\)",
 }

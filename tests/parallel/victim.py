@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apex._distributed.groups import make_mesh
 from apex.checkpoint import Series
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
-from apex.parallel import DistributedDataParallel, SyncBatchNorm
+from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_process_group
 from apex.transformer import parallel_state
 from apex.transformer.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
 
@@ -46,9 +47,20 @@ def data_parallel() -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+def data_parallel_in_streams() -> tuple[nn.Module, Any]:
+    model = DistributedDataParallel(plain(), message_size=2550, num_allreduce_streams=2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
 def zero_adam() -> tuple[nn.Module, Any]:
     model = plain()
     return model, DistributedFusedAdam(model.parameters(), bucket_cap_mb=0.01)
+
+
+def zero_mesh() -> tuple[nn.Module, Any]:
+    model, mesh = plain(), make_mesh("cpu", (dist.get_world_size(), 1), ("redundant", "distributed"))
+    groups = {f"{name}_process_group": mesh.get_group(name) for name in ("redundant", "distributed")}
+    return model, DistributedFusedAdam(model.parameters(), bucket_cap_mb=0.01, **groups)
 
 
 def zero_lamb() -> tuple[nn.Module, Any]:
@@ -58,6 +70,12 @@ def zero_lamb() -> tuple[nn.Module, Any]:
 
 def sync_batch_norm() -> tuple[nn.Module, Any]:
     model = normed(lambda: SyncBatchNorm(2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def sync_batch_norm_in_a_group() -> tuple[nn.Module, Any]:
+    group = create_syncbn_process_group(dist.get_world_size())
+    model = normed(lambda: SyncBatchNorm(2, process_group=group))
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
@@ -85,7 +103,17 @@ def tensor_parallel() -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-MAKERS = (data_parallel, zero_adam, zero_lamb, sync_batch_norm, group_batch_norm, tensor_parallel)
+MAKERS = (
+    data_parallel,
+    data_parallel_in_streams,
+    zero_adam,
+    zero_mesh,
+    zero_lamb,
+    sync_batch_norm,
+    sync_batch_norm_in_a_group,
+    group_batch_norm,
+    tensor_parallel,
+)
 KINDS = {make.__name__: make for make in MAKERS}
 
 

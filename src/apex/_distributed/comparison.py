@@ -1,4 +1,4 @@
-"""Whether all processes have the same parameters, in the same order: asked before anything is sent by that order."""
+"""Comparisons of parameters and settings between processes, made before anything is sent that depends on them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,64 @@ from ..ops._library import is_stand_in
 
 # Words that are looked at in one go; 16 bytes of memory for each.
 _CHUNK = 1 << 22
+# What errors say of a setting that a rank has not, and how many settings they name.
+_ABSENT = "absent"
+_MOST_OPTIONS = 5
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_same_everywhere(
     named_params: Sequence[tuple[str, Tensor]], what: str = "models", group: Any = None, options: Any = None
 ) -> None:
-    """Raises, in all processes of a group, unless their parameters are alike in names, shapes, types and order.
+    """Raise, in all processes of a group, unless their parameters are alike in names, shapes, types and order.
 
-    `options` are compared too; `what` is what errors say differs.
+    `options` are compared too, a dict or anything else that can be printed. Errors say that the `what` of two ranks
+    differ.
     """
     described = [(name, tuple(param.shape), str(param.dtype), param.requires_grad) for name, param in named_params]
     everything = differing((described, options), [param for _, param in named_params], what, group)
-    if not everything:
-        return
-    other = next(index for index, each in enumerate(everything) if each != everything[0])
-    ranks, sizes = ranks_of(group), [sum(math.prod(shape) for _, shape, *_ in params) for params, _ in everything]
-    raise RuntimeError(
-        f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {len(everything[0][0])} parameters with "
-        f"{sizes[0]} elements, and {len(everything[other][0])} with {sizes[other]}. "
-        f"{_difference(ranks[0], everything[0], ranks[other], everything[other])}"
-    )
+    if everything:
+        raise _error(everything, what, group)
+
+
+def check_settings(settings: dict[str, Any], what: str, group: Any = None, tensors: Sequence[Tensor] = ()) -> None:
+    """Raise, in all processes of a group, unless their settings are equal; the error names those that differ.
+
+    Eight bytes are exchanged if all are equal, on the device of `tensors` if the group needs one. Only plain values
+    are compared: see `plain`.
+    """
+    everything = differing(([], {name: plain(value) for name, value in settings.items()}), tensors, what, group)
+    if everything:
+        raise _error(everything, what, group)
+
+
+def optimizer_settings(optimizer: Any) -> dict[str, Any]:
+    """Return all options of an optimizer's parameter groups, learning rates among them, with names for errors."""
+    return {
+        f"{name} of parameter group {number}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return a value in a form that two processes can compare; an object that they cannot becomes its type's name.
+
+    Numbers are rounded to six digits: processors of different kinds compute schedules of learning rates differently in
+    the last bits. A tensor of one element becomes a number, which waits for the device.
+    """
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else tuple(value.shape)
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
+        return value
+    if type(value) in (list, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, dict):
+        return {str(name): plain(each) for name, each in value.items()}
+    return type(value).__name__
 
 
 def differing(described: Any, tensors: Sequence[Tensor], what: str, group: Any) -> list[Any]:
@@ -58,12 +95,37 @@ def differing(described: Any, tensors: Sequence[Tensor], what: str, group: Any) 
     return [] if everything.count(everything[0]) == len(everything) else everything
 
 
+def _error(everything: list[Any], what: str, group: Any) -> RuntimeError:
+    """Return an error that names the first difference between the first rank of a group and another one.
+
+    `everything` has the described parameters and the options of each rank.
+    """
+    other = next(index for index, each in enumerate(everything) if each != everything[0])
+    ranks, (mine, others) = ranks_of(group), (everything[0], everything[other])
+    counts = ""
+    if mine[0] or others[0]:
+        sizes = [sum(math.prod(shape) for _, shape, *_ in params) for params, _ in (mine, others)]
+        counts = f"{len(mine[0])} parameters with {sizes[0]} elements, and {len(others[0])} with {sizes[1]}. "
+    return RuntimeError(
+        f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {counts}"
+        f"{_difference(ranks[0], mine, ranks[other], others)}"
+    )
+
+
 def _difference(rank: int, mine: Any, other_rank: int, others: Any) -> str:
-    """A sentence about the first thing that two ranks do not have alike."""
+    """Return a sentence about the first parameter, or the options, that two ranks do not have alike."""
     for one, other in itertools.zip_longest(mine[0], others[0]):
         if one != other:
             return f"Rank {rank} has {_described(one)}, rank {other_rank} has {_described(other)}"
-    return f"Rank {rank} has the options {mine[1]}, rank {other_rank} {others[1]}"
+    if not isinstance(mine[1], dict) or not isinstance(others[1], dict):
+        return f"Rank {rank} has the options {mine[1]}, rank {other_rank} {others[1]}"
+    options = [name for name in {**mine[1], **others[1]} if mine[1].get(name, _ABSENT) != others[1].get(name, _ABSENT)]
+    found = [
+        f"{name} is {mine[1].get(name, _ABSENT)} in rank {rank} and {others[1].get(name, _ABSENT)} in rank {other_rank}"
+        for name in options[:_MOST_OPTIONS]
+    ]
+    more = f"; and {len(options) - _MOST_OPTIONS} more" if len(options) > _MOST_OPTIONS else ""
+    return "; ".join(found) + more
 
 
 def _described(parameter: Any) -> str:

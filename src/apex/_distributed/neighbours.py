@@ -12,17 +12,18 @@ from torch import Tensor
 from .._failures import explained
 from ..ops._host import HOST, on_host
 from .exchange import check_alike
+from .groups import make_local_group
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """A process group of these ranks, which all of them must ask for; None for a single rank."""
+    """Return a new process group of these ranks, which all of them must ask for; None for a single rank."""
     if len(ranks) == 1:
         return None
     if not dist.is_initialized():
         raise RuntimeError(f"ranks {list(ranks)} need torch.distributed.init_process_group first")
     if dist.get_rank() not in ranks:
         raise ValueError(f"rank {dist.get_rank()} is not one of ranks={list(ranks)}")
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return make_local_group(ranks)
 
 
 def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ranks: Sequence[int], group: Any) -> None:

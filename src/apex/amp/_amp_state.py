@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._distributed.comparison import optimizer_settings, plain
+
 
 class AmpState:
     """The state of amp's session; it has no `opt_properties` until `initialize` is called.
@@ -80,6 +82,31 @@ def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Te
             elif param not in known:
                 known[param] = param.detach().float()
     return [known[param] for param in params if param in known]
+
+
+def settings_on_this_rank(params: Iterable[Tensor]) -> dict[str, Any]:
+    """Return the settings of amp that ranks must have in common: opt level, loss scales, and options of optimizers.
+
+    Of the optimizers only those count that update one of `params`, or its master.
+    """
+    if not hasattr(_amp_state, "opt_properties"):
+        return {}
+    settings = {f"{name} of amp.initialize": value for name, value in _amp_state.opt_properties.options.items()}
+    for number, scaler in enumerate(_amp_state.loss_scalers):
+        settings[f"loss scale {number}"] = scaler.loss_scale()
+    index_of = {
+        id(tensor): index for index, param in enumerate(params) for tensor in (param, _amp_state.masters.get(param))
+    }
+    # The set of optimizers has no order: the first parameter of each gives one that is the same on all ranks.
+    found = []
+    for optimizer in _amp_state.optimizers:
+        indices = [index_of[id(param)] for param in master_params(optimizer) if id(param) in index_of]
+        if indices:
+            options = {name: plain(value) for name, value in optimizer_settings(optimizer).items()}
+            found.append((min(indices), type(optimizer).__name__, repr(options), options))
+    for number, (*_, options) in enumerate(sorted(found, key=lambda each: each[:3])):
+        settings.update({f"{name} of optimizer {number}": value for name, value in options.items()})
+    return settings
 
 
 def warn_or_err(msg: str) -> None:

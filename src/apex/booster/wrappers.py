@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._delegation import delegated
+from .._distributed.comparison import check_settings, optimizer_settings
 from ._norm import total_norm
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
@@ -163,6 +164,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
     has_stages = False
     # The names of parameters in the model, in their order, where they are known.
     names: list[str | None] | None = None
+    # Process groups over which the first step compares settings, if there are several processes.
+    compared_over: Sequence[Any] = ()
     # What is to be done to the gradients of a split model before a step, and how their norm is measured.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
@@ -296,7 +299,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
             gradient.detach().mul_(factor.to(gradient.device))
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Take a step of the optimizer inside, after clipping to `max_norm` if that is positive."""
+        """Take a step of the optimizer inside, after clipping to `max_norm` if that is positive.
+
+        The first step raises in all processes if their learning rates, other options or loss scales differ.
+        """
         if closure is None:
             self._prepare_step()
             result = self._step(None, *args, **kwargs)
@@ -315,12 +321,27 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return result
 
     def _prepare_step(self) -> None:
-        """Unscale, measure and clip the gradients of a step."""
+        """Unscale, measure and clip the gradients of a step; the first step compares settings of all processes."""
         self.unscale_grad()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
         elif self._next_norm is None:
             self._next_norm = self._grad_norm(2.0)
+        self._compare_settings()
+
+    def _compare_settings(self) -> None:
+        """Compare settings with other processes, once."""
+        groups, self.compared_over = self.compared_over, ()
+        if groups and self._is_zero:
+            self.optim.grad_sync()  # processes that lack gradients send them late: from here on all are at one place
+        for group in groups:
+            settings = {"max_norm": self.max_norm, **optimizer_settings(self)}
+            settings |= {
+                f"number of parameters of group {number}": len(each["params"])
+                for number, each in enumerate(self.param_groups)
+            }
+            settings |= {f"{name} of the loss scale": value for name, value in self.scaler_state().items()}
+            check_settings(settings, "settings of optimizers", group, self.parameters)
 
     def _step(self, closure: Callable[[], Any] | None, *args: Any, **kwargs: Any) -> Any:
         return self.optim.step(*((closure, *args) if closure is not None or args else ()), **kwargs)

@@ -303,11 +303,11 @@ def _halved(bucket: list[int], params: Sequence[Tensor]) -> list[list[int]]:
     return [*parts, bucket]
 
 
-def agree(buckets: list[list[int]], device: torch.device) -> list[list[int]]:
-    """The buckets that rank 0 has planned."""
+def agree(buckets: list[list[int]], device: torch.device, group: Any) -> list[list[int]]:
+    """Return the buckets that rank 0 has planned."""
     order = [index for bucket in buckets for index in bucket]
     numbers = [number for number, bucket in enumerate(buckets) for _ in bucket]
     agreed: dict[int, list[int]] = {}
-    for index, number in zip(*from_first_rank([order, numbers], device), strict=True):
+    for index, number in zip(*from_first_rank([order, numbers], device, group), strict=True):
         agreed.setdefault(number, []).append(index)
     return list(agreed.values())

@@ -56,6 +56,11 @@ class GradientReducer(BucketReducer):
         return bool(self.buckets)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient has arrived in the present pass."""
+        return bool(self._arrived)
+
+    @property
     def members(self) -> list[list[int]]:
         """For each bucket, the indices of its parameters."""
         return list(map(list, self._members))
@@ -79,10 +84,10 @@ class GradientReducer(BucketReducer):
         ]
 
     def plan(self) -> None:
-        """Makes buckets from the order in which gradients have arrived in rank 0."""
+        """Make buckets from the order in which gradients have arrived in rank 0."""
         arrived = self._arrived
         members = plan(self.params, arrived, self._message_size, self._triggers)
-        self._make_buckets(agree(members, self.params[0].device))
+        self._make_buckets(agree(members, self.params[0].device, self._groups[0]))
         self._arrived = arrived
 
     def arrived(self, param: Tensor) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._distributed.comparison import check_settings
+from .._distributed.groups import make_group
 from .._failures import OWN, unanswered
+from ..ops._library import compute_dtype
 
 # What is said where other processes do not answer.
 _GATHERING = "gathering the statistics of a batch norm over processes"
@@ -67,6 +70,27 @@ class GroupExchange(NamedTuple):
             return
         backend = _backend_of(self.group, rank_stats.device)
         _run(_ADDING, backend.allreduce, [rank_stats], _synchronous("AllreduceOptions"))
+
+
+# By default group, the norms whose first exchange has been compared; a copy or a loaded norm is compared again.
+_compared: WeakKeyDictionary[Any, WeakSet[torch.nn.Module]] = WeakKeyDictionary()
+
+
+def compare_first(norm: torch.nn.Module, exchange: GroupExchange, channels: int, input: Tensor) -> None:
+    """Raise, in all ranks of a group, if the channels or statistics of a norm differ between them.
+
+    Does so in the first exchange of each norm only: all ranks have it at the same time. Without this, Gloo ends
+    processes that receive more than they expect, and NCCL waits forever.
+    """
+    world: Any = dist.group.WORLD
+    compared = _compared.get(world)
+    if compared is None:
+        compared = _compared[world] = WeakSet()
+    if norm in compared or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return
+    compared.add(norm)
+    settings = {"number of channels": channels, "dtype of statistics": compute_dtype(input)}
+    check_settings(settings, f"inputs of a {type(norm).__name__}", exchange.group, [input])
 
 
 def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
@@ -140,8 +164,8 @@ def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
 
 
 def new_consecutive_group(size: int, processes: int) -> dist.ProcessGroup:
-    """A new group of this process and its neighbours; every process takes part in making every group."""
-    groups = [dist.new_group(range(first, first + size)) for first in range(0, processes, size)]
+    """Make a group of this process and its neighbours; every process takes part in making every group."""
+    groups = [make_group(range(first, first + size)) for first in range(0, processes, size)]
     own = groups[dist.get_rank() // size]
     assert isinstance(own, dist.ProcessGroup)
     return own

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from .._distributed.comparison import check_same_everywhere
+from .._distributed.comparison import check_same_everywhere, check_settings
 from .._distributed.experts import is_expert
+from .._distributed.groups import make_group, own_group
 from .._distributed.reducer import weak_method
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
@@ -47,6 +48,11 @@ __all__ = [
 
 
 _UNNAMED = contextlib.nullcontext()
+# Attributes that `_start_fresh` makes, which are not copied and not pickled.
+_TRANSIENT = (
+    *("_reducer", "_groups", "_streams", "_fallback_buffers"),
+    *("_hooked", "_lock", "_in_pass", "_is_compared"),
+)
 
 
 def _check_process_group(who: str) -> None:
@@ -55,6 +61,15 @@ def _check_process_group(who: str) -> None:
             f"{who} needs a process group: call torch.distributed.init_process_group first, in processes started by "
             "`apex run` or torchrun"
         )
+
+
+def _amp_settings(params: Iterable[Tensor]) -> dict[str, Any]:
+    """Return settings of amp, if a session has begun, and of its optimizers that update some of the parameters."""
+    if "apex.amp" not in sys.modules:
+        return {}
+    from ..amp._amp_state import settings_on_this_rank
+
+    return settings_on_this_rank(params)
 
 
 def _replicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -210,11 +225,12 @@ class DistributedDataParallel(nn.Module):
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
+        # Whether settings were compared with those of other ranks, at the end of the first pass.
+        self._is_compared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: groups and streams are made anew, but for those that were given."""
-        transient = ("_reducer", "_groups", "_streams", "_fallback_buffers", "_hooked", "_lock", "_in_pass")
-        state = {name: value for name, value in self.__dict__.items() if name not in transient}
+        """Return the state without what belongs to this process; groups and streams are made anew when it is loaded."""
+        state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         return {**state, "allreduce_communicators": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,14 +299,14 @@ class DistributedDataParallel(nn.Module):
         return Arithmetic(self.gradient_average, self.gradient_predivide_factor, self.allreduce_always_fp32)
 
     def _connect(self) -> None:
-        """Makes the process groups that take turns with buckets."""
+        """Make the process groups that take turns with buckets; users' own collectives never go through them."""
         if self.allreduce_communicators is not None:
             self._groups, streams = self.allreduce_communicators
             self._streams = streams or (None,)
         elif self.num_allreduce_streams > 1:
-            self._groups = [dist.new_group() for _ in range(self.num_allreduce_streams)]
+            self._groups = [make_group() for _ in range(self.num_allreduce_streams)]
         else:
-            self._groups = (None,)
+            self._groups = (own_group(),)
 
     @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
     def _watch(self, outputs: Any) -> None:
@@ -340,7 +356,15 @@ class DistributedDataParallel(nn.Module):
             self._in_pass = False
             self._fallback_buffers = []
             if self._reducer is not None:
+                self._compare_settings()
                 self._reducer.finish_pass()
+
+    def _compare_settings(self) -> None:
+        """Raise in all ranks, at the end of a first pass, if their loss scales or learning rates of amp differ."""
+        if not self._is_compared and self._reducer is not None and self._reducer.has_gradients:
+            self._is_compared = True
+            params = list(self.module.parameters())
+            check_settings(_amp_settings(params), "settings of amp", (self._groups or (None,))[0], params)
 
     def _named(self, name: str) -> Any:
         return torch.profiler.record_function(name) if self.prof else _UNNAMED
@@ -374,7 +398,7 @@ class DistributedDataParallel(nn.Module):
         travelling = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
         multiply([flat], [travelling], before)
         with explained(f"the reduction of {len(bucket)} gradients"):
-            dist.all_reduce(travelling, group=None if force_default_stream else groups[bucket_idx % len(groups)])
+            dist.all_reduce(travelling, group=groups[0 if force_default_stream else bucket_idx % len(groups)])
         multiply([travelling], [flat], after)
         if not self.retain_allreduce_buffers:
             multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
 from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm, batch_norm_with_statistics
-from ._statistics import GroupExchange, new_consecutive_group, process_count
+from ._statistics import GroupExchange, compare_first, new_consecutive_group, process_count
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -83,6 +83,8 @@ class SyncBatchNorm(_BatchNorm):
             given = (input, mean, variance, weight, bias, by_batch, momentum, eps)
             output = batch_norm(*given, z=z, relu=relu, channel_dim=channel_dim)
         else:
+            if not torch.compiler.is_compiling():
+                compare_first(self, exchange, channels, input)
             spec = BatchNormSpec(eps, momentum, by_batch, relu, channel_dim)
             running = Channels(mean, variance, weight, bias)
             output, _ = batch_norm_with_statistics(input, z, running, spec, exchange, wanted=False)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._distributed.groups import make_group
 from ._groups.layout import Sizes, check_stages, groups_of, mesh_of, ranks_of, sizes_of
 from ._groups.making import Groups, device_mesh_of, make_groups
 from ._groups.nccl_network import init_nccl_net as init_nccl_net
@@ -101,7 +102,7 @@ def initialize_model_parallel(
         del kinds["amax_reduction"]
     state.groups = make_groups(kinds, default_backend, p2p_backend, device_mesh)
     if init_mpi_proc_group:
-        state.mpi_group = dist.new_group(backend="mpi")
+        state.mpi_group = make_group(backend="mpi")
         state.groups.made.append(state.mpi_group)
     _state = state
 

@@ -97,10 +97,34 @@ def other_buckets(rank: int) -> None:
     DistributedFusedAdam(net().parameters(), bucket_cap_mb=1 if rank else 1.0)
 
 
+def other_settings(kind: Callable[..., Any]) -> Check:
+    """A learning rate that a schedule has set in one rank only is found in the first step, which changes nothing."""
+
+    def check(rank: int) -> None:
+        for option, message in (
+            ("lr", r"lr of parameter group 1 is 0.001 in rank 0 and 0.25 in rank 3"),
+            ("weight_decay", r"weight_decay of parameter group 1 is 0.0 in rank 0 and 0.25 in rank 3"),
+        ):
+            model = net()
+            groups = [{"params": model[:2].parameters()}, {"params": model[2].parameters()}]
+            optimizer = kind(groups, lr=0.001, weight_decay=0.0)
+            before = [param.detach().clone() for param in model.parameters()]
+            if rank == 3:
+                optimizer.param_groups[1][option] = 0.25
+            model(torch.ones(2, 3)).sum().backward()
+            with pytest.raises(RuntimeError, match=f"optimizers of rank 0 and rank 3 differ: {message}"):
+                optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+
+    return check
+
+
 CHECKS: dict[str, Check] = {
     "differences_adam": differences(DistributedFusedAdam),
     "differences_lamb": differences(DistributedFusedLAMB),
     "later_groups_adam": later_groups(DistributedFusedAdam),
     "later_groups_lamb": later_groups(DistributedFusedLAMB),
     "other_buckets": other_buckets,
+    "other_settings_adam": other_settings(DistributedFusedAdam),
+    "other_settings_lamb": other_settings(DistributedFusedLAMB),
 }

@@ -118,6 +118,28 @@ def a_batch_that_is_too_short(rank: int) -> None:
         assert all(param.grad is None for param in model[0].parameters())
 
 
+def other_steps_are_an_error(rank: int) -> None:
+    """In every stage, before a microbatch is run."""
+    last = dist.get_world_size() - 1
+    for mine, forward_only, words in (
+        (4, False, rf"number of microbatches is 3 in rank 0 and 4 in rank {last}"),
+        (3, True, rf"forward_only is False in rank 0 and True in rank {last}"),
+    ):
+        with pipeline(dist.get_world_size(), None):
+            model = parts_of("1f1b", 1, 1)
+            count = mine if rank == last else 3
+            set_microbatches(count)
+            with pytest.raises(RuntimeError, match=rf"pipeline steps of rank 0 and rank {last} differ: {words}"):
+                STEPS["1f1b"](
+                    step_function,
+                    batch_of(count),
+                    model,
+                    forward_only=forward_only and rank == last,
+                    tensor_shape=SHAPE,
+                )
+            assert all(param.grad is None for param in model[0].parameters())
+
+
 class Sender(Part):
     """A stage whose second microbatch is longer, or whose output is."""
 
@@ -356,6 +378,7 @@ CHECKS = {
         autocast_and_scaler,
         frozen_stages,
         a_batch_that_is_too_short,
+        other_steps_are_an_error,
         sync_handlers,
         partial_checkpoints,
         exchanges,

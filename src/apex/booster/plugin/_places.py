@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..._distributed.groups import make_mesh
 from ...transformer.pipeline_parallel._schedule import Placement
 
 
@@ -70,7 +71,5 @@ class StageManager(NamedTuple):
 
 def mesh_of_all(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """Make a DeviceMesh of all processes on the accelerator, or on the default device if there is none."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return init_device_mesh((accelerator or torch.get_default_device()).type, shape, mesh_dim_names=names)
+    return make_mesh((accelerator or torch.get_default_device()).type, shape, names)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from ..._distributed.experts import is_expert
+from ..._distributed.groups import own_group
 from ...amp._amp_state import HALF
 from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
@@ -238,6 +239,9 @@ class HybridParallelPlugin(PipelinePluginBase):
     def support_no_sync(self) -> bool:
         return self.pp_size == 1
 
+    def replica_groups(self) -> list[Any]:
+        return [parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+
     def data_place(self) -> tuple[int, int]:
         return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
@@ -261,7 +265,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         kinds = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
-            optimizer, saved = zero_optimizer(optimizer, process_group=group, **self.zero_options)
+            optimizer, saved = zero_optimizer(optimizer, process_group=own_group(group), **self.zero_options)
         boosted, wrapped, criterion = self.precision.configure(chunks, optimizer, criterion)  # type: ignore[arg-type]
         if saved is not None:
             load_plain_state(optimizer, saved)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ..._distributed.comparison import check_same_everywhere, check_settings
 from ..._distributed.experts import refuse_experts
 from ...logging import get_dist_logger
 from ..checkpoint_io import CheckpointIO
@@ -26,6 +27,7 @@ from ..mixed_precision import (
     MixedPrecision,
     mixed_precision_factory,
 )
+from ..wrappers import OptimizerWrapper
 
 __all__ = ["Boosted", "DPPluginBase", "PipelinePluginBase", "Plugin", "own_precision"]
 
@@ -136,7 +138,28 @@ class DPPluginBase(Plugin):
             refuse_experts(
                 model.parameters(), type(self).__name__, "Use HybridParallelPlugin with zero_stage=0 for such models"
             )
-        return *self._boost(model, optimizer, criterion, precision), dataloader, lr_scheduler
+        self._compare(model, optimizer, precision)
+        model, boosted, criterion = self._boost(model, optimizer, criterion, precision)
+        if isinstance(boosted, OptimizerWrapper):
+            boosted.compared_over = self.replica_groups()
+        return model, boosted, criterion, dataloader, lr_scheduler
+
+    def settings_group(self) -> Any:
+        """Return the group of all processes that train together; None for all there are."""
+        return None
+
+    def replica_groups(self) -> list[Any]:
+        """Return groups whose processes have optimizers with the same options; the first one's have the same model."""
+        return [self.settings_group()]
+
+    def _compare(self, model: nn.Module, optimizer: Any, precision: Any) -> None:
+        """Raise in all processes, before anything is changed, if their plugins, precisions or models differ."""
+        settings = {"plugin": type(self).__name__, "precision of the Booster": _settings_of(precision)}
+        settings |= {"optimizer": None if optimizer is None else type(optimizer).__name__}
+        if type(self).__module__.startswith("apex."):  # a user's subclass may have attributes that differ by rank
+            settings |= {f"{name} of the plugin": _settings_of(value) for name, value in vars(self).items()}
+        check_settings(settings, "settings", self.settings_group(), list(model.parameters()))
+        check_same_everywhere(list(model.named_parameters()), "models", self.replica_groups()[0])
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         raise NotImplementedError
@@ -174,6 +197,14 @@ class DPPluginBase(Plugin):
             num_workers=num_workers,
             **options,
         )
+
+
+def _settings_of(value: Any) -> Any:
+    """Return the settings of a precision, without those about what it prints; any other value as it is."""
+    if not isinstance(value, MixedPrecision):
+        return value
+    settings = {**vars(value), **vars(value).get("options", {}), "options": None}
+    return {"kind": type(value).__name__} | {k: v for k, v in settings.items() if not k.startswith("verbos")}
 
 
 def _seed_worker(seed: int, worker: int) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..._distributed.experts import hide_experts_from_ddp, is_expert
+from ..._distributed.groups import own_group
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from ...parallel import convert_syncbn_model
 from ...parallel._flat import broadcast_from_first
@@ -124,7 +125,8 @@ def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any =
     hide_experts_from_ddp(model)
     device = next(model.parameters()).device
     where = None if device.index is None else [device]
-    return nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)
+    options = {"process_group": own_group(group), **options}
+    return nn.parallel.DistributedDataParallel(model, device_ids=where, **options)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..._distributed.groups import make_mesh
 from ..._env import processes_on_machine
 from ...parallel._flat import broadcast_from_first
 from ...transformer._resharding.gathered import part
@@ -95,6 +96,9 @@ class TorchFSDPPlugin(DPPluginBase):
     def control_precision(self) -> bool:
         return self.precision is not None
 
+    def settings_group(self) -> Any:
+        return self.process_group
+
     def support_no_sync(self) -> bool:
         return True
 
@@ -118,7 +122,7 @@ class TorchFSDPPlugin(DPPluginBase):
         return TorchFSDPModel(model), optimizer, criterion
 
     def _shard(self, model: nn.Module, precision: Any) -> None:
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         param_dtype = precision.dtype if isinstance(precision, Precision) else getattr(precision, "param_dtype", None)
@@ -129,7 +133,7 @@ class TorchFSDPPlugin(DPPluginBase):
         else:
             ranks = self.data_place()[0]
             shape, names = ((ranks,), ("shard",)) if self.copies == 1 else ((self.copies, ranks // self.copies), COPIES)
-            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            mesh = make_mesh(device, shape, names)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())

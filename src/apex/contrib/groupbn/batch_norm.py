@@ -20,7 +20,7 @@ from ...ops.batch_norm import (
     save,
     saved_gradients,
 )
-from ...parallel._statistics import consecutive_exchange, consecutive_group
+from ...parallel._statistics import compare_first, consecutive_exchange, consecutive_group
 
 
 def check_if_rocm_pytorch() -> bool:
@@ -154,6 +154,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, momentum or 0.0, training, self.fuse_relu, 1 if channels_last else -1)
         exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
+        if exchange is not None and not torch.compiler.is_compiling():
+            compare_first(self, exchange, x.shape[spec.channel_dim], x)
         parameters, buffers = self._parameters, self._buffers  # `self.weight` would take a microsecond longer
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if weight is None or bias is None:  # `weight` or `bias` may be something other than a parameter

@@ -311,6 +311,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         if not reducer.is_complete:
             self._complete(loss_scale)
         reducer.is_complete = False
+        self._compare_settings(grad_scaler)
         self._take_step(loss_scale)
         if grad_scaler is not None:
             flags = grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _env
+from ..._distributed.groups import make_group
 
 
 def set_nccl_ib_envs() -> None:
@@ -52,13 +53,13 @@ def new_process_group(ranks: Sequence[int], backend: str | None) -> Any:
     """A group with `backend`, the default group's where that is None, on the network that reaches all of its ranks."""
     block = _env.gpus_per_infiniband_block()
     if block is None or (backend or dist.get_backend()) != "nccl":
-        return dist.new_group(list(ranks), backend=backend)
+        return make_group(ranks, backend=backend)
     inside_one_block = len({rank // block for rank in ranks}) <= 1
     return new_nccl_ib_group(ranks) if inside_one_block else new_nccl_socket_group(ranks)
 
 
 def _new_group_used_once(ranks: Sequence[int]) -> Any:
-    group = dist.new_group(list(ranks), backend="nccl")
+    group = make_group(ranks, backend="nccl")
     if dist.get_rank() in ranks:
         init_nccl_net(group)
     return group

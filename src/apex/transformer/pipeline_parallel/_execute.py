@@ -12,11 +12,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._distributed.comparison import check_settings
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
@@ -95,9 +97,13 @@ class Step:
         sync: GradientSync,
     ) -> None:
         self.microbatches, ranks, self.rank = get_num_microbatches(), 1, 0
+        self.link: Link | None = None
         if name != "no_pipelining":
             ranks = parallel_state.get_pipeline_model_parallel_world_size()
             self.rank = parallel_state.get_pipeline_model_parallel_rank()
+        if ranks > 1:
+            self.link = Link(parallel_state.get_pipeline_model_parallel_group())
+            self._compare(name, len(model), options.forward_only)
         self.placement, actions = schedule(name, ranks, len(model), self.microbatches, options.forward_only)
         self.actions = actions[self.rank]
         passes = (action.kind for action in self.actions if action.kind in _PASSES)
@@ -107,9 +113,7 @@ class Step:
         self.options, self.sync = options, sync
         self.model_type: ModelType = get_model_type(model[0])
         self.losses: list[Any] = []
-        self.link: Link | None = None
-        if ranks > 1:
-            self.link = Link(parallel_state.get_pipeline_model_parallel_group())
+        if self.link is not None:
             self._start_communicator()
         # By (microbatch, chunk): inputs and gradients, received or on their way, and what the backward pass needs.
         self.incoming: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
@@ -145,6 +149,24 @@ class Step:
         finally:
             parallel_state.set_virtual_pipeline_model_parallel_rank(virtual)
         return self.losses
+
+    def _compare(self, schedule_name: str, chunks: int, forward_only: bool) -> None:
+        """Raise, in all ranks of the pipeline, if they are about to run different steps: they would wait forever.
+
+        Done in every step on Gloo. On other backends, whose answers have to come back from the device, only in the
+        first step of a group.
+        """
+        assert self.link is not None
+        if self.link.backend != dist.Backend.GLOO and self.link.group in _compared:
+            return
+        _compared.add(self.link.group)
+        settings = {
+            "schedule": schedule_name,
+            "number of microbatches": self.microbatches,
+            "number of model chunks": chunks,
+            "forward_only": forward_only,
+        }
+        check_settings(settings, "pipeline steps", self.link.group)
 
     def _start_communicator(self) -> None:
         """NCCL makes a communicator when a group is first used, for which all its ranks are needed at once."""
@@ -349,6 +371,8 @@ class Step:
         self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, specs)
 
 
+# Groups of pipelines whose first step has been compared.
+_compared: WeakSet[Any] = WeakSet()
 _PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 

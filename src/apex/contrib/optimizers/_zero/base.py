@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...._distributed.comparison import check_settings, optimizer_settings
 from ...._distributed.experts import refuse_experts
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
@@ -106,6 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _steps: StepCount
     # Whether the constructor is over, after which new groups take the parameters of the first process at once.
     _made = False
+    # Whether settings were compared with those of other processes, in the first step.
+    _is_compared = False
 
     def parameters(self) -> Iterator[Any]:
         """All parameters, group by group."""
@@ -140,6 +143,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gives the parameters of groups from `first` on the values of the first process."""
         if not self._groups.is_one:
             broadcast_params(self.param_groups, first, self._groups.process_group, self._layout_options(first))
+
+    def _compare_settings(self, grad_scaler: Any) -> None:
+        """Raise in all processes, in a first step, if their learning rates, other options or loss scales differ.
+
+        Called when all gradients have been sent, so that all processes are at the same place.
+        """
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self._is_compared or self._groups.is_one or capturing:
+            return
+        self._is_compared = True
+        settings = optimizer_settings(self)
+        if grad_scaler is not None:
+            settings["loss scale"] = grad_scaler.get_scale()
+        check_settings(settings, "settings of optimizers", self._groups.process_group, list(self.parameters()))
 
     def _layout_options(self, first: int) -> Any:
         """Options that the layout of parameters depends on, for groups from `first` on."""

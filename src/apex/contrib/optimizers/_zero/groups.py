@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...._distributed.comparison import check_same_everywhere, check_same_order
+from ...._distributed.groups import make_group, timeout_of
 from ....ops._host import on_host
 from ....parallel._flat import broadcast_from_first
 
@@ -37,25 +38,16 @@ def _own_group(every: list[list[int]], number: int = 0, channels: int = 0, verbo
     world = dist.group.WORLD
     assert world is not None
     made = _made.setdefault(world, {})
-    timeout = timeout_of(world)
     own = None
     for ranks in every:
         key = (tuple(ranks), number, channels)
         if key not in made:
-            made[key] = dist.new_group(ranks=ranks, timeout=timeout, pg_options=_options(channels, timeout))
+            made[key] = make_group(ranks, pg_options=_options(channels, timeout_of(world)))
             if verbose:
                 print(f"DistributedFusedLAMB: process group {number} of ranks {ranks}")
         if dist.get_rank() in ranks:
             own = made[key]
     return own
-
-
-def timeout_of(group: Any) -> timedelta | None:
-    """How long a process waits for others; None if the backend does not tell."""
-    try:
-        return group._get_backend(group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):
-        return None
 
 
 def _options(channels: int, timeout: timedelta | None) -> Any:

@@ -416,6 +416,7 @@ class ZeroOptimizer(ShardedOptimizer):
         with self._lock:
             self.param_sync()
             self.grad_sync()
+            self._compare_settings(grad_scaler)
             noop = self._norms.flag_of(self, grad_scaler)
             if noop is None and self.found_inf is not None:
                 noop = self.found_inf.to(self.device, torch.float32).reshape(1)

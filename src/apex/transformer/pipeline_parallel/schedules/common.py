@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...._distributed.experts import hide_experts_from_ddp
+from ...._distributed.groups import own_group
 from ... import parallel_state
 from ..._groups.device import parameter_device
 from ...enums import ModelType
@@ -92,7 +93,7 @@ def build_model(
     _report_parameters(model, rank)
     if not wrap_with_ddp:
         return model
-    group = parallel_state.get_data_parallel_group()
+    group = own_group(parallel_state.get_data_parallel_group())
     for module in model:
         hide_experts_from_ddp(module)
     return [nn.parallel.DistributedDataParallel(module, process_group=group) for module in model]
