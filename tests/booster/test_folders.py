@@ -14,6 +14,7 @@ import pytest
 from torch import nn
 
 from apex import checkpoint
+from apex.booster import checkpoint_io
 from tests.checkpoint.test_writers import in_child, in_threads
 from tests.warm import run_python
 
