@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import apex
 from apex import checkpoint
 from apex.booster import checkpoint_io
 from tests.checkpoint.test_writers import in_child, in_threads
@@ -188,7 +189,7 @@ def test_an_asynchronous_save_that_fails_ends_the_process_with_an_error(tmp_path
     script = """
         import sys
         from torch import nn
-        from apex.booster import checkpoint_io
+        from apex.booster import Booster
         def main(path):
             Booster("cpu").save_model(nn.Linear(2, 2), path, use_async=True)
         main(sys.argv[1])
@@ -196,8 +197,9 @@ def test_an_asynchronous_save_that_fails_ends_the_process_with_an_error(tmp_path
     """
     code = "\n".join(line[8:] for line in script.splitlines())
     (tmp_path / "file").write_text("in the way")
+    environment = {**os.environ, "PYTHONPATH": str(Path(apex.__file__).resolve().parents[1])}
     results = {
-        name: run_python("-c", code, str(tmp_path / name), cwd=tmp_path, environment=dict(os.environ), timeout=100)
+        name: run_python("-c", code, str(tmp_path / name), cwd=tmp_path, environment=environment, timeout=100)
         for name in ("file/model", "model")
     }
     failed, worked = results["file/model"], results["model"]

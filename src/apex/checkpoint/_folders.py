@@ -230,14 +230,15 @@ def _move(folder: Path, successor: Path) -> None:
 class Generation:
     """A folder as it is at one moment, held open: a save that replaces it meanwhile changes nothing here.
 
-    `manifest` is None for folders of other programs. At most 256 files are held. Further ones are opened when they are
-    read, which raises an error if the folder has been replaced.
+    `names` are all names in it. `manifest` is None for folders of other programs. At most 256 files
+    are held. Further ones are opened when they are read, which raises an error if the folder has been replaced.
     """
 
     def __init__(self, path: Path, hold: Callable[[str], bool] = lambda name: True) -> None:
         self.path = path
         self._held: dict[str, IO[bytes]] = {}
         self._descriptor = -1
+        self.names: list[str] = []
         for _ in range(_TRIES):
             if self._open(hold):
                 return
@@ -252,8 +253,9 @@ class Generation:
         try:
             self._identity = _identity(self.folder)
             self.manifest = manifest_of(self.folder)
-            names = sorted(self.manifest if self.manifest is not None else os.listdir(self.folder))
-            for name in [name for name in names if hold(name)][:_HELD]:
+            self.names = sorted(os.listdir(self.folder))
+            wanted = self.names if self.manifest is None else sorted(self.manifest)
+            for name in [name for name in wanted if hold(name)][:_HELD]:
                 if (self.folder / name).is_file():
                     with contextlib.suppress(OSError):  # an error when it is read
                         self._held[name] = os.fdopen(os.open(self.folder / name, os.O_RDONLY | _BINARY), "rb")
@@ -274,10 +276,6 @@ class Generation:
                 with self.reading(name) as file:
                     # Another descriptor: `reading` closes its own.
                     self._held[name] = os.fdopen(os.dup(file.fileno()), "rb")
-
-    def names(self) -> list[str]:
-        """Return the names of the files in the folder."""
-        return sorted({*self._held, *(self.manifest or ())})
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:

@@ -192,7 +192,7 @@ class Checkpoint:
         index = self._index((_SAFE_MODEL, _MODEL))
         if index is not None:
             return self._checked(_files_in(self.path, index))
-        names = [name for name in (_SAFE_MODEL, _MODEL) if name in self._folder.names()][:1]
+        names = [name for name in (_SAFE_MODEL, _MODEL) if name in self._folder.names][:1]
         if not names:
             raise FileNotFoundError(
                 f"the folder {self.path} has neither an index of a model nor {_SAFE_MODEL} nor {_MODEL}"
@@ -254,7 +254,7 @@ class Checkpoint:
         """Return the index of a model or optimizer: the one that we wrote, else the first one; None without one."""
         folder = self._generation()
         listed = folder.manifest or {}
-        found = [each for name in names for each in folder.names() if each.endswith(f"{name}{_INDEX}")]
+        found = [each for name in names for each in folder.names if each.endswith(f"{name}{_INDEX}")]
         for name in sorted(found, key=lambda each: each not in listed)[:1]:
             if name in listed:
                 folder.check([name])

@@ -89,10 +89,10 @@ def checked(path: str | os.PathLike[str]) -> Reader:
 
     failure: tuple[type[Exception], str] | None = None
     generation: Generation | None = None
-    path, manifest = Path(path), None
+    folder, manifest = Path(path), None
     if is_first():
         try:
-            generation = Generation(path)
+            generation = Generation(folder)
             generation.check()
             checked_metadata(generation)
             manifest = generation.manifest
@@ -100,14 +100,14 @@ def checked(path: str | os.PathLike[str]) -> Reader:
             failure = FileNotFoundError, str(error)
         except (DamagedCheckpoint, OSError) as error:
             failure = DamagedCheckpoint, str(error)
-    failure, path, manifest = from_first((failure, path, manifest))
+    failure, folder, manifest = from_first((failure, folder, manifest))
     if failure is not None:
         kind, reason = failure
         raise kind(reason)
-    with raising_everywhere(f"the checkpoint {path} could not be loaded"):
-        generation = generation or Generation(path, hold=lambda name: False)
+    with raising_everywhere(f"the checkpoint {folder} could not be loaded"):
+        generation = generation or Generation(folder, hold=lambda name: False)
         if generation.manifest != manifest:
-            raise RuntimeError(f"the checkpoint {path} was replaced while it was read; load it again")
+            raise RuntimeError(f"the checkpoint {folder} was replaced while it was read; load it again")
         return Reader(generation)
 
 
