@@ -292,6 +292,14 @@ def refuses_a_checkpoint_together(rank: int) -> None:
         assert_equal(whole_model(model), before)
         assert optimizer.scaler_state() == scale
         assert not optimizer.state
+    # Rank 0 has opened it before, and the others after it was replaced.
+    fingerprint = _huggingface.Checkpoint.fingerprint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_huggingface.Checkpoint, "fingerprint", lambda *args: fingerprint(*args) + rank)
+        for load, target in ((booster.load_model, (model, "fits")), (booster.load_optimizer, (optimizer, "optimizer"))):
+            with pytest.raises(RuntimeError, match="was replaced while it was read; load it again: rank 1 has another"):
+                load(*target)
+    assert_equal(whole_model(model), before)
 
 
 def is_refused(rank: int) -> None:

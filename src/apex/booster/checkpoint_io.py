@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
-from ..checkpoint._ranks import is_first, raise_everywhere, refusing_together, restoring
+from ..checkpoint._ranks import check_same_everywhere, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
 from ._whole import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper
@@ -84,6 +84,7 @@ class CheckpointIO:
                 found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
                 names = found.files_of_model()
                 shapes = found.shapes(names)
+            _check_same(found, names)
             with refusing_together():
                 check_tensors(model, shapes, strict)
             threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
@@ -118,8 +119,12 @@ class CheckpointIO:
         """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
         self.wait_for_saves()
-        with refusing_together(), _huggingface.Checkpoint(Path(checkpoint)) as found:
-            state = found.optimizer(num_threads)
+        with contextlib.ExitStack() as opened:
+            with refusing_together():
+                found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
+                names = found.files_of_optimizer()
+                state = found.optimizer(names, num_threads)
+            _check_same(found, names)
         load_optimizer_state(optimizer, state)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
@@ -153,6 +158,12 @@ class CheckpointIO:
         if writing is not None:
             failure, path = writing.exception(), _WRITING.pop(writing)
             raise_everywhere(failure, f"the checkpoint {path} could not be written")
+
+
+def _check_same(found: _huggingface.Checkpoint, names: list[str]) -> None:
+    """Raise in all processes if they have opened a checkpoint before and after it was replaced."""
+    message = f"the checkpoint {found.path} was replaced while it was read; load it again"
+    check_same_everywhere((names, found.fingerprint(names)), message)
 
 
 def _check_gathered(gather_dtensor: bool) -> None:

@@ -23,6 +23,8 @@ from .._atomic import atomic_file, locked_folder, sync_folder
 from ._damage import DamagedCheckpoint, size_and_checksum_of
 
 MANIFEST = "manifest.json"
+# In a sharded checkpoint: which part of which tensor is in which file.
+METADATA = ".metadata"
 Manifest = dict[str, tuple[int, int]]
 # How often a folder is moved away for a new one, or opened, before others that do the same are given way to.
 _TRIES = 100
@@ -78,11 +80,17 @@ def path_or_backup(path: Path) -> Path:
 
 def restore_backup(path: Path) -> None:
     """Clean up after a process that was killed: its backup becomes `path`, or goes if there is a `path`."""
+    if backup_of(path).exists():
+        with locked_folder(path.parent):  # another thread may be about to put a new one there
+            _restore(path)
+
+
+def _restore(path: Path) -> None:
     before = backup_of(path)
     if path.exists():
         discard(before, path)
     elif before.exists():
-        with contextlib.suppress(OSError):  # another thread is about to put a new one there
+        with contextlib.suppress(OSError):  # where there are no locks, another thread may put a new one there
             os.rename(before, path)
 
 
@@ -134,7 +142,7 @@ def publish(temporary: Path, path: Path, written: Manifest, ours: Callable[[str]
     saves, are in the new folder too. Folders and files keep their permissions.
     """
     with locked_folder(path.parent):
-        restore_backup(path)
+        _restore(path)
         check_names(path, written)
         before = (manifest_of(path) if path.is_dir() else None) or {}
         kept = {name for name in before if name not in written and not ours(name) and os.path.lexists(path / name)}
@@ -170,7 +178,7 @@ def _exchange(temporary: Path, path: Path) -> None:
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                restore_backup(path)
+                _restore(path)
                 raise
         # A folder with something in it cannot be renamed to. Where there are no locks, others may do this as well.
         discard(backup_of(path), path)

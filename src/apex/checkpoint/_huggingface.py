@@ -14,6 +14,7 @@ import contextlib
 import filecmp
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +32,8 @@ from ._safetensors import ENDING as _SAFE
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
 _INDEX = ".index.json"
+# Bytes at the end of a file that hold the list of contents of an archive: some 100 for each tensor.
+_END = 1 << 18
 
 
 def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
@@ -199,18 +202,32 @@ class Checkpoint:
             )
         return self._checked(names)
 
-    def optimizer(self, threads: int) -> dict[str, Any]:
-        """Return the state of an optimizer, after all bytes of its files were checked."""
+    def files_of_optimizer(self) -> list[str]:
+        """Return the files that an optimizer's state is in, after all their bytes were checked."""
         if self._folder is None:
-            (found,) = self.parts(self._checked([self.path.name]), 1)
-            return found
+            return self._checked([self.path.name])
         index = self._index((_OPTIMIZER,))
         if index is None:
             raise FileNotFoundError(f"the folder {self.path} has no index of an optimizer, *{_OPTIMIZER}{_INDEX}")
         groups = index.get("metadata", {}).get("param_groups")
-        files = self._checked(_files_in(self.path, index, groups))
+        return self._checked(_files_in(self.path, index, groups))
+
+    def optimizer(self, files: list[str], threads: int) -> dict[str, Any]:
+        """Return the state of an optimizer that is in these files."""
         found, *parts = self.parts(files, max(1, threads))
+        if self._folder is None:
+            return found
         return {**found, "state": {key: value for part in parts for key, value in part.items()}}
+
+    def fingerprint(self, files: list[str]) -> int:
+        """Return a checksum of the beginnings and ends of files, where formats have the checksums of all the rest."""
+        checksum = 0
+        for name in files:
+            with self._reading(name) as file:
+                for start in (0, max(0, os.fstat(file.fileno()).st_size - _END)):
+                    file.seek(start)
+                    checksum = zlib.crc32(file.read(_END), checksum)
+        return checksum
 
     def shapes(self, files: list[str]) -> dict[Any, torch.Size | None]:
         """Return the shapes of all tensors of files, by name; None for values that are no tensors."""

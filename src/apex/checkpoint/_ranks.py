@@ -86,6 +86,18 @@ def refusing_together() -> Iterator[None]:
             raise _SHARED.get(found[0], RuntimeError)(f"rank {rank} cannot load a checkpoint: {found[1]}")
 
 
+def check_same_everywhere(value: Any, message: str) -> None:
+    """Raise a RuntimeError in all processes unless they all have given the same value."""
+    if not is_connected():
+        return
+    values: list[Any] = [None] * dist.get_world_size()
+    with explained("asking whether all ranks load the same checkpoint"):
+        dist.all_gather_object(values, value)
+    others = [rank for rank, each in enumerate(values) if each != values[0]]
+    if others:
+        raise RuntimeError(f"{message}: rank {others[0]} has another one than rank 0")
+
+
 @contextlib.contextmanager
 def restoring(objects: Iterable[Any]) -> Iterator[None]:
     """Give objects, such as schedulers, the state that they have now if the block fails."""

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, L
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from ._damage import DamagedCheckpoint
-from ._folders import MANIFEST, Generation
-from ._sharded import METADATA
+from ._folders import MANIFEST, METADATA, Generation
 from ._split import Split
 
 _CLASSES: tuple[type, ...] = (

@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..ops._host import HOST
 from ._damage import DamagedCheckpoint
 
 ENDING = ".safetensors"
@@ -125,7 +126,7 @@ def read(file: IO[bytes], name: str) -> dict[str, Tensor]:
     found = {}
     for key, entry in _entries(header):
         start, stop = entry["data_offsets"]
-        content = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        content = torch.empty(stop - start, dtype=torch.uint8, device=HOST)
         file.seek(8 + len(text) + start)
         if stop > start and file.readinto(content.numpy()) != stop - start:  # type: ignore[attr-defined]
             raise DamagedCheckpoint(f"{name} is damaged: it ends in the middle of {key}")

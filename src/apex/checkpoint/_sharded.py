@@ -15,13 +15,11 @@ from .._atomic import make_folder, unfinished_folder
 from .._failures import explained
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
-from ._folders import Generation, check_is_checkpoint, check_names, publish, restore_backup, size_and_checksum
+from ._folders import METADATA, Generation, check_is_checkpoint, check_names, publish, restore_backup, size_and_checksum
 from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_rank
 
 if TYPE_CHECKING:
     from ._reading import Reader
-
-METADATA = ".metadata"
 
 
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
