@@ -94,6 +94,23 @@ def _restore(path: Path) -> None:
             os.rename(before, path)
 
 
+def prepare(path: Path, names: Iterable[str], only_checkpoints: bool = False) -> None:
+    """Clean up after a process that was killed, and raise FileExistsError if `path` may not be saved to.
+
+    That is so if the user has files of these names there. With `only_checkpoints` it is also so if there are files, and
+    no manifest of ours.
+    """
+    with locked_folder(path.parent):  # or a folder that is being replaced would seem to have no manifest
+        _restore(path)
+        _check_target(path, names, only_checkpoints)
+
+
+def _check_target(path: Path, names: Iterable[str], only_checkpoints: bool) -> None:
+    if only_checkpoints:
+        check_is_checkpoint(path)
+    check_names(path, names)
+
+
 def check_names(path: Path, names: Iterable[str]) -> None:
     """Raise FileExistsError if files of these names are to be written to a folder where the user has such files."""
     if not path.is_dir():
@@ -135,15 +152,17 @@ def _listed(folder: Path) -> set[str]:
     return set() if manifest is None else {*manifest, MANIFEST}
 
 
-def publish(temporary: Path, path: Path, written: Manifest, ours: Callable[[str], bool]) -> None:
-    """Put a new folder in the place of `path`.
+def publish(
+    temporary: Path, path: Path, written: Manifest, ours: Callable[[str], bool], only_checkpoints: bool = False
+) -> None:
+    """Put a new folder in the place of `path`, unless `prepare` would raise an error.
 
     Files of earlier saves whose names are `ours` go. All other files and folders, those of the user and those of other
     saves, are in the new folder too. Folders and files keep their permissions.
     """
     with locked_folder(path.parent):
         _restore(path)
-        check_names(path, written)
+        _check_target(path, written, only_checkpoints)
         before = (manifest_of(path) if path.is_dir() else None) or {}
         kept = {name for name in before if name not in written and not ours(name) and os.path.lexists(path / name)}
         if path.is_dir():

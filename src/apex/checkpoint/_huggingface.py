@@ -26,7 +26,7 @@ from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
 from ..ops._host import HOST
 from ._damage import DamagedCheckpoint
 from ._files import check_file, opened, put, read, shapes_in
-from ._folders import Generation, check_names, is_plain_name, publish, restore_backup, size_and_checksum
+from ._folders import Generation, check_names, is_plain_name, prepare, publish, size_and_checksum
 from ._safetensors import ENDING as _SAFE
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
@@ -154,8 +154,7 @@ def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], our
     tokenizer) is in the new one too. A file of the user's that has one of the `names` is an error.
     """
     make_folder(path.parent)
-    restore_backup(path)
-    check_names(path, names)
+    prepare(path, names)
     with unfinished_folder(path) as temporary:
         fill(temporary)
         written = {}

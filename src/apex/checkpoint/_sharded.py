@@ -15,7 +15,7 @@ from .._atomic import make_folder, unfinished_folder
 from .._failures import explained
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
-from ._folders import METADATA, Generation, check_is_checkpoint, check_names, publish, restore_backup, size_and_checksum
+from ._folders import METADATA, Generation, prepare, publish, size_and_checksum
 from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_rank
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         with raising_everywhere(failed):
             if is_first():
                 make_folder(path.parent)
-                restore_backup(path)
-                check_is_checkpoint(path)
-                check_names(path, [METADATA, f"__{this_rank()}_0.distcp"])
+                prepare(path, [METADATA, f"__{this_rank()}_0.distcp"], only_checkpoints=True)
                 temporary = held.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
         facts: dict[str, tuple[int, int]] = {}
@@ -61,8 +59,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
                 dist.all_gather_object(everything, facts)
         with raising_everywhere(failed):
             if is_first():
-                check_is_checkpoint(path)
-                publish(temporary, path, {name: fact for each in everything for name, fact in each.items()}, _is_part)
+                written = {name: fact for each in everything for name, fact in each.items()}
+                publish(temporary, path, written, _is_part, only_checkpoints=True)
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
