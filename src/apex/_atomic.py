@@ -89,8 +89,11 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
 
 @contextlib.contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, which it is to become; what has not been renamed when the block ends is removed."""
-    temporary, descriptor = _begin(path, None)
+    """Make a new folder beside `path`, to be renamed to it; a folder that was not renamed goes when the block ends.
+
+    If there is a folder at `path`, others cannot look into the new one before it has that folder's permissions.
+    """
+    temporary, descriptor = _begin(path, 0o700 if path.is_dir() else 0o777, folder=True)
     try:
         yield temporary
     finally:
@@ -107,16 +110,16 @@ def _mode_of(path: Path) -> int | None:
     return stat.S_IMODE(found) if stat.S_ISREG(found) else None
 
 
-def _begin(path: Path, mode: int | None) -> tuple[Path, int]:
-    """A new file with these permissions, or a new folder if they are None, and its descriptor, which locks it.
+def _begin(path: Path, mode: int, folder: bool = False) -> tuple[Path, int]:
+    """Make a new file or folder with these permissions; return its name and its descriptor, which locks it.
 
     It is not there before, and no link to something else.
     """
     while True:
         temporary = temporary_beside(path)
         try:
-            if mode is None:
-                temporary.mkdir()
+            if folder:
+                temporary.mkdir(mode)
                 descriptor = os.open(temporary, os.O_RDONLY | _NO_FOLLOW)
             else:
                 descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW, mode)
@@ -141,6 +144,26 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
     except OSError:  # network disks that have no locks, or none of folders
         return None
     return True
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Let one thread of one process at a time into the block, where the disk has locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        yield
+        return
+    try:
+        locked = _lock(descriptor, wait=True)
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process that was forked meanwhile has the descriptor, and with it the lock.
+            if locked and sys.platform != "win32":
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

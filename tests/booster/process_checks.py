@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex.booster import Booster
+from apex.booster import Booster, _whole, checkpoint_io
 from apex.booster._whole import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from apex.checkpoint import _huggingface
+from apex.checkpoint import DamagedCheckpoint, _huggingface
 from apex.nn.lr_scheduler import LinearWarmupLR
 from apex.transformer import parallel_state
 from tests.booster.problem import (
@@ -255,8 +255,52 @@ def waits_for_a_save_elsewhere(rank: int) -> None:
         booster.save_model(model, "slowly", use_async=True)
         booster.load_model(model, "slowly")
         booster.save_model(model, Path("slowly", "nowhere"), use_async=True)
-        with pytest.raises(OSError, match="a checkpoint could not be written; rank 0 had"):
+        with pytest.raises(OSError, match=r"nowhere could not be written; rank 0 had"):
             booster.save_model(model, "again")
+
+
+def refuses_a_checkpoint_together(rank: int) -> None:
+    """One rank finds damage, a tensor that does not fit or a mad loss scale: no rank has changed anything."""
+    booster, model = make("fp16", TorchDDPPlugin()), net()
+    model, optimizer, *_ = booster.boost(model, adam(model))
+    booster.save_model(model, "fits")
+    booster.save_optimizer(optimizer, "optimizer")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    before, scale = whole_model(model, copies=True), optimizer.scaler_state()
+
+    def failing(kind: type[Exception]) -> Any:
+        def fail(*_: Any) -> None:
+            raise kind("of rank 1")
+
+        return fail
+
+    for place, name, kind in (
+        (_huggingface.Checkpoint, "files_of_model", DamagedCheckpoint),
+        (checkpoint_io, "check_tensors", RuntimeError),
+        (_huggingface.Checkpoint, "optimizer", DamagedCheckpoint),
+        (_whole, "check_optimizer", ValueError),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(place, name, failing(kind))
+            load, target = booster.load_model, (model, "fits")
+            if "optimizer" in name:
+                load, target = booster.load_optimizer, (optimizer, "optimizer")
+            with pytest.raises(kind, match="of rank 1" if rank == 1 else "rank 1 cannot load a checkpoint: of rank 1"):
+                load(*target)
+        assert_equal(whole_model(model), before)
+        assert optimizer.scaler_state() == scale
+        assert not optimizer.state
+    # Rank 0 has opened it before, and the others after it was replaced.
+    fingerprint = _huggingface.Checkpoint.fingerprint
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_huggingface.Checkpoint, "fingerprint", lambda *args: fingerprint(*args) + rank)
+        for load, target in ((booster.load_model, (model, "fits")), (booster.load_optimizer, (optimizer, "optimizer"))):
+            with pytest.raises(RuntimeError, match="was replaced while it was read; load it again: rank 1 has another"):
+                load(*target)
+    assert_equal(whole_model(model), before)
 
 
 def is_refused(rank: int) -> None:
@@ -473,6 +517,7 @@ CHECKS |= {
     "goes on elsewhere": goes_on_elsewhere,
     "is refused": is_refused,
     "waits for a save elsewhere": waits_for_a_save_elsewhere,
+    "refuses a checkpoint together": refuses_a_checkpoint_together,
     "clips by itself": clips_by_itself,
     "refuses plain backward passes": refuses_plain_backward_passes,
     "loads into a model that was trained": loads_into_a_model_that_was_trained,

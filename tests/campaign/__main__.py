@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import apex
+from tests.campaign.boosted import damage_boosted, foreign, full_disk_boosted, readers, refused
 from tests.campaign.differences import differ
 from tests.campaign.runs import calls, overflow, ranks
 from tests.campaign.saves import code, damage, full_disk, kill, metadata, threads
@@ -45,6 +46,11 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "full disk": (100, full_disk),
     "damage, a file": (600, damage, False),
     "damage, sharded": (300, damage, True),
+    "damage, Booster": (400, damage_boosted),
+    "readers and writers, Booster": (30, readers),
+    "full disk, Booster": (60, full_disk_boosted),
+    "foreign files": (200, foreign),
+    "refused loads, Booster": (100, refused),
     "code in files": (200, code),
     "changed metadata": (300, metadata),
     "a rank dies": (4, ranks, signal.SIGKILL),

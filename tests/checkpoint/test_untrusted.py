@@ -18,7 +18,7 @@ from torch import nn
 
 import apex
 from apex import checkpoint
-from apex.checkpoint import _sharded
+from apex.checkpoint import _folders
 from apex.contrib.optimizers import DistributedFusedAdam
 from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
 from apex.fp16_utils import FP16_Optimizer
@@ -57,7 +57,7 @@ def in_a_scaler(folder: Path, payload: Any) -> None:
 
 def signed(folder: Path) -> None:
     """A manifest that fits the files."""
-    facts = {path.name: _sharded.size_and_checksum(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    facts = {path.name: _folders.size_and_checksum(path) for path in folder.iterdir() if path.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(facts))
 
 

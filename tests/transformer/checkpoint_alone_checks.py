@@ -68,4 +68,40 @@ def both_ends_in_one_process(rank: int) -> None:
                 assert torch.equal(value, again)
 
 
-CHECKS = {check.__name__: check for check in (loads_what_four_saved, both_ends_in_one_process)}
+class Strict:
+    """An object that refuses a state after it has taken part of it."""
+
+    def __init__(self, value: int, refused: int | None = None) -> None:
+        self.value, self.refused = value, refused
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+        if self.value == self.refused:
+            raise LookupError("not this value")
+
+
+def a_refused_scheduler_changes_nothing(rank: int) -> None:
+    with split():
+        one, other = BothEnds(torch.optim.AdamW, 2), BothEnds(torch.optim.AdamW, 1)
+        checkpoint.save("strict", one.model, one.optimizer, first=Strict(3), last=Strict(5))
+        before = [param.detach().clone() for param in other.parameters]
+        moments = [state["exp_avg"].clone() for state in other.optimizer.state.values()]
+        first, last = Strict(1), Strict(2, refused=5)
+        with pytest.raises(RuntimeError, match="does not fit; rank 0 had LookupError: not this value"):
+            checkpoint.load("strict", other.model, other.optimizer, first=first, last=last)
+        assert (first.value, last.value) == (1, 2)
+        assert all(map(torch.equal, before, other.parameters))
+        assert all(map(torch.equal, moments, (state["exp_avg"] for state in other.optimizer.state.values())))
+        last.refused = None
+        checkpoint.load("strict", other.model, other.optimizer, first=first, last=last)
+        assert (first.value, last.value) == (3, 5)
+        assert all(map(torch.equal, one.parameters, other.parameters))
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (loads_what_four_saved, both_ends_in_one_process, a_refused_scheduler_changes_nothing)
+}

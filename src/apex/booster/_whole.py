@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint._ranks import refusing_together
 from ..ops._host import HOST
-from ..transformer._resharding.gathered import of_all_stages, part, whole
+from ..transformer._resharding.gathered import of_all_stages, part, whole, whole_shape
+from ._fits import algorithm_of, check_optimizer
 from ._zero import load_plain_state
 from .wrappers import OptimizerWrapper, masters_of, unwrapped
 
@@ -96,39 +98,57 @@ def _identity(value: Any, param: Any) -> Any:
     return (address, local.dtype, local.shape, local.stride()) if address else id(value)
 
 
+def check_tensors(model: Any, shapes: dict[Any, torch.Size | None], strict: bool) -> None:
+    """Raise unless tensors of these names and shapes fit a model; all processes call it.
+
+    With `strict` the model must have all of them, and no others.
+    """
+    shapes_here: dict[str, torch.Size] = {}
+    aliases: dict[Any, set[str]] = {}
+    for _, _, name, value, param in _entries(model):
+        aliases.setdefault(_identity(value, param), set()).add(name)
+        if isinstance(value, Tensor):
+            shapes_here[name] = whole_shape(value, param)
+    # A tensor that has several names in the model may have been saved under one.
+    missing = sorted(name for names in aliases.values() if not names & set(shapes) for name in names)
+    known = set().union(*aliases.values())
+    unexpected = sorted(str(name) for name in shapes if name not in known)
+    if strict and (missing or (unexpected and not _has_stages(model))):
+        raise RuntimeError(
+            f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected "
+            f"{unexpected[:5]}; strict=False loads what fits"
+        )
+    for name, shape in shapes.items():
+        if name in shapes_here and shape != shapes_here[name]:
+            found = "no tensor" if shape is None else f"shape {tuple(shape)}"
+            raise RuntimeError(
+                f"the checkpoint does not fit the model: {name} has {found} in it, and shape "
+                f"{tuple(shapes_here[name])} in the model"
+            )
+
+
 @torch.no_grad()
-def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -> None:
-    """Loads whole tensors, part by part; raises, with `strict`, if some are missing or not the model's."""
+def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]]) -> None:
+    """Load whole tensors, part by part, that `check_tensors` has found to fit; all processes call it."""
     masters = masters_of(model)
     own: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
-    aliases: dict[Any, set[str]] = {}
     for chunk, key, name, value, param in _entries(model):
         own.setdefault(name, []).append((chunk, key, value, param))
-        aliases.setdefault(_identity(value, param), set()).add(name)
-    missing, unexpected = set(own), set[str]()
     exact: dict[Any, Tensor] = {}
     for state in parts:
         local: dict[nn.Module, dict[str, Any]] = {}
-        unexpected.update(name for name in state if name not in own)
-        for name in state:
+        for name, whole_value in state.items():
             for chunk, key, like, param in own.get(name, ()):
-                value = state[name]
+                value = whole_value
                 if isinstance(value, Tensor):
                     value = part(value, like, param)
                     exact[param] = value
                 local.setdefault(chunk, {})[key] = value
-                # A tensor that has several names in the model may have been saved under one.
-                missing -= aliases[_identity(like, param)]
         for chunk, filled in local.items():
             chunk.load_state_dict(filled, strict=False)
         if masters is not None:
             masters.write({param: value for param, value in exact.items() if param is not None})
             exact.clear()
-    if strict and (missing or (unexpected and not _has_stages(model))):
-        raise RuntimeError(
-            f"the checkpoint does not fit the model: missing {sorted(missing)[:5]}, unexpected "
-            f"{sorted(unexpected)[:5]}; strict=False loads what fits"
-        )
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
@@ -155,6 +175,7 @@ def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[s
             states.append((names[key], state))
         groups.append({**group, "params": states})
     joined: dict[str, Any] = {"state": {}, "param_groups": [], "scaler": optimizer.scaler_state()}
+    joined["algorithm"] = algorithm_of(optimizer)
     for same in zip(*_of_all_stages(optimizer, groups), strict=True):
         members = [member for group in same for member in group["params"]]
         first = len(joined["state"])
@@ -169,19 +190,13 @@ def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[s
 
 @torch.no_grad()
 def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> None:
-    """Loads what `whole_optimizer` gave, or a state dict of an optimizer of PyTorch's; all processes call it.
+    """Load what `whole_optimizer` gave, or a state dict of an optimizer of PyTorch's; all processes call it.
 
-    Parameters are found by their names where both have them, else by their places.
+    Parameters are found by their names if both have them, else by their places. A state that does not fit is refused
+    in all processes, and changes nothing.
     """
-    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    names_there = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    by_name = dict(zip(names_there, keys, strict=False))
-    names = optimizer.names or []
-    if len(by_name) == len(keys) and set(names) <= set(by_name) and names:
-        keys = [by_name[name] for name in names]
-    elif sizes[0] != sizes[1]:
-        raise ValueError(f"the checkpoint has groups of {sizes[1]} parameters, the optimizer of {sizes[0]}")
+    with refusing_together():
+        keys = check_optimizer(optimizer, saved)
     state: dict[Any, Any] = {}
     for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
         values = saved["state"].get(key, {})
@@ -198,8 +213,15 @@ def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> 
         groups.append({**kept, **extra, "params": list(range(first, last))})
         first = last
     loaded = {"state": state, "param_groups": groups}
-    if optimizer._is_zero:
-        load_plain_state(optimizer.optim, loaded)
-    else:
-        optimizer.optim.load_state_dict(loaded)
-    optimizer.load_scaler_state(saved.get("scaler") or {})
+    # The loss scale first: it can be put back, the state of the optimizer cannot.
+    before = optimizer.scaler_state()
+    try:
+        with refusing_together():
+            optimizer.load_scaler_state(saved.get("scaler") or {})
+        if optimizer._is_zero:
+            load_plain_state(optimizer.optim, loaded)
+        else:
+            optimizer.optim.load_state_dict(loaded)
+    except BaseException:
+        optimizer.load_scaler_state(before)
+        raise

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import weakref
+import contextlib
+import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
-from ..checkpoint._ranks import is_first, raise_everywhere
-from ..checkpoint._sharded import path_or_backup, raising_everywhere
-from ._whole import chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
+from ..checkpoint._ranks import check_same_everywhere, is_first, raise_everywhere, refusing_together, restoring
+from ..checkpoint._sharded import raising_everywhere
+from ._whole import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper, check_model
 
 __all__ = ["CheckpointIO"]
+
+
+# Asynchronous saves that nobody has waited for, and their paths; kept here since a Booster may be gone before them.
+_WRITING: dict[concurrent.futures.Future[None], Path] = {}
 
 
 class CheckpointIO:
@@ -69,11 +77,20 @@ class CheckpointIO:
         """Loads what `save_model` wrote, with any plugin and number of processes, or a folder of Hugging Face's.
 
         Files of a folder are read one after the other, or all at once with `low_cpu_mem_mode=False`, by `num_threads`.
+        All of them are checked first, their checksums, names and shapes: a load that is refused changes nothing.
         """
         check_model(model)
         self.wait_for_saves()
-        path = path_or_backup(Path(checkpoint))
-        load_tensors(model, _huggingface.read_model(path, low_cpu_mem_mode, num_threads), strict)
+        with contextlib.ExitStack() as opened:
+            with refusing_together():
+                found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
+                names = found.files_of_model()
+                shapes = found.shapes(names)
+            _check_same(found, names)
+            with refusing_together():
+                check_tensors(model, shapes, strict)
+            threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
+            load_tensors(model, found.parts(names, threads))
 
     def save_optimizer(
         self,
@@ -108,8 +125,13 @@ class CheckpointIO:
             f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
         )
         self.wait_for_saves()
-        path = path_or_backup(Path(checkpoint))
-        load_optimizer_state(optimizer, _huggingface.read_optimizer(path, num_threads))
+        with contextlib.ExitStack() as opened:
+            with refusing_together():
+                found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
+                names = found.files_of_optimizer()
+                state = found.optimizer(names, num_threads)
+            _check_same(found, names)
+        load_optimizer_state(optimizer, state)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Saves a scheduler's state to a file."""
@@ -117,9 +139,10 @@ class CheckpointIO:
         files.save(lr_scheduler.state_dict(), checkpoint, wait=True)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Loads what `save_lr_scheduler` wrote."""
+        """Loads what `save_lr_scheduler` wrote. A scheduler that refuses its state keeps the one that it has."""
         self.wait_for_saves()
-        lr_scheduler.load_state_dict(files.load(checkpoint))
+        with restoring([lr_scheduler]), refusing_together():
+            lr_scheduler.load_state_dict(files.load(checkpoint))
 
     def _write(self, write: Callable[[Path], None], checkpoint: str | Path, use_async: bool) -> None:
         """Writes in the first process; the others wait for it, unless it does so beside the training."""
@@ -128,8 +151,8 @@ class CheckpointIO:
         if use_async:
             if self._writer is None:
                 self._writer = concurrent.futures.ThreadPoolExecutor(1, "apex-booster-save")
-                atexit.register(_finish, weakref.ref(self))
             self._writing = self._writer.submit(write if is_first() else (lambda path: None), path)
+            _WRITING[self._writing] = path
             return
         with raising_everywhere(f"the checkpoint {path} could not be written"):
             if is_first():
@@ -139,7 +162,14 @@ class CheckpointIO:
         """Waits, in all processes, for what the first one writes beside the training; raises what went wrong."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            raise_everywhere(writing.exception(), "a checkpoint could not be written")
+            failure, path = writing.exception(), _WRITING.pop(writing)
+            raise_everywhere(failure, f"the checkpoint {path} could not be written")
+
+
+def _check_same(found: _huggingface.Checkpoint, names: list[str]) -> None:
+    """Raise in all processes if they have opened a checkpoint before and after it was replaced."""
+    message = f"the checkpoint {found.path} was replaced while it was read; load it again"
+    check_same_everywhere((names, found.fingerprint(names)), message)
 
 
 def _check_gathered(gather_dtensor: bool) -> None:
@@ -150,8 +180,22 @@ def _check_gathered(gather_dtensor: bool) -> None:
         )
 
 
-def _finish(io: weakref.ref[CheckpointIO]) -> None:
-    """At the end of the process."""
-    living = io()
-    if living is not None and living._writing is not None:
-        living._writing.result()
+@atexit.register
+def _finish() -> None:
+    """End the process with status 1 if an asynchronous save failed, and nobody has waited for it.
+
+    An exception at this time would be printed, and the status would be 0. Of functions that are to be called at exit
+    those that were registered before this module was imported are not called then.
+    """
+    failed = False
+    for writing, path in _WRITING.items():
+        failure = writing.exception()
+        if failure is not None:
+            failed = True
+            print(f"the checkpoint {path} could not be written:", file=sys.stderr)
+            traceback.print_exception(failure)
+    if failed:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ._files import DamagedCheckpoint, load, save, verify
+from ._damage import DamagedCheckpoint
+from ._files import load, save, verify
 from ._series import Series, latest
 from ._sharded import load_sharded, save_sharded
 

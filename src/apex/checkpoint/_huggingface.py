@@ -10,47 +10,37 @@ pytorch_optim-00001.bin
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import filecmp
 import json
 import os
-import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
 from ..ops._host import HOST
-from ._files import load
-from ._sharded import _publish, restore_backup, size_and_checksum
+from ._damage import DamagedCheckpoint
+from ._files import check_file, opened, put, read, shapes_in
+from ._folders import Generation, check_names, is_plain_name, prepare, publish, size_and_checksum
+from ._safetensors import ENDING as _SAFE
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
 _INDEX = ".index.json"
-_SAFE = ".safetensors"
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError("use_safetensors=True needs the package safetensors: pip install safetensors") from error
-    return safetensors.torch
+# Bytes at the end of a file that hold the list of contents of an archive: some 100 for each tensor.
+_END = 1 << 18
 
 
 def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
-    """One file, of safetensors or of `torch.save`."""
+    """Write one file, of safetensors or of `torch.save`."""
     make_folder(path.parent)
     with replacing(path) as temporary:
-        _put(temporary, state, use_safetensors)
-
-
-def _put(path: Path, state: Any, use_safetensors: bool) -> None:
-    if use_safetensors:
-        _safetensors().save_file(_untied(state), path, metadata={"format": "pt"})
-    else:
-        torch.save(state, path)
+        put(_untied(state) if use_safetensors else state, temporary, use_safetensors)
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -68,7 +58,7 @@ def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_model(
     path: Path, state: dict[str, Tensor], prefix: str | None, size: int, use_safetensors: bool, config: Any
 ) -> None:
-    """A folder with a model, and with its configuration where it has one as those of transformers have."""
+    """Write a folder with a model, and with its configuration if it has one as those of transformers have."""
     name = _named(_SAFE_MODEL if use_safetensors else _MODEL, prefix)
     state = _untied(state) if use_safetensors else state
     parts = list(_parts(state, size))
@@ -79,12 +69,12 @@ def write_model(
 
     def fill(folder: Path) -> None:
         for part, file in zip(parts, names, strict=True):
-            _put(folder / file, part, use_safetensors)
+            put(part, folder / file, use_safetensors)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total}, weight_map)
         if hasattr(config, "save_pretrained"):
-            config.save_pretrained(folder)
+            _write_config(config, folder, path)
 
-    _replace(path, fill, _is_model)
+    _replace(path, [*names, f"{name}{_INDEX}"], fill, _is_model)
 
 
 def _is_model(file: str) -> bool:
@@ -95,7 +85,7 @@ def _is_model(file: str) -> bool:
 
 
 def write_optimizer(path: Path, state: dict[str, Any], prefix: str | None, size: int) -> None:
-    """A folder with an optimizer's state."""
+    """Write a folder with an optimizer's state."""
     name, groups = _named(_OPTIMIZER, prefix), _named(_GROUPS, prefix)
     parts = list(_parts(state["state"], size))
     names = [f"{name[:-4]}-{number:05d}.bin" for number in range(1, len(parts) + 1)]
@@ -104,11 +94,16 @@ def write_optimizer(path: Path, state: dict[str, Any], prefix: str | None, size:
 
     def fill(folder: Path) -> None:
         for part, file in zip(parts, names, strict=True):
-            torch.save(part, folder / file)
-        torch.save({key: value for key, value in state.items() if key != "state"}, folder / groups)
+            put(part, folder / file)
+        put({key: value for key, value in state.items() if key != "state"}, folder / groups)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total, "param_groups": groups}, weight_map)
 
-    _replace(path, fill, lambda file: "pytorch_optim" in file)
+    _replace(path, [*names, groups, f"{name}{_INDEX}"], fill, _is_optimizer)
+
+
+def _is_optimizer(file: str) -> bool:
+    """Return whether a file is a part of an optimizer, whatever its prefix, or its index."""
+    return "pytorch_optim" in file
 
 
 def _named(name: str, prefix: str | None) -> str:
@@ -139,91 +134,170 @@ def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str
         json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2)
 
 
-def _replace(path: Path, fill: Callable[[Path], None], ours: Callable[[str], bool]) -> None:
-    """Makes a folder anew under another name, and puts it in the place of the one that was there.
+def _write_config(config: Any, folder: Path, target: Path) -> None:
+    """Write a model's configuration to `folder`, but for files that `target` has with the same content."""
+    before = {each.name for each in folder.iterdir()}
+    config.save_pretrained(folder)
+    for each in list(folder.iterdir()):
+        old = target / each.name
+        if each.name not in before and old.is_file() and filecmp.cmp(each, old, shallow=False):
+            with contextlib.suppress(FileExistsError):
+                check_names(target, [each.name])
+                continue
+            each.unlink()
 
-    What that had besides files that are `ours` (an optimizer beside a model, a tokenizer) is in the new one too.
+
+def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], ours: Callable[[str], bool]) -> None:
+    """Make a folder anew under another name, and put it in the place of the one that was there.
+
+    Files of earlier saves that are `ours` go. Everything else that was in the folder (an optimizer beside a model, a
+    tokenizer) is in the new one too. A file of the user's that has one of the `names` is an error.
     """
-    restore_backup(path)
     make_folder(path.parent)
+    prepare(path, names)
     with unfinished_folder(path) as temporary:
-        for each in path.iterdir() if path.is_dir() else ():
-            if each.is_dir():
-                shutil.copytree(each, temporary / each.name, copy_function=_link)
-            elif each.name != "manifest.json" and not ours(each.name):
-                _link(each, temporary / each.name)
         fill(temporary)
-        written = [file for file in temporary.iterdir() if file.is_file()]
-        for file in written:
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-        _publish(temporary, path, {file.name: size_and_checksum(file) for file in written})
+        written = {}
+        for file in temporary.iterdir():
+            with open(file, "rb") as opened_file:
+                os.fsync(opened_file.fileno())
+            written[file.name] = size_and_checksum(file)
+        publish(temporary, path, written, ours)
 
 
-def _link(source: Any, target: Any) -> Any:
-    """A second name for a file, or a copy where the disk has none."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-    return target
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read_model(path: Path, one_by_one: bool, threads: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors by name, file by file: of a file, or of a folder with an index or with one file."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    if path.is_file():
-        names = [path]
-    else:
-        index = _index_of(path, (_SAFE_MODEL, _MODEL))
-        if index is not None:
-            names = [path / file for file in dict.fromkeys(index["weight_map"].values())]
+class Checkpoint:
+    """A file, or one generation of a folder, held open: what is checked is what is read later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._closing = contextlib.ExitStack()
+        self._file: IO[bytes] | None = None
+        self._folder: Generation | None = None
+        if path.is_file():
+            self._file = self._closing.enter_context(opened(path))
         else:
-            names = [path / name for name in (_SAFE_MODEL, _MODEL) if (path / name).is_file()][:1]
-    if not names:
-        raise FileNotFoundError(f"the folder {path} has neither an index of a model nor {_SAFE_MODEL} nor {_MODEL}")
-    return _read_all(names, 1 if one_by_one and threads == 1 else max(threads, 2))
+            self._folder = self._closing.enter_context(Generation(path, hold=_is_part))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._closing.close()
+
+    def files_of_model(self) -> list[str]:
+        """Return the files that a model is in, after all their bytes were checked."""
+        if self._folder is None:
+            return self._checked([self.path.name])
+        index = self._index((_SAFE_MODEL, _MODEL))
+        if index is not None:
+            return self._checked(_files_in(self.path, index))
+        names = [name for name in (_SAFE_MODEL, _MODEL) if name in self._folder.names][:1]
+        if not names:
+            raise FileNotFoundError(
+                f"the folder {self.path} has neither an index of a model nor {_SAFE_MODEL} nor {_MODEL}"
+            )
+        return self._checked(names)
+
+    def files_of_optimizer(self) -> list[str]:
+        """Return the files that an optimizer's state is in, after all their bytes were checked."""
+        if self._folder is None:
+            return self._checked([self.path.name])
+        index = self._index((_OPTIMIZER,))
+        if index is None:
+            raise FileNotFoundError(f"the folder {self.path} has no index of an optimizer, *{_OPTIMIZER}{_INDEX}")
+        groups = index.get("metadata", {}).get("param_groups")
+        return self._checked(_files_in(self.path, index, groups))
+
+    def optimizer(self, files: list[str], threads: int) -> dict[str, Any]:
+        """Return the state of an optimizer that is in these files."""
+        found, *parts = self.parts(files, max(1, threads))
+        if self._folder is None:
+            return found
+        return {**found, "state": {key: value for part in parts for key, value in part.items()}}
+
+    def fingerprint(self, files: list[str]) -> int:
+        """Return a checksum of the beginnings and ends of files, where formats have the checksums of all the rest."""
+        checksum = 0
+        for name in files:
+            with self._reading(name) as file:
+                for start in (0, max(0, os.fstat(file.fileno()).st_size - _END)):
+                    file.seek(start)
+                    checksum = zlib.crc32(file.read(_END), checksum)
+        return checksum
+
+    def shapes(self, files: list[str]) -> dict[Any, torch.Size | None]:
+        """Return the shapes of all tensors of files, by name; None for values that are no tensors."""
+        found: dict[Any, torch.Size | None] = {}
+        for name in files:
+            with self._reading(name) as file:
+                found.update(shapes_in(file, f"the checkpoint {self.path}: {name}"))
+        return found
+
+    def parts(self, files: list[str], threads: int) -> Iterator[Any]:
+        """Yield what files hold, one after the other, read by so many threads."""
+        if threads == 1:
+            yield from map(self._read, files)
+            return
+        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+            yield from pool.map(self._read, files)
+
+    def _reading(self, name: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        return contextlib.nullcontext(self._file) if self._file is not None else self._generation().reading(name)
+
+    def _generation(self) -> Generation:
+        assert self._folder is not None
+        return self._folder
+
+    def _read(self, name: str) -> Any:
+        with self._reading(name) as file:
+            return read(file, f"the checkpoint {self.path}: {name}", map_location=HOST)
+
+    def _checked(self, files: list[str]) -> list[str]:
+        """Raise DamagedCheckpoint unless files are whole: by the manifest, or by themselves where none lists them."""
+        listed = (self._folder.manifest if self._folder is not None else None) or {}
+        for name in files:
+            if name in listed:
+                self._generation().check([name])
+            else:
+                with self._reading(name) as file:
+                    check_file(file, f"the checkpoint {self.path if self._folder is None else self.path / name}")
+        return files
+
+    def _index(self, names: tuple[str, ...]) -> dict[str, Any] | None:
+        """Return the index of a model or optimizer: the one that we wrote, else the first one; None without one."""
+        folder = self._generation()
+        listed = folder.manifest or {}
+        found = [each for name in names for each in folder.names if each.endswith(f"{name}{_INDEX}")]
+        for name in sorted(found, key=lambda each: each not in listed)[:1]:
+            if name in listed:
+                folder.check([name])
+            damaged = f"the checkpoint {self.path} is damaged: {name}"
+            try:
+                with folder.reading(name) as file:
+                    index = json.loads(file.read())
+                files = _files_in(self.path, index)
+            except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+                raise DamagedCheckpoint(f"{damaged} in it is no index: {type(error).__name__}: {error}") from error
+            if name in listed and not set(files) <= set(listed):
+                raise DamagedCheckpoint(f"{damaged} names files that the manifest does not list")
+            return index
+        return None
 
 
-def _read_all(names: Iterable[Path], threads: int) -> Iterator[Any]:
-    if threads == 1:
-        yield from map(_read, names)
-        return
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        yield from pool.map(_read, names)
+def _is_part(name: str) -> bool:
+    """Return whether a file may be a part of a model or of an optimizer."""
+    return name.endswith((".bin", _SAFE, _INDEX))
 
 
-def _read(path: Path) -> Any:
-    if path.name.endswith(_SAFE) or _has_header(path):
-        return _safetensors().load_file(path)
-    return load(path, map_location=HOST)
-
-
-def _has_header(path: Path) -> bool:
-    """Whether a file is of safetensors, whatever its name: it begins with a length and a brace."""
-    with open(path, "rb") as file:
-        return file.read(9)[8:] == b"{"
-
-
-def _index_of(path: Path, names: tuple[str, ...]) -> dict[str, Any] | None:
-    for name in names:
-        for found in sorted(path.glob(f"*{name}{_INDEX}")):
-            return json.loads(found.read_text())
-    return None
-
-
-def read_optimizer(path: Path, threads: int) -> dict[str, Any]:
-    """What `write_optimizer` or `write_file` wrote."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    if path.is_file():
-        return _read(path)
-    index = _index_of(path, (_OPTIMIZER,))
-    if index is None:
-        raise FileNotFoundError(f"the folder {path} has no index of an optimizer, *{_OPTIMIZER}{_INDEX}")
-    found = dict(_read(path / index["metadata"]["param_groups"]))
-    found["state"] = {}
-    for part in _read_all([path / file for file in dict.fromkeys(index["weight_map"].values())], max(1, threads)):
-        found["state"].update(part)
-    return found
+def _files_in(path: Path, index: Any, *others: Any) -> list[str]:
+    """Return the files that an index names, each once; raise DamagedCheckpoint for one outside of its folder."""
+    files = list(dict.fromkeys([*others, *index["weight_map"].values()]))
+    for name in files:
+        if not is_plain_name(name):
+            raise DamagedCheckpoint(
+                f"the checkpoint {path} is damaged: its index names the file {name!r}, which is not in the folder"
+            )
+    return files

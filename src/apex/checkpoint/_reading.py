@@ -6,16 +6,19 @@ that calls whatever they name.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import pathlib
 import pickle
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import IO, Any, ClassVar
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan, filesystem, metadata
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from ._files import MANIFEST, METADATA, DamagedCheckpoint
+from ._damage import DamagedCheckpoint
+from ._folders import MANIFEST, METADATA, Generation
 from ._split import Split
 
 _CLASSES: tuple[type, ...] = (
@@ -61,24 +64,29 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
             raise pickle.UnpicklingError(f"{module}.{name} is nothing that {METADATA} may name") from None
 
 
-def check_metadata(path: pathlib.Path) -> None:
-    """Raises `DamagedCheckpoint` unless the metadata of a folder is such, and of files that its manifest lists."""
+def checked_metadata(generation: Generation) -> metadata.Metadata:
+    """Return what a folder holds, by name.
+
+    Raises `DamagedCheckpoint` unless the metadata is nothing but metadata, of files that the manifest lists.
+    """
+    listed = generation.manifest or {}
+    others: set[Any] = {METADATA} - set(listed)
     try:
-        found = metadata_of(path)
-        listed = json.loads((path / MANIFEST).read_text())
-        others = {info.relative_path for info in found.storage_data.values()} - set(listed)
+        if not others:
+            found = metadata_of(generation)
+            others = {info.relative_path for info in found.storage_data.values()} - set(listed)
     except Exception as error:  # a pickle can fail in any way
         reason = f"{type(error).__name__}: {error}"
     else:
         if not others:
-            return
+            return found
         reason = f"{METADATA} names files that {MANIFEST} does not list: {sorted(map(str, others))[:3]}"
-    raise DamagedCheckpoint(f"the checkpoint {path} is damaged: {reason}")
+    raise DamagedCheckpoint(f"the checkpoint {generation.path} is damaged: {reason}")
 
 
-def metadata_of(path: pathlib.Path) -> metadata.Metadata:
-    """What a folder holds, by name."""
-    with open(path / METADATA, "rb") as file:
+def metadata_of(generation: Generation) -> metadata.Metadata:
+    """Return what a folder holds, by name."""
+    with generation.reading(METADATA) as file:
         found = _Unpickler(file).load()
     if not isinstance(found, metadata.Metadata):
         raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}")
@@ -86,17 +94,52 @@ def metadata_of(path: pathlib.Path) -> metadata.Metadata:
 
 
 class Reader(FileSystemReader):
-    """PyTorch's, with the metadata read as above, once."""
+    """PyTorch's reader for the files of one generation of a folder, with the metadata read as above, once."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        super().__init__(path)
-        self.found = metadata_of(path)
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation.folder)
+        self.generation = generation
+        self.found = metadata_of(generation)
+        self.fs = _Files(generation)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.generation.close()
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
         if getattr(self.found, "storage_meta", None) is None:
             self.found.storage_meta = metadata.StorageMeta()
         self.found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return self.found
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Open the files that are needed, and look through values that are no tensors.
+
+        All processes do this before any of them changes a tensor, and raise together.
+        """
+        places = [(item, self.storage_data[item.storage_index]) for item in plan.items]
+        self.generation.hold(place.relative_path for _, place in places)
+        for item, place in places:
+            if item.type == LoadItemType.BYTE_IO and not getattr(place, "transform_descriptors", None):
+                with self.generation.reading(place.relative_path) as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        return super().prepare_local_plan(plan)
+
+
+class _Files(filesystem.FileSystem):
+    """The files of a generation, in the place of PyTorch's access by path."""
+
+    def __init__(self, generation: Generation) -> None:
+        super().__init__()
+        self._generation = generation
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[IO[bytes]]:  # type: ignore[override]
+        with self._generation.reading(pathlib.Path(path).name) as file:
+            yield file
 
 
 class Planner(DefaultLoadPlanner):

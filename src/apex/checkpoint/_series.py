@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ..ops._checks import integer
-from ._files import DamagedCheckpoint, load, save, verify
+from ._damage import DamagedCheckpoint
+from ._files import load, save, verify
+from ._folders import backup_of, discard, holds_others, is_checkpoint, path_or_backup, restore_backup
 from ._ranks import from_first, is_first
-from ._sharded import backup_of, path_or_backup, restore_backup, save_sharded
+from ._sharded import save_sharded
 
 # What `Series.path_of` gives: anything else in the folder is somebody else's.
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
@@ -122,11 +123,17 @@ class Series:
 
 
 def _remove(path: Path) -> None:
+    """Remove a checkpoint; files in its folder that no save wrote stay, under its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    if not is_checkpoint(path):
+        return
+    if holds_others(path):
+        discard(path, None)
         return
     # A folder goes in steps: under its own name it is whole or not there.
     doomed = temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):  # another thread was faster
         os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    discard(doomed, None)

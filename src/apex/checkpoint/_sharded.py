@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .._atomic import atomic_file, make_folder, sync_folder, unfinished_folder
+from .._atomic import make_folder, unfinished_folder
 from .._failures import explained
-from ._files import MANIFEST, DamagedCheckpoint, checksum_of, disk_error, verify
+from ._damage import DamagedCheckpoint
+from ._files import disk_error
+from ._folders import METADATA, Generation, prepare, publish, size_and_checksum
 from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_rank
 
 if TYPE_CHECKING:
     from ._reading import Reader
-
-# How often a folder is moved away for a new one before others that do the same are given way to.
-_TRIES = 100
 
 
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes `state` to a folder that all processes see; called in all of them, and returns when it is there.
 
     Each writes its part of sharded tensors. The folder is written under another name, with the lengths and checksums
-    of its files, and renamed when all is on the disk.
+    of its files, and renamed when all is on the disk. An older checkpoint at `path` is replaced; files in it that no
+    save wrote stay. A folder with files that is no checkpoint raises FileExistsError.
     """
     from torch.distributed import checkpoint
 
@@ -43,8 +40,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         temporary: Path | None = None
         with raising_everywhere(failed):
             if is_first():
-                restore_backup(path)
                 make_folder(path.parent)
+                prepare(path, [METADATA, f"__{this_rank()}_0.distcp"], only_checkpoints=True)
                 temporary = held.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
         facts: dict[str, tuple[int, int]] = {}
@@ -62,7 +59,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
                 dist.all_gather_object(everything, facts)
         with raising_everywhere(failed):
             if is_first():
-                _publish(temporary, path, {name: fact for each in everything for name, fact in each.items()})
+                written = {name: fact for each in everything for name, fact in each.items()}
+                publish(temporary, path, written, _is_part, only_checkpoints=True)
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -70,33 +68,43 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     Called in all processes. Before anything is changed it raises, in all, `FileNotFoundError` if there is none, and
     `DamagedCheckpoint` if it is not whole, or its metadata holds anything but that. Nothing in it is run: values that
-    are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError when it meets
-    anything else, or if `state` does not fit; part of `state` may have been filled then.
+    are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError if there is
+    anything else, or if `state` does not fit, before `state` is changed.
     """
-    fill(state, checked(path))
+    with checked(path) as reader:
+        fill(state, reader)
 
 
 def checked(path: str | os.PathLike[str]) -> Reader:
-    """What reads a checkpoint, after all of it was checked; raises in all processes as `load_sharded` says."""
-    from ._reading import Reader, check_metadata
+    """Return what reads a checkpoint, after all of it was checked; raise in all processes as `load_sharded` says.
+
+    Rank 0 holds the files of the folder open. Other ranks open those that they need before any rank changes a tensor,
+    and raise an error if the folder is no longer the one that rank 0 has checked.
+    """
+    from ._reading import Reader, checked_metadata
 
     failure: tuple[type[Exception], str] | None = None
-    path = Path(path)
+    generation: Generation | None = None
+    folder, manifest = Path(path), None
     if is_first():
         try:
-            path = path_or_backup(path)
-            verify(path)
-            check_metadata(path)
+            generation = Generation(folder)
+            generation.check()
+            checked_metadata(generation)
+            manifest = generation.manifest
         except FileNotFoundError as error:
             failure = FileNotFoundError, str(error)
         except (DamagedCheckpoint, OSError) as error:
             failure = DamagedCheckpoint, str(error)
-    failure, path = from_first((failure, path))
+    failure, folder, manifest = from_first((failure, folder, manifest))
     if failure is not None:
         kind, reason = failure
         raise kind(reason)
-    with raising_everywhere(f"the checkpoint {path} could not be loaded"):
-        return Reader(Path(path))
+    with raising_everywhere(f"the checkpoint {folder} could not be loaded"):
+        generation = generation or Generation(folder, hold=lambda name: False)
+        if generation.manifest != manifest:
+            raise RuntimeError(f"the checkpoint {folder} was replaced while it was read; load it again")
+        return Reader(generation)
 
 
 def fill(state: dict[str, Any], reader: Reader) -> None:
@@ -135,11 +143,6 @@ def _without_warning_of_one_process() -> Iterator[None]:
         yield
 
 
-def size_and_checksum(path: Path) -> tuple[int, int]:
-    """Length and checksum of a file."""
-    return path.stat().st_size, checksum_of(path)
-
-
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_file())
 
@@ -150,46 +153,6 @@ def _writer_of(name: str) -> int:
     return int(parts[2]) if name.startswith("__") and parts[2].isdigit() else 0
 
 
-def backup_of(path: Path) -> Path:
-    """Where the folder at `path` is moved while a new one takes its place."""
-    return path.with_name(f".{path.name}.replaced")
-
-
-def path_or_backup(path: Path) -> Path:
-    """The folder, or its backup where a process was killed before the new folder was in place."""
-    before = backup_of(path)
-    return before if not path.exists() and before.exists() else path
-
-
-def restore_backup(path: Path) -> None:
-    """Cleans up after a process that was killed: its backup becomes `path`, or is removed if there is a `path`."""
-    before = backup_of(path)
-    if path.exists():
-        shutil.rmtree(before, ignore_errors=True)
-    elif before.exists():
-        with contextlib.suppress(OSError):  # another thread is about to put a new one there
-            os.rename(before, path)
-
-
-def _publish(temporary: Path, path: Path, manifest: dict[str, tuple[int, int]]) -> None:
-    with atomic_file(temporary / MANIFEST, "w") as file:
-        json.dump(manifest, file)
-    sync_folder(temporary)
-    replaced = backup_of(path)
-    for _ in range(_TRIES):
-        try:
-            os.rename(temporary, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                restore_backup(path)
-                raise
-        else:
-            break
-        # A folder with something in it cannot be renamed to. Others may do the same at the same time.
-        shutil.rmtree(replaced, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            os.rename(path, replaced)
-    else:
-        raise OSError(errno.EEXIST, f"{path} could not be moved to {replaced} for the new one")
-    shutil.rmtree(replaced, ignore_errors=True)
-    sync_folder(path.parent)
+def _is_part(name: str) -> bool:
+    """Return whether a file of this name is part of a sharded checkpoint."""
+    return name == METADATA or (name.startswith("__") and name.endswith(".distcp"))

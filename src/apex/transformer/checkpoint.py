@@ -9,12 +9,12 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..checkpoint._ranks import is_first
+from ..checkpoint._ranks import is_first, restoring
 from ..checkpoint._sharded import checked, fill, raising_everywhere, save_sharded
 from ..ops._host import HOST
 from ._resharding import random
@@ -22,6 +22,9 @@ from ._resharding.optimizer import add_state, groups_of, want_state
 from ._resharding.place import PADDING, Entries, places_of
 from ._resharding.whole import WholeModel
 from .pipeline_parallel.utils import listify_model, unwrap_model
+
+if TYPE_CHECKING:
+    from ..checkpoint._reading import Reader
 
 Model = nn.Module | list[nn.Module]
 _FORMAT = 1
@@ -71,10 +74,14 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     `others` are objects with `load_state_dict`, by the names that they were saved under; the result has what else was
     saved, by name. Random numbers go on as they would have with the same layout; with another they are seeded anew,
     always with the same seed, and a warning is logged. It raises `FileNotFoundError` and `DamagedCheckpoint` as
-    `apex.checkpoint.load_sharded` does, and a RuntimeError if names, shapes or dtypes are not the model's, in all
-    processes, before anything is changed.
+    `apex.checkpoint.load_sharded` does, and a RuntimeError if names, shapes or dtypes are not the model's, or if one of
+    `others` does not take its state, in all processes. Nothing is changed then.
     """
-    reader = checked(path)
+    with checked(path) as reader:
+        return _load(reader, model, optimizer, others)
+
+
+def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) -> dict[str, Any]:
     saved = reader.found.state_dict_metadata
     if "values" not in saved:
         raise ValueError(f"{reader.path} was not written by apex.transformer.checkpoint: it has no entry 'values'")
@@ -91,14 +98,17 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
         load_optimizer = want_state(entries, optimizer, described.parts, values["optimizer"])
         if values["layout"] == layout:
             entries.state[random.key()] = None
-    fill(entries.state, reader)
+    with restoring(others.values()):
+        # Before the model: an object may refuse its state for reasons of its own.
+        with raising_everywhere(failed):
+            for name, value in others.items():
+                value.load_state_dict(values["others"].pop(name))
+        fill(entries.state, reader)
     for view in entries.unsaved:
         view.zero_()
     for chunk, filled in zip(model, described.dicts, strict=True):
         chunk.load_state_dict(filled)
     load_optimizer()
-    for name, value in others.items():
-        value.load_state_dict(values["others"].pop(name))
     if values["layout"] == layout:
         random.restore(entries.state[random.key()][0])
     else:

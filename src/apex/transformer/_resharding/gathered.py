@@ -59,6 +59,15 @@ def whole(value: Tensor, param: Any, copies: bool) -> Tensor:
     return moved.clone() if copies and moved is value else moved
 
 
+def whole_shape(like: Any, param: Any) -> torch.Size:
+    """Return the shape of the whole tensor that `like`, laid out as a parameter is, is this process's part of."""
+    shape = list(like.shape)
+    group = _tensor_group(param)
+    if group is not None and shape:
+        shape[param.partition_dim] *= dist.get_world_size(group)
+    return torch.Size(shape)
+
+
 def part(value: Tensor, like: Any, param: Any) -> Tensor:
     """What this process has of a whole tensor, as `like` has it."""
     group = _tensor_group(param)

@@ -1,0 +1,114 @@
+"""Whether the saved state of an optimizer fits the optimizer that is to load it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..amp._checks import checked_number, checked_scale
+from ..transformer._resharding.gathered import whole_shape
+from .wrappers import OptimizerWrapper
+
+# Options that tell algorithms apart, for state dicts of PyTorch's optimizers, which do not name theirs.
+_TELLING = ("betas", "momentum", "rho", "etas", "lambd")
+# State that has one value for each element of a parameter, in PyTorch's optimizers and ours.
+_ELEMENTWISE = {
+    "acc_delta",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "square_avg",
+    "sum",
+}
+
+
+def algorithm_of(optimizer: OptimizerWrapper) -> str:
+    """Return the name of an optimizer's algorithm, the same for all implementations of it.
+
+    Adam and AdamW differ by an option: their state is the same.
+    """
+    name = re.sub("^(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?", "", type(optimizer.unwrap()).__name__).upper()
+    return {"ADAMW": "ADAM"}.get(name, name)
+
+
+def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
+    """Return the key in `saved` of each parameter of an optimizer.
+
+    Raises a ValueError or TypeError that names what does not fit: algorithm, parameters, shapes or loss scale.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        raise ValueError("the checkpoint holds no state of an optimizer: it lacks 'state' or 'param_groups'")
+    ours = algorithm_of(optimizer)
+    theirs = saved.get("algorithm", ours)
+    if theirs != ours:
+        raise ValueError(
+            f"the checkpoint has the state of another optimizer, {theirs}; the optimizer is a "
+            f"{type(optimizer.unwrap()).__name__}"
+        )
+    for number, (group, options) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
+        for name in _TELLING:
+            if (name in group) != (name in options):
+                has, lacks = ("optimizer", "checkpoint") if name in group else ("checkpoint", "optimizer")
+                raise ValueError(
+                    f"the checkpoint has the state of another optimizer: group {number} of the {has} has the option "
+                    f"{name}, that of the {lacks} has not"
+                )
+    keys = _keys(optimizer, saved)
+    names = optimizer.names or [None] * len(keys)
+    for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
+        values = saved["state"].get(key, {})
+        here = {} if optimizer._is_zero else optimizer.state.get(param, {})
+        for name, value in values.items():
+            present = here.get(name)
+            if isinstance(value, Tensor) and (isinstance(present, Tensor) or name in _ELEMENTWISE):
+                expected = whole_shape(param, param)
+                if isinstance(present, Tensor) and present.shape != param.shape:
+                    expected = present.shape
+                if value.shape != expected:
+                    raise ValueError(
+                        f"the checkpoint does not fit the optimizer: {name} of parameter "
+                        f"{names[index] or index} has shape {tuple(value.shape)}, not {tuple(expected)}"
+                    )
+    _check_scaler(saved.get("scaler"))
+    return keys
+
+
+def _keys(optimizer: OptimizerWrapper, saved: Mapping[str, Any]) -> list[Any]:
+    """Return the key of each parameter, found by its name if both have names, else by its place."""
+    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    names_there = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    by_name = dict(zip(names_there, keys, strict=False))
+    names = optimizer.names or []
+    if len(sizes[0]) == len(sizes[1]) and len(by_name) == len(keys) and set(names) <= set(by_name) and names:
+        return [by_name[name] for name in names]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the checkpoint has groups of {sizes[1]} parameters, the optimizer of {sizes[0]}")
+    return keys
+
+
+def _check_scaler(state: Any) -> None:
+    """Raise unless `state`, of a scaler of PyTorch's kind or of amp, can be the state of a loss scale."""
+    if not state:
+        return
+    what = "of the loss scale in the checkpoint"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state {what} must be a dict, not {type(state).__name__}")
+    if "scale" not in state:  # that of amp, which checks everything itself before it changes anything
+        return
+    lacking = {"growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
+    if lacking:
+        raise ValueError(f"the state {what} lacks {', '.join(sorted(lacking))}")
+    checked_scale(f"scale {what}", state["scale"])
+    checked_number(f"growth_factor {what}", state["growth_factor"], 1.0, 2.0**127, "a finite number of at least 1")
+    checked_number(f"backoff_factor {what}", state["backoff_factor"], 2.0**-126, 1.0, "a positive number up to 1")
+    for name, low in (("growth_interval", 1), ("_growth_tracker", 0), ("overflows", 0)):
+        accepted = f"an integer of at least {low}"
+        if not checked_number(f"{name} {what}", state.get(name, low), low, math.inf, accepted).is_integer():
+            raise ValueError(f"{name} {what} must be {accepted}, not {state[name]}")
