@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import apex
 from apex import amp
 from apex._fuse import Looked, Report, vision
-from apex._fuse.rule import compare
+from apex._fuse.rule import compare, random_input
 
 
 class RMSNorm(nn.Module):
@@ -242,6 +242,21 @@ def test_nan_is_the_largest_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     apex.fuse(norm, verbose=False)
     monkeypatch.setattr(type(norm), "forward", lambda self, x: nn.LayerNorm.forward(self, x) * torch.nan)
     assert compare(norm, (torch.randn(4, 8),), {})[0] == torch.inf
+
+
+def test_random_numbers_of_the_training_stay_the_same() -> None:
+    """Modules that are recognised by their looks are tried with numbers of a generator of their own."""
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    norm = RMSNorm(8)
+    weights = norm.weight.detach().clone()
+    torch.manual_seed(5)
+    (row,) = apex.fuse(norm, verbose=False)
+    assert not row.reason
+    assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(random_input(norm, 2, 8), random_input(norm, 2, 8))
+    assert torch.equal(norm.weight, weights)
 
 
 def test_alike_modules_share_a_line_of_the_table() -> None:
