@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_save_return
         assert tmp_path / "checkpoint" in renames
         assert not unflushed
         assert tmp_path.stat().st_ino in flushed
+
+
+def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
+    state = {"weights": torch.ones(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save_sharded(state, tmp_path / "checkpoint")
+        checkpoint.load_sharded(state, tmp_path / "checkpoint")
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
