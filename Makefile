@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt src/apex/_version.py
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist docs docs-serve demo test test-versions cross-compile campaign clients lint types format clean
+.PHONY: dist docs docs-serve demo test test-versions cross-compile campaign mutants clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -32,6 +32,10 @@ cross-compile: $(VENV)/.test-ready
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --output benchmarks/results/reliability-campaign.txt $(CAMPAIGN)
+
+# Small faults put into the source, and whether tests notice them; a quarter of an hour, not part of `make test`.
+mutants: $(VENV)/.test-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --output benchmarks/results/mutants.txt $(MUTANTS)
 
 # The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error.
 docs: $(VENV)/.test-ready

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import apex
 from apex import amp
 from apex._fuse import Looked, Report, vision
-from apex._fuse.rule import compare
+from apex._fuse.rule import compare, random_input
 
 
 class RMSNorm(nn.Module):
@@ -243,6 +243,29 @@ def test_what_is_compared_can_differ() -> None:
         type(norm).fused_from = nn.LayerNorm
 
 
+def test_nan_is_the_largest_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons with NaN are false: a check that asks whether an error is too large would let it pass."""
+    norm = nn.LayerNorm(8)
+    apex.fuse(norm, verbose=False)
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: nn.LayerNorm.forward(self, x) * torch.nan)
+    assert compare(norm, (torch.randn(4, 8),), {})[0] == torch.inf
+
+
+def test_random_numbers_of_the_training_stay_the_same() -> None:
+    """Modules that are recognised by their looks are tried with numbers of a generator of their own."""
+    torch.manual_seed(5)
+    expected = torch.randn(3)
+    torch.manual_seed(5)
+    norm = RMSNorm(8)
+    weights = norm.weight.detach().clone()
+    torch.manual_seed(5)
+    (row,) = apex.fuse(norm, verbose=False)
+    assert not row.reason
+    assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(random_input(norm, 2, 8), random_input(norm, 2, 8))
+    assert torch.equal(norm.weight, weights)
+
+
 def test_alike_modules_share_a_line_of_the_table() -> None:
     names = {"block_0.norm_1": "block_*.norm_1", "norm_2": "norm_2", "layers.3": "layers.*"}
     for name, pattern in names.items():
@@ -380,12 +403,15 @@ def test_a_saved_model_and_an_average_of_it(tmp_path: Path) -> None:
     assert [type(module) for module in loaded] == [nn.Linear, nn.LayerNorm, nn.RMSNorm]
 
 
-def test_blocks_whose_norms_have_hooks_call_them() -> None:
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("norm", ["bn1", "bn2"])
+def test_blocks_whose_norms_have_hooks_call_them(norm: str, kind: str) -> None:
     model, calls = Bottleneck(8, False), []
-    apex.fuse(model, verbose=False)
-    model.bn2.register_forward_hook(lambda *args: calls.append(1))
-    model(torch.randn(2, 8, 4, 4))
-    assert calls
+    model.relu.inplace = False  # PyTorch refuses to change the output of a module with backward hooks
+    assert not any(row.reason for row in apex.fuse(model, verbose=False))
+    getattr(model.get_submodule(norm), f"register_{kind}_hook")(lambda *args: calls.append(1))
+    model(torch.randn(2, 8, 4, 4)).sum().backward()
+    assert calls == [1]
 
 
 def test_data_parallel_before_and_after_and_sharding(tmp_path: Path) -> None:

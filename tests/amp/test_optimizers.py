@@ -395,6 +395,22 @@ def test_state_from_before_initialize() -> None:
             amp.shutdown()
 
 
+def test_counts_of_steps_are_not_cast_to_half_precision() -> None:
+    """float16 has no 2049: an optimizer whose count were cast would stop counting at 2048."""
+    model = small_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    for kept in optimizer.state.values():
+        kept["step"].fill_(2049.0)
+    model, optimizer = quiet(model, optimizer, opt_level="O3")
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.float16
+    train(model, optimizer, 2)
+    assert {float(kept["step"]) for kept in optimizer.state.values()} == {2051.0}
+    amp.shutdown()
+    assert {float(kept["step"]) for kept in optimizer.state.values()} == {2051.0}
+
+
 def test_zero_grad() -> None:
     model = small_model()
     model, optimizer = quiet(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")

@@ -303,6 +303,18 @@ def refuses_a_checkpoint_together(rank: int) -> None:
     assert_equal(whole_model(model), before)
 
 
+def only_the_first_process_writes(rank: int) -> None:
+    """Each process gives a path of its own, and of these only that of the first is written, beside training or not."""
+    booster, model = make(plugin=TorchDDPPlugin()), net()
+    model, optimizer, *_ = booster.boost(model, adam(model))
+    for use_async in (False, True):
+        name = f"{use_async} of rank {rank}"
+        booster.save_model(model, f"model {name}", use_async=use_async)
+        booster.save_optimizer(optimizer, f"optimizer {name}", use_async=use_async)
+        booster.wait_for_saves()
+        assert [Path(f"{kind} {name}").exists() for kind in ("model", "optimizer")] == [rank == 0] * 2
+
+
 def is_refused(rank: int) -> None:
     model, booster = net(), make(plugin=LowLevelZeroPlugin())
     optimizer = torch.optim.RMSprop(model.parameters())
@@ -518,6 +530,7 @@ CHECKS |= {
     "is refused": is_refused,
     "waits for a save elsewhere": waits_for_a_save_elsewhere,
     "refuses a checkpoint together": refuses_a_checkpoint_together,
+    "only the first process writes": only_the_first_process_writes,
     "clips by itself": clips_by_itself,
     "refuses plain backward passes": refuses_plain_backward_passes,
     "loads into a model that was trained": loads_into_a_model_that_was_trained,

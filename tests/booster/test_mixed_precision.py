@@ -184,6 +184,23 @@ def test_gradients_of_several_passes_add_up() -> None:
         torch.testing.assert_close(*grads, rtol=0, atol=2e-2 if name in ("bf16", "fp8") else 2e-3)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_clipped_gradients_may_be_dropped(name: str) -> None:
+    """Gradients of `zero_grad` without a step leave nothing behind: no unscaled state, no overflow."""
+    booster, (model, optimizer, criterion, _, _) = boosted(quiet(name))
+    before = copy.deepcopy(list(model.parameters()))
+    inputs, targets, norms = torch.randn(8, 16), torch.zeros(8, dtype=torch.long), []
+    # After an overflow amp skips the next step whatever becomes of the gradients, as upstream does.
+    for factor in (1.0 if name == "fp16_apex" else torch.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        booster.backward(criterion(model(inputs), targets) * factor, optimizer)
+        norms.append(float(optimizer.clip_grad_by_norm(0.5)))
+    assert norms[1] == pytest.approx(norms[2], rel=2**-8)
+    assert norms[1] < torch.inf
+    optimizer.step()
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
 # The scaler of fp16_naive ---------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from apex import amp
 from apex._fuse.rule import RULES, FusedModule
 from apex.booster import plugin as plugins
 from apex.booster.mixed_precision import FP8MixedPrecision
-from apex.booster.plugin import GradientCheckpointConfig, _arguments
+from apex.booster.plugin import GradientCheckpointConfig, PipelineGradientCheckpointConfig, _arguments
 from apex.booster.plugin._fusing import HEAD
 from apex.booster.plugin._gradient_checkpoints import checkpoint_layers, chosen_layers
 from apex.transformer import parallel_state
@@ -368,3 +368,14 @@ def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
     assert calls == [[1, 1, 1], [2, 2, 1]]
     assert all(map(torch.equal, *gradients))
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
+
+
+def test_layers_are_those_of_the_longest_list() -> None:
+    """A model's short lists (heads, embeddings) are not what a ratio or a count of layers is about."""
+    model = nn.Module()
+    model.heads, model.blocks, model.more = (nn.ModuleList([nn.Identity() for _ in range(size)]) for size in (1, 4, 2))
+    assert chosen_layers(model, GradientCheckpointConfig(0.5), 0) == list(model.blocks)[:2]
+    counts = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 4])
+    assert chosen_layers(model, counts, 1) == list(model.blocks)
+    row = nn.Sequential(nn.Identity(), nn.ReLU())
+    assert chosen_layers(row, GradientCheckpointConfig(0.5), 0) == [row[0]]

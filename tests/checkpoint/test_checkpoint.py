@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,54 @@ def test_new_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(_atomic, "sync_folder", flushed.append)
     checkpoint.save({}, tmp_path / "a" / "b" / "x.pt")
     assert set(flushed) == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_save_returns(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a machine that stops leaves an empty file under the name of a checkpoint."""
+    flushed: dict[int, int] = {}  # by inode: the size at the last flush
+    unflushed: list[str] = []
+    renames: list[Path] = []
+    fsync = os.fsync
+
+    def note_flush(descriptor: int) -> None:
+        fsync(descriptor)
+        found = os.fstat(descriptor)
+        flushed[found.st_ino] = found.st_size
+
+    def checking(rename: Any) -> Any:
+        def check(source: Any, target: Any, *rest: Any) -> None:
+            source = Path(source)
+            renames.append(Path(target))
+            for path in [source, *(source.rglob("*") if source.is_dir() else ())]:
+                # PyTorch flushes its own `.metadata` while the bytes are still in a buffer of Python's.
+                is_theirs = path.name.startswith(".metadata")
+                if not is_theirs and flushed.get(path.stat().st_ino, -1) != path.stat().st_size:
+                    unflushed.append(str(path))
+            flushed.pop(Path(target).parent.stat().st_ino, None)
+            rename(source, target, *rest)
+
+        return check
+
+    monkeypatch.setattr(os, "fsync", note_flush)
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, checking(getattr(os, name)))
+    save = checkpoint.save_sharded if sharded else checkpoint.save
+    for step in (1, 2):
+        save(state_of(step), tmp_path / "checkpoint")
+        assert tmp_path / "checkpoint" in renames
+        assert not unflushed
+        assert tmp_path.stat().st_ino in flushed
+
+
+def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
+    state = {"weights": torch.ones(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save_sharded(state, tmp_path / "checkpoint")
+        checkpoint.load_sharded(state, tmp_path / "checkpoint")
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

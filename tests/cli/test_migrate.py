@@ -401,6 +401,23 @@ def test_constructors_and_their_defaults(tmp_path: Path) -> None:
     assert found == textwrap.dedent(expected).replace("\\\n", "")
 
 
+def test_every_number_of_the_loss_scale_keeps_its_meaning(tmp_path: Path) -> None:
+    """Arguments of `amp.initialize` and of `GradScaler`, which differ in names and in order, there and back."""
+    numbers = {"dynamic_init_scale": 1024.0, "scale_growth_factor": 3.0, "scale_backoff_factor": 0.25}
+    numbers["scale_window"] = 7
+    theirs = {"init_scale": 1024.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    given = "".join(f", {name}={value}" for name, value in numbers.items())
+    to_torch = rewritten(with_options(given), tmp_path, "torch")
+    (call,) = re.findall(r"GradScaler\((.*)\)", to_torch)
+    assert dict(re.findall(r"(\w+)=([\d.]+)", call)) == {name: str(value) for name, value in theirs.items()}
+    for positional in (False, True):
+        arguments = [str(value) if positional else f"{name}={value}" for name, value in theirs.items()]
+        source = NATIVE.replace("GradScaler()", f"GradScaler('cuda', {', '.join(arguments)})")
+        (call,) = re.findall(r"amp\.initialize\((.*)\)", rewritten("import torch\n" + source, tmp_path, "apex"))
+        found = dict(re.findall(r"(\w+)=([\d.]+)", call))
+        assert found.items() >= {name: str(value) for name, value in numbers.items()}.items()
+
+
 LOOP = "for x, y in data:\n    loss = model(x)\n    {0}\n    optimizer.step()\n"
 SCALED = "with amp.scale_loss(loss, optimizer{}) as scaled_loss:\n        {}scaled_loss.backward()"
 START = "from apex import amp\nmodel, optimizer = amp.initialize(model, optimizer{})\n"

@@ -38,9 +38,16 @@ def test_patterns() -> None:
     assert sparse_masklib.compute_valid_2d_patterns(3, 1).shape == (6, 3, 3)  # after other numbers
 
 
-def test_two_dimensions_best() -> None:
+def numbers(rows: int, columns: int, ties: bool) -> torch.Tensor:
+    """Random numbers, or small integers, many of which are alike and have exact sums."""
     torch.manual_seed(0)
-    matrix = torch.randn(10, 13)
+    return torch.randint(-2, 3, (rows, columns)).float() if ties else torch.randn(rows, columns)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_two_dimensions_best(ties: bool) -> None:
+    """Of several patterns with the largest sum the first is taken, on every device."""
+    matrix = numbers(10, 13, ties)
     mask = sparse_masklib.mn_2d_best(matrix, 4, 2)
     blocks = sparse_masklib.compute_valid_2d_patterns(4, 2)
     padded = torch.nn.functional.pad(matrix.abs(), (0, 3, 0, 2))
@@ -49,9 +56,10 @@ def test_two_dimensions_best() -> None:
         assert torch.equal(mask[i : i + 4, j : j + 4], blocks[best][: 10 - i, : 13 - j])
 
 
-def test_two_dimensions_greedy() -> None:
-    torch.manual_seed(0)
-    matrix = torch.randn(9, 14)
+@pytest.mark.parametrize("ties", [False, True])
+def test_two_dimensions_greedy(ties: bool) -> None:
+    """Of weights that are alike the first in its block is looked at first."""
+    matrix = numbers(9, 14, ties)
     mask = sparse_masklib.mn_2d_greedy(matrix, 4, 2)
     assert (mask[8:] == 1).all()
     assert (mask[:, 12:] == 1).all()

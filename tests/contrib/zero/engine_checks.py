@@ -109,6 +109,24 @@ def rounds(contiguous: bool, in_flight: int) -> Check:
     return check
 
 
+def gradients_are_only_read(rank: int) -> None:
+    """Gradients that arrive before their bucket is sent add up beside those of the user, in every round."""
+    groups = Groups()
+    sync, lists = GradientSync(groups, average=False), arenas(groups)
+    for arena in lists:
+        sync.add(arena)
+    param = lists[0].params[0]
+    for done in (1, 2, 3):
+        given = [torch.full_like(param, number) for number in (1.0, 2.0, 4.0)]
+        for gradient in given:
+            param.grad = gradient
+            sync.take(0, 0)
+        sync.synchronize()
+        assert [float(gradient.detach()[0, 0]) for gradient in given] == [1.0, 2.0, 4.0]
+        found = [values for part, values in zip(lists[0].parts, sync.local(lists[0]), strict=True) if part.param == 0]
+        assert all((values == 7.0 * done * groups.size).all() for values in found)
+
+
 def parameters(contiguous: bool, dtype: torch.dtype) -> Check:
     """Every rank changes what it owns; all have all of it afterwards."""
 
@@ -176,6 +194,7 @@ CHECKS: dict[str, Check] = {
     "collectives": collectives,
     "engine_rounds": rounds(contiguous=False, in_flight=1),
     "engine_rounds_contiguous": rounds(contiguous=True, in_flight=3),
+    "engine_only_reads_gradients": gradients_are_only_read,
     "engine_parameters": parameters(contiguous=False, dtype=torch.float32),
     "engine_parameters_contiguous": parameters(contiguous=True, dtype=torch.bfloat16),
     "engine_grid": grid,

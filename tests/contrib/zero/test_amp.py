@@ -140,6 +140,26 @@ def test_an_overflow_in_no_sync_is_found() -> None:
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 0}
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("first", ["plain", "divided"])
+@pytest.mark.parametrize("overflows", ["plain", "divided"])
+def test_an_overflow_of_one_of_two_optimizers_skips_both(overflows: str, first: str, level: str) -> None:
+    """A plain and a divided optimizer under one loss scale, in either order, and either of them overflows."""
+    models = {"plain": small_model(0), "divided": small_model(1)}
+    kinds = {"plain": torch.optim.SGD, "divided": DistributedFusedAdam}
+    order = sorted(models, key=lambda name: name != first)
+    optimizers: list[Any] = [kinds[name](models[name].parameters(), lr=0.1) for name in order]
+    _, optimizers = quiet([models[name] for name in order], optimizers, opt_level=level)
+    before = values(param for model in models.values() for param in model.parameters())
+    losses = [loss_of(model, 0, torch.inf if name == overflows else 1.0) for name, model in models.items()]
+    with amp.scale_loss(sum(losses), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(before, [param for model in models.values() for param in model.parameters()])
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 0}
+
+
 def test_gradients_cleared_inside_of_scale_loss() -> None:
     outcomes = []
     for kind in (FusedAdam, DistributedFusedAdam):

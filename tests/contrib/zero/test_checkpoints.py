@@ -48,3 +48,39 @@ def test_state_that_does_not_fit() -> None:
     with pytest.raises(ValueError, match="state_dict_format=3"):
         optimizer.state_dict(state_dict_format=3)
     assert torch.equal(optimizer.state_dict()["state"][0]["param"], before["state"][0]["param"])
+
+
+def test_weights_are_there_for_all_parameters_or_for_none() -> None:
+    """A state dict of another optimizer has no weights. One that has some of them would fill the others with zeros."""
+    net = nn.Linear(5, 3)
+    optimizer = DistributedFusedAdam(net.parameters())
+    weights = [param.detach().clone() for param in net.parameters()]
+    state = optimizer.state_dict()
+    del state["state"][0]["param"]
+    with pytest.raises(ValueError, match=r"3 of the 18 elements of param .*it lacks parameters"):
+        optimizer.load_state_dict(state)
+    assert all(map(torch.equal, net.parameters(), weights))
+    del state["state"][1]["param"]
+    optimizer.load_state_dict(state)
+    assert all(map(torch.equal, net.parameters(), weights))
+
+
+def test_the_largest_count_of_steps_is_that_of_all() -> None:
+    """A parameter without gradients counts fewer steps than others; bias correction has one count for all."""
+    net = nn.Linear(5, 3)
+    before = torch.optim.Adam(net.parameters())
+    for used in (list(net.parameters()), [net.weight], [net.weight]):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param) if any(param is each for each in used) else None
+        before.step()
+    assert [float(state["step"]) for state in before.state.values()] == [3, 1]
+    after = DistributedFusedAdam(net.parameters())
+    after.load_state_dict(before.state_dict())
+    assert after.state_dict()["state"]["step"] == 3
+    groups = [{"params": [param], "step": steps} for param, steps in zip(net.parameters(), (2, 7), strict=True)]
+    saved = FusedAdam(groups).state_dict()
+    for index, param in enumerate(net.parameters()):
+        saved["state"][index] = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+    after = DistributedFusedAdam([{"params": [param]} for param in net.parameters()])
+    after.load_state_dict(saved)
+    assert after.state_dict()["state"]["step"] == 7

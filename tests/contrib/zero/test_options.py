@@ -118,6 +118,21 @@ def test_gradients_live_until_the_update_has_read_them(monkeypatch: pytest.Monke
     assert all(copy() is None for copy in copies)
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap_grad_sync": False}], ids=str)
+def test_gradients_of_the_user_are_only_read(options: dict[str, Any]) -> None:
+    """Accumulation adds to a sum of the optimizer's own, after `zero_grad` and after a step as well."""
+    param = nn.Parameter(torch.zeros(4))
+    optimizer = DistributedFusedAdam([param], lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0, **options)
+    for end in (optimizer.zero_grad, optimizer.step, optimizer.zero_grad, lambda: None):
+        given = [torch.full((4,), number) for number in (1.0, 2.0, 4.0)]
+        for gradient in given:
+            param.grad = gradient
+            optimizer.grad_norm()  # takes the gradient
+            assert param.grad is None
+        assert [float(gradient[0]) for gradient in given] == [1.0, 2.0, 4.0]
+        end()
+
+
 def test_unscaling_by_hand() -> None:
     net, twin = nn.Linear(3, 2), nn.Linear(3, 2)
     twin.load_state_dict(net.state_dict())

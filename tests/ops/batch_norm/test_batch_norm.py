@@ -491,8 +491,11 @@ def test_autocast_leaves_the_dtype_alone(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-def test_nan_stays_nan_behind_relu(route: Route) -> None:
-    x = torch.randn(2, 3, 4, 4, device=route.device)
+@pytest.mark.parametrize("size", [4, 24])
+def test_nan_stays_nan_behind_relu(size: int, route: Route) -> None:
+    """One program has all 32 values of a channel of the small tensor, and several have the 1152 of the large one."""
+    x = torch.randn(2, 3, size, size, device=route.device).to(memory_format=torch.channels_last)
+    assert config.held_whole(x.numel(), 3, last=True) == (size == 4)
     x[0, 1, 0, 0] = float("nan")
     with _library.implementation(route.implementation):
         output = batch_norm(x, relu=True)
