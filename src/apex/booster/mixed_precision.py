@@ -207,7 +207,8 @@ _SCALING = {
 class FP16ApexMixedPrecision(Precision):
     """`fp16_apex`: `apex.amp` at any opt level; arguments are those of `apex.amp.initialize`.
 
-    O1 and O4 cast inside of the boosted model and criterion, and nowhere else.
+    O1 and O4 cast inside of the boosted model and criterion, and nowhere else. The model's outputs are float32, unless
+    `cast_model_outputs` says otherwise, so that a loss that is computed outside is not rounded to half precision.
     """
 
     def __init__(
@@ -234,6 +235,9 @@ class FP16ApexMixedPrecision(Precision):
         settings = opt_levels[opt_level].settings
         self.dtype = cast_model_type or settings["patch_torch_functions_type"] or settings["cast_model_type"]
         self._loss_scale = settings["loss_scale"] if loss_scale is None else loss_scale
+        self._casts_operators = bool(
+            settings["patch_torch_functions"] if patch_torch_functions is None else patch_torch_functions
+        )
 
     def scaler(self) -> GradScaler | None:
         """For sharded models, which `apex.amp` does not scale losses of: its rule, in a scaler of PyTorch's kind."""
@@ -247,7 +251,10 @@ class FP16ApexMixedPrecision(Precision):
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         from .. import amp
 
-        models, optimizer = amp.initialize(model, [] if optimizer is None else optimizer, **self.options)
+        options = self.options
+        if self._casts_operators and isinstance(model, nn.Module) and options["cast_model_outputs"] is None:
+            options = {**options, "cast_model_outputs": torch.float32}
+        models, optimizer = amp.initialize(model, [] if optimizer is None else optimizer, **options)
         properties = _amp_state.opt_properties
         if properties.patch_torch_functions:
             # On the thread, autocast would cast everything that is computed here, other models included.
