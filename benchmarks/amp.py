@@ -1,7 +1,7 @@
 """Whole training steps in mixed precision: apex.amp beside torch.amp.
 
     python benchmarks/amp.py --output benchmarks/results/nvidia_h200-amp.json
-    python benchmarks/amp.py --device cpu --output benchmarks/results/aarch64-cpu-amp.json
+    python benchmarks/amp.py --device cpu --output benchmarks/results/cpu-amp.json
 
 Every contender is a process of its own, because amp's casts are switched on for a whole process. All of them are
 started and warmed up first; then they take turns for several rounds, one at a time, so that a drift of the machine hits

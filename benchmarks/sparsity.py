@@ -1,6 +1,6 @@
 """The permutation search: seconds, and how much more 2:4 pruning keeps, for single matrices and for ResNet-50's layers.
 
-    python benchmarks/sparsity.py --output benchmarks/results/aarch64-cpu-sparsity.json
+    python benchmarks/sparsity.py --output benchmarks/results/cpu-sparsity.json
     python benchmarks/sparsity.py --device cuda --resnet --output benchmarks/results/nvidia_h200-sparsity.json
 
 A figure is the least of `--repeats` runs after one that compiles kernels. The layers of ResNet-50 are searched one by

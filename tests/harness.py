@@ -77,6 +77,15 @@ def assert_close(actual: Tensor | None, expected: Tensor | None, *, reduction: i
     assert error <= 1, f"{what} is off by {error:.3g} times its tolerance"
 
 
+def sum_error(dtype: torch.dtype, terms: int) -> float:
+    """Return how far two sums of `terms` numbers may differ in `dtype`, relative to their largest partial sums.
+
+    Each addition is off by half a unit in the last place at most, and processors and process counts add in different
+    orders. For a number behind several sums, one after the other, `terms` is the total of their lengths.
+    """
+    return terms * torch.finfo(dtype).eps
+
+
 def assert_equal_bits(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> None:
     """Two runs gave the same bits."""
     for a, b in zip(first, second, strict=True):

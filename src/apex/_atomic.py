@@ -145,8 +145,13 @@ def _lock(descriptor: int, wait: bool) -> bool | None:
 
 @contextlib.contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """One process at a time is inside, where the disk knows locks; a process that ends is no longer inside."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    """Let one process at a time inside, if the disk knows locks; the lock of a process that ends is free again."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(error.errno, "the lock is a link, which is not followed; remove it", str(path)) from error
+        raise
     try:
         _lock(descriptor, wait=True)
         yield

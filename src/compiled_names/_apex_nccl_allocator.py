@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: NCCL's allocator, as PyTorch's own NCCL backend has it."""
+"""Upstream's compiled module of this name: NCCL's allocator, from PyTorch's own NCCL backend."""
 
 from apex.contrib.nccl_allocator.nccl_allocator import get_nccl_allocator
 

@@ -1,7 +1,8 @@
 """Upstream's compiled module of this name: passes and optimizer steps over lists of tensors.
 
-`chunk_size` is taken for the interface's sake. `noop_flag` is a tensor of one number: functions that say so do nothing
-where it is set; those that look for infinite and NaN values set it to 1. Nothing waits for the device.
+Docstrings name the expected `tensor_lists` in brackets. `chunk_size` is accepted and not used. `noop_flag` is a tensor
+of one number. Some functions do nothing if it is set; functions that check for infinite and NaN values set it to 1.
+Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from apex.ops.multi_tensor.op import check
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor) -> None:
-    """[inputs, outputs]: output = scale * input; the flag is set by an input that is not finite."""
+    """Compute output = scale * input for [inputs, outputs]; an input that is not finite sets the flag."""
     expect(tensor_lists, 2)
     inputs, outputs = tensor_lists
     names = ("tensor_lists[1]", "tensor_lists[0]")
@@ -41,7 +42,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, a: float, b: float, arg_to_check: int
 ) -> None:
-    """[x, y, outputs]: output = a * x + b * y; the flag is set by x (0), y (1) or either (-1) not being finite."""
+    """Compute output = a * x + b * y for [x, y, outputs]; a non-finite x (0), y (1) or either (-1) sets the flag."""
     expect(tensor_lists, 3)
     if arg_to_check not in (-1, 0, 1):
         raise ValueError(f"arg_to_check={arg_to_check} is not -1 (both), 0 (the first list) or 1 (the second)")
@@ -76,21 +77,21 @@ def _norm(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[inputs]: the norm of all, [1], and if asked for of each, [tensors] (else empty).
+    """Return the norm of all tensors of [inputs], [1], and if requested the norm of each, [tensors] (else empty).
 
-    The flag is set by a norm that is not finite, here and in the other norms.
+    Here and in the other norms, a norm that is not finite sets the flag.
     """
     expect(tensor_lists, 1)
     return _norm(noop_flag, tensor_lists, per_tensor_python)
 
 
-multi_tensor_l2norm_mp = multi_tensor_l2norm  # which takes mixed dtypes too
+multi_tensor_l2norm_mp = multi_tensor_l2norm  # it accepts mixed dtypes too
 
 
 def multi_tensor_l2norm_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor_python: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[inputs, outputs]: norms of the inputs as they are; output = scale * input."""
+    """Compute output = scale * input for [inputs, outputs], and return the norms of the unscaled inputs."""
     expect(tensor_lists, 2)
     return _norm(noop_flag, tensor_lists, per_tensor_python, outputs=tensor_lists[1], factor=scale)
 
@@ -102,7 +103,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[inputs]: norms of inv_scale * input; the inputs stay as they are."""
+    """Return the norms of inv_scale * input for [inputs]; the inputs are not changed."""
     expect(tensor_lists, 1)
     return _norm(noop_flag, tensor_lists, per_tensor_python, factor=inv_scale)
 
@@ -110,9 +111,9 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_sgd(
     chunk_size, noop_flag, tensor_lists, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale
 ) -> None:
-    """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
+    """Perform SGD on [gradients, parameters, momentum (, half-precision copies)], with gradients times `scale`.
 
-    Does nothing where the flag is set. Without momentum, its list is not touched.
+    Does nothing if the flag is set. Without momentum, the momentum list is not touched.
     """
     expect(tensor_lists, 3, 4)
     copy = 3 if len(tensor_lists) == 4 else None
@@ -130,9 +131,9 @@ def multi_tensor_sgd(
 def multi_tensor_adam(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay
 ) -> None:
-    """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
+    """Perform Adam on [gradients, parameters, first moments, second moments].
 
-    The flag is not looked at.
+    Mode 0 adds weight decay to the gradient, mode 1 decouples it. The flag is ignored.
     """
     expect(tensor_lists, 4)
     hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, decoupled=bool(mode))
@@ -150,9 +151,9 @@ def _adam_capturable(
 def multi_tensor_adam_capturable(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ) -> None:
-    """As `multi_tensor_adam`, with numbers on the device; gradients are left multiplied by `inv_scale`.
+    """Perform `multi_tensor_adam` with numbers on the device; the gradients stay multiplied by `inv_scale`.
 
-    Does nothing where the flag is set.
+    Does nothing if the flag is set.
     """
     expect(tensor_lists, 4)
     named = in_slots(tensor_lists, 1, 0, 2, 3)
@@ -162,14 +163,14 @@ def multi_tensor_adam_capturable(
 def multi_tensor_adam_capturable_master(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
 ) -> None:
-    """As `multi_tensor_adam_capturable`, with a fifth list, [master weights], of which the parameters become a copy."""
+    """Perform `multi_tensor_adam_capturable` on a fifth list, [master weights], and copy them to the parameters."""
     expect(tensor_lists, 5)
     named = in_slots(tensor_lists, 4, 0, 2, 3, None, 1)
     _adam_capturable(noop_flag, named, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
 
 
 def multi_tensor_adagrad(chunk_size, noop_flag, tensor_lists, lr, epsilon, mode, weight_decay) -> None:
-    """[gradients, parameters, sums of squares]; mode 0 has decay in the gradient, 1 decoupled."""
+    """Perform Adagrad on [gradients, parameters, sums of squares]; mode 0 adds decay to gradients, 1 decouples it."""
     expect(tensor_lists, 3)
     hyper = {"lr": number(lr), "eps": epsilon, "weight_decay": weight_decay, "decoupled": bool(mode)}
     update(rules.ADAGRAD, in_slots(tensor_lists, 1, 0, 2), hyper, (bool(mode),))
@@ -179,10 +180,10 @@ def multi_tensor_novograd(
     chunk_size, noop_flag, tensor_lists, grad_norms, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay,
     grad_averaging, mode, norm_type,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, moments]; mode 0 has norm and decay inside the moment, 1 outside.
+    """Perform NovoGrad on [gradients, parameters, moments]; mode 0 has norm and decay inside the moment, 1 outside.
 
-    `grad_norms` [tensors] is the moving average of gradient norms (norm_type 2, of their squares) and is updated; the
-    flag is set by a norm that is not finite.
+    `grad_norms` [tensors] is the moving average of gradient norms (norm_type 2: of their squares) and is updated. A
+    norm that is not finite sets the flag.
     """
     expect(tensor_lists, 3)
     flag = expect_flag(noop_flag)
@@ -191,7 +192,7 @@ def multi_tensor_novograd(
     more = {"grad_averaging": bool(grad_averaging), "inside": mode == 0}
     hyper = adam_hyper(lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, **more)
     named = in_slots(tensor_lists, 1, 0, 2)
-    check(*named)  # before norms change
+    check(*named)  # raises before norms change
     average_norms(tensor_lists[0], grad_norms, beta2, maximum=norm_type == 0, overflow=flag, name="grad_norms")
     whole = per_tensor(tensor_lists[0], grad_norms=grad_norms)
     update(rules.NOVOGRAD, named, hyper, (mode == 0, False), whole=whole)
@@ -201,11 +202,11 @@ def multi_tensor_lamb(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging,
     mode, global_grad_norm, max_grad_norm, use_nvlamb_python=None,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, first moments, second moments]; mode 0 has decay in the gradient, 1 decoupled.
+    """Perform LAMB on [gradients, parameters, first moments, second moments].
 
-    Gradients are divided by global_grad_norm / max_grad_norm where that is above 1. Without decay, only NVLAMB adapts
-    the step to the length of the parameter. The flag is not looked at. Where moments are in half precision, gradients
-    are overwritten.
+    Mode 0 adds weight decay to the gradient, mode 1 decouples it. Gradients are divided by global_grad_norm /
+    max_grad_norm if that is above 1. Without decay, only NVLAMB scales the step by the parameter's norm. The flag is
+    ignored. If moments are in half precision, gradients are overwritten.
     """
     expect(tensor_lists, 4)
     averages = bool(grad_averaging)
@@ -223,9 +224,9 @@ def multi_tensor_lamb_mp(
     chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction, weight_decay, grad_averaging,
     mode, global_grad_norm, max_grad_norm, use_nvlamb_python, found_inf, inv_scale,
 ) -> None:  # fmt: skip
-    """As `multi_tensor_lamb`, with numbers on the device and perhaps a fifth list, [half-precision copies].
+    """Perform `multi_tensor_lamb` with numbers on the device and an optional fifth list, [half-precision copies].
 
-    Gradients are multiplied by `inv_scale` too. Does nothing where the flag or `found_inf` is set.
+    Gradients are multiplied by `inv_scale` too. Does nothing if the flag or `found_inf` is set.
     """
     expect(tensor_lists, 4, 5)
     averages = bool(grad_averaging)
@@ -245,7 +246,10 @@ def multi_tensor_lamb_stage1_cuda(
     chunk_size, noop_flag, tensor_lists, per_tensor_decay, step, beta1, beta2, epsilon, global_grad_norm,
     max_global_grad_norm,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, first moments, second moments, updates], the last written; `step` counts from 0."""
+    """Compute LAMB's updates for [gradients, parameters, first moments, second moments, updates].
+
+    `updates` is written; `step` counts from 0.
+    """
     expect(tensor_lists, 5)
     hyper = {"beta1": beta1, "beta2": beta2, "beta3": 1 - beta1, "eps": epsilon, "step": number(step) + 1}
     update(
@@ -262,7 +266,7 @@ def multi_tensor_lamb_stage2_cuda(
     chunk_size, noop_flag, tensor_lists, per_tensor_param_norm, per_tensor_update_norm, lr, weight_decay,
     use_nvlamb_python=None,
 ) -> None:  # fmt: skip
-    """[parameters, updates]: the second half of the step, with the norms of both given."""
+    """Apply LAMB's updates to [parameters, updates] with the given norms of both: the second half of the step."""
     expect(tensor_lists, 2)
     norms = per_tensor(
         tensor_lists[0], per_tensor_param_norm=per_tensor_param_norm, per_tensor_update_norm=per_tensor_update_norm
@@ -275,9 +279,9 @@ def multi_tensor_lars(
     chunk_size, noop_flag, tensor_lists, grad_norms, param_norms, lr, trust_coefficient, epsilon, weight_decay,
     momentum, dampening, nesterov, first_run, wd_after_momentum, scale, is_skipped,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, momentum] or these and [half-precision copies]; gradients times `scale`.
+    """Perform LARS on [gradients, parameters, momentum (, half-precision copies)], with gradients times `scale`.
 
-    The learning rate follows the norms unless `is_skipped`. Does nothing where the flag is set.
+    The learning rate depends on the norms unless `is_skipped`. Does nothing if the flag is set.
     """
     expect(tensor_lists, 3, 4)
     hyper = {

@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: tensors flattened into one, and back."""
+"""Upstream's compiled module of this name: flattens tensors into one vector, and back."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from apex.parallel import _flat
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other, as a new vector; of a single one, a view if it can be."""
+    """Return the elements of all tensors as one new vector; for a single tensor, return a view if possible."""
     return _flat.flatten(_checked(tensors))
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`flat` in pieces of the shapes of `tensors`, which share its memory."""
-    wanted = sum(tensor.numel() for tensor in _checked(tensors))
-    if flat.dim() != 1 or flat.numel() != wanted:
-        raise ValueError(f"flat has shape {tuple(flat.shape)}; tensors make a vector of {wanted} elements")
+    """Return views of `flat` with the shapes of `tensors`."""
+    count = sum(tensor.numel() for tensor in _checked(tensors))
+    if flat.dim() != 1 or flat.numel() != count:
+        raise ValueError(f"flat has shape {tuple(flat.shape)}; tensors make a vector of {count} elements")
     return _flat.unflatten(flat, tensors)
 
 

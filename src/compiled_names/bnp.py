@@ -1,10 +1,10 @@
 """Upstream's compiled module of this name: batch norm, addend and ReLU of images, without autograd.
 
-Images are [N, H, W, C], or [N, C, H, W] in PyTorch's channels-last format as ROCm's variant takes them. Whatever its
-name, `running_inv_var` is the running variance (unbiased); `minibatch_inv_var` is one over the deviation of the batch.
-Running and minibatch statistics are written in place. Processes are those of `bn_group` consecutive ranks and exchange
-messages: pointers to each other's memory have no effect, nor have the arguments that say how to launch kernels.
-Gradients of `scale` and `bias` are averages over the group.
+Images are [N, H, W, C], or [N, C, H, W] in PyTorch's channels-last format as in ROCm's variant. Despite its name,
+`running_inv_var` is the (unbiased) running variance; `minibatch_inv_var` is one over the batch's standard deviation.
+Running and minibatch statistics are written in place. `bn_group` consecutive ranks share statistics and exchange them
+by messages: pointers to each other's memory and arguments for kernel launches have no effect. Gradients of `scale` and
+`bias` are averages over the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward, norm
 from apex.parallel._statistics import consecutive_exchange
 
 _OCCUPANCY = 2
-# Four sums, each for 256 blocks of 64 channels, twice, of 4 bytes.
+# Four sums, each for 256 blocks of 64 channels, twice, 4 bytes each.
 _BYTES_PER_STEP = 4 * 256 * 64 * 2 * 4
 
 
@@ -58,7 +58,7 @@ def bn_fwd_nhwc(
     x, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, ret_cta, momentum, epsilon,
     fuse_relu, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
 ) -> Tensor:  # fmt: skip
-    """Batch norm, then ReLU with `fuse_relu`, in training."""
+    """Compute batch norm in training, then ReLU if `fuse_relu`."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
     running = (running_mean, running_inv_var)
     return _train(x, None, scale, bias, *running, minibatch_mean, minibatch_inv_var, bn_group, spec)
@@ -67,7 +67,7 @@ def bn_fwd_nhwc(
 def bn_fwd_eval_nhwc(
     x, scale, bias, running_mean, running_inv_var, ret_cta, bn_group, momentum, epsilon, fuse_relu
 ) -> Tensor:
-    """Batch norm by the running statistics, then ReLU with `fuse_relu`."""
+    """Compute batch norm by the running statistics, then ReLU if `fuse_relu`."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu, training=False)
     return normalise(x, None, Channels(running_mean, running_inv_var, scale, bias), spec)
 
@@ -76,7 +76,7 @@ def bn_bwd_nhwc(
     x, dy, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, ret_cta, momentum, epsilon,
     fuse_relu, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
 ) -> list[Tensor]:  # fmt: skip
-    """[gradient of x, of scale, of bias]."""
+    """Return [gradient of x, of scale, of bias]."""
     spec = _spec(x, scale, momentum, epsilon, fuse_relu)
     statistics = (minibatch_mean, minibatch_inv_var)
     dx, _, dscale, dbias = _gradients(x, dy, None, scale, bias, *statistics, bn_group, spec, False)
@@ -87,7 +87,7 @@ def bn_addrelu_fwd_nhwc(
     x, z, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, bitmask, ret_cta, momentum,
     epsilon, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
 ) -> Tensor:  # fmt: skip
-    """Batch norm, plus `z`, then ReLU, in training; ReLU's mask goes to `bitmask`, a bit per element."""
+    """Compute batch norm in training, plus `z`, then ReLU; write ReLU's mask to `bitmask`, a bit per element."""
     spec = _spec(x, scale, momentum, epsilon, True)
     place = _mask_bytes(bitmask, x)
     running = (running_mean, running_inv_var)
@@ -99,7 +99,7 @@ def bn_addrelu_fwd_nhwc(
 def bn_addrelu_fwd_eval_nhwc(
     x, z, scale, bias, running_mean, running_inv_var, ret_cta, bn_group, momentum, epsilon
 ) -> Tensor:
-    """Batch norm by the running statistics, plus `z`, then ReLU."""
+    """Compute batch norm by the running statistics, plus `z`, then ReLU."""
     spec = _spec(x, scale, momentum, epsilon, True, training=False)
     return normalise(x, z, Channels(running_mean, running_inv_var, scale, bias), spec)
 
@@ -108,7 +108,7 @@ def bn_addrelu_bwd_nhwc(
     x, dy, scale, bias, running_mean, running_inv_var, minibatch_mean, minibatch_inv_var, bitmask, ret_cta, momentum,
     epsilon, my_data, pair_data, pair_data2, pair_data3, bn_group, magic_tensor, occupancy, grid_dim_x, coop,
 ) -> list[Tensor]:  # fmt: skip
-    """[gradient of x, of z, of scale, of bias]."""
+    """Return [gradient of x, of z, of scale, of bias]."""
     spec = _spec(x, scale, momentum, epsilon, True)
     flags = _unpack(_mask_bytes(bitmask, x), x.numel()).view(_channels_last(x, spec).shape)
     output = (flags if spec.channel_dim == -1 else flags.movedim(-1, 1)).to(x.dtype)
@@ -122,7 +122,7 @@ def _channels_last(tensor: Tensor, spec: BatchNormSpec) -> Tensor:
 
 
 def _mask_bytes(bitmask: Tensor, x: Tensor) -> Tensor:
-    """The bytes of `bitmask` that hold a bit for every element of `x`."""
+    """Return the bytes of `bitmask` that hold a bit for every element of `x`."""
     needed = -(-x.numel() // 8)
     if not bitmask.is_contiguous() or bitmask.numel() * bitmask.element_size() < needed:
         raise ValueError(
@@ -144,7 +144,7 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def bn_fwd_nhwc_occupancy() -> int:
-    """Programs per multiprocessor; at most two are ever asked for."""
+    """Return the number of programs per multiprocessor; callers use at most two."""
     return _OCCUPANCY
 
 
@@ -152,19 +152,19 @@ bn_bwd_nhwc_occupancy = bn_addrelu_fwd_nhwc_occupancy = bn_addrelu_bwd_nhwc_occu
 
 
 def get_buffer_size(bn_sync_steps: int) -> int:
-    """Bytes that a process shares with others, for so many steps of an exchange."""
+    """Return the bytes that a process shares with others for `bn_sync_steps` steps of an exchange."""
     return bn_sync_steps * _BYTES_PER_STEP
 
 
 def get_data_ptr(data: Tensor) -> int:
-    """Where a tensor's memory begins."""
+    """Return the address of a tensor's memory."""
     return data.data_ptr()
 
 
 def get_remote_data_ptr(handle: Tensor, offset: Tensor | int) -> int:
-    """The address of another process's memory: 0, for none, since processes exchange messages."""
+    """Return 0 as the address of another process's memory: processes exchange messages instead."""
     return 0
 
 
 def close_remote_data(handle: Tensor) -> None:
-    """Nothing to close: `get_remote_data_ptr` opens nothing."""
+    """Do nothing: `get_remote_data_ptr` opens nothing."""

@@ -1,6 +1,6 @@
 """Upstream's compiled module of this name: Adam on shards, with a copy of the parameters in another dtype.
 
-`grad_scale` [1] multiplies the gradients. mode 0 has decay in the gradient, 1 decoupled.
+`grad_scale` [1] multiplies the gradients. Mode 0 adds weight decay to the gradient, mode 1 decouples it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def _step(named, noop, grad_scale, lr, beta1, beta2, eps, step, mode, bias_corre
 def multi_tensor_fused_adam(
     chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
-    """[parameters, first moments, second moments, gradients, copies]; the flag is not looked at."""
+    """Perform Adam on [parameters, first moments, second moments, gradients, copies]; the flag is ignored."""
     expect(tensor_lists, 5)
     named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4)
     _step(named, None, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay)
@@ -28,7 +28,7 @@ def multi_tensor_fused_adam(
 def multi_tensor_fused_adam_capturable(
     chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
-    """As `multi_tensor_fused_adam`, with numbers on the device; does nothing where the flag is set."""
+    """Perform `multi_tensor_fused_adam` with numbers on the device; do nothing if the flag is set."""
     expect(tensor_lists, 5)
     named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4)
     noop = expect_flag(noop_flag)
@@ -39,9 +39,10 @@ def multi_tensor_fused_adam_capturable(
 def multi_tensor_fused_adam_with_param_remainders(
     chunk_size, noop_flag, tensor_lists, grad_scale, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ) -> None:
-    """[parameters, remainders, first moments, second moments, gradients, new parameters]; the flag is not looked at.
+    """Perform Adam on [parameters, remainders, first moments, second moments, gradients, new parameters].
 
-    Parameters are bfloat16 and remainders the int16 that they lack to float32: `apex.ops.multi_tensor.packed_floats`.
+    The flag is ignored. Parameters are bfloat16 and remainders the int16 that complete them to float32:
+    `apex.ops.multi_tensor.packed_floats`.
     """
     expect(tensor_lists, 6)
     params, lower, first, second, gradients, outputs = tensor_lists

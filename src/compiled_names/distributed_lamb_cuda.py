@@ -1,6 +1,6 @@
 """Upstream's compiled module of this name: LAMB in two halves, with hyperparameters per tensor.
 
-Both do nothing where the flag is set.
+Both functions do nothing if the flag is set.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def multi_tensor_lamb_compute_update_term(
     per_tensor_bias_correction, step, per_tensor_epsilon, mode, per_tensor_decay, global_scale, global_grad_norm,
     max_grad_norm,
 ) -> None:  # fmt: skip
-    """[gradients, parameters, first moments, second moments, updates], the last written.
+    """Compute LAMB's updates for [gradients, parameters, first moments, second moments, updates]; writes `updates`.
 
-    Gradients are divided by `global_scale`, and shortened where their norm over it is above a positive `max_grad_norm`.
-    mode 0 has decay in the gradient, 1 decoupled. The betas, corrections and epsilons are read by the host, once.
+    Gradients are divided by `global_scale`, and scaled down if their norm over it exceeds a positive `max_grad_norm`.
+    Mode 0 adds weight decay to the gradient, mode 1 decouples it. The host reads betas, corrections and epsilons, once.
     """
     expect(tensor_lists, 5)
     noop = expect_flag(noop_flag)
@@ -66,10 +66,10 @@ def multi_tensor_lamb_update_weights(
     chunk_size, noop_flag, tensor_lists, per_tensor_param_norm, per_tensor_update_norm, update_norm_offset,
     learning_rate, per_tensor_decay, global_grad_norm, use_nvlamb,
 ) -> None:  # fmt: skip
-    """[updates, parameters, copies of the parameters], which may be bytes, as 8-bit floats.
+    """Apply updates to [updates, parameters, copies of the parameters]; copies may be bytes, as 8-bit floats.
 
     The norm of update i is `per_tensor_update_norm[update_norm_offset[i]]`. Without NVLAMB, tensors without decay take
-    the update as it is. `global_grad_norm` is not looked at.
+    the update unscaled. `global_grad_norm` is ignored.
     """
     expect(tensor_lists, 3)
     noop = expect_flag(noop_flag)

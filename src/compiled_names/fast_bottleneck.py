@@ -1,15 +1,16 @@
 """Upstream's compiled module of this name: a bottleneck with frozen batch norms, whole and stage by stage.
 
-Every function has `nhwc` first: whether images and weights are [N, H, W, C] instead of [N, C, H, W]. The lists are
+The first argument of every function is `nhwc`: whether images and weights are [N, H, W, C] instead of [N, C, H, W].
+The lists of tensors are
 
     inputs of forward stages    x, w1, w2, w3, s1, s2, s3, b1, b2, b3 (, w4, s4, b4 of the shortcut)
     their outputs               out1, out2, y
     inputs of backward stages   x, w1, w2, w3, s1, s2, s3, b1, b2, b3, dy3, dy4, out1, out2 (, w4)
     their outputs               dx, dw1, dw2, dw3 (, dw4)
 
-where dy3 and dy4 are the gradients before the last ReLU, times s3 and s4 (times 1 without a shortcut's convolution). A
-stage fills its part of `outputs` in place, or returns what the next one needs. The `halo` functions take rows at the
-edge to another rank: three, of which the middle one is at the edge, or ("corr") the other rank's alone.
+dy3 and dy4 are the gradients before the last ReLU, times s3 and s4 (times 1 without a shortcut's convolution). A stage
+fills its part of `outputs` in place, or returns the input of the next stage. The `halo` functions take rows at the edge
+to another rank: three rows with the edge row in the middle, or ("corr") only the other rank's row.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ _NONE, _BOTH, _COLUMNS = (0, 0), (1, 1), (0, 1)
 
 
 def _moved(values: Any, source: int, target: int) -> Any:
-    """Every tensor of four dimensions, also in lists, with a dimension at another place."""
+    """Return the values, with a dimension of every 4-D tensor, also in lists, moved to another position."""
     return tree_map_only(Tensor, lambda each: each.movedim(source, target) if each.dim() == 4 else each, values)
 
 
 def _stage(function: Callable) -> Callable:
-    """Takes `nhwc` off the arguments, and has `function` see [N, C, H, W] only."""
+    """Wrap a stage: remove the argument `nhwc`, and convert tensors such that `function` sees [N, C, H, W] only."""
 
     @functools.wraps(function)
     def run(nhwc: bool, *arguments: Any) -> Any:
@@ -49,7 +50,7 @@ def _stage(function: Callable) -> Callable:
 
 
 def _finished(raw: Tensor, inputs: Tensors) -> Tensor:
-    """Scale, bias and ReLU behind the second convolution."""
+    """Apply scale, bias and ReLU after the second convolution."""
     scale, bias = (inputs[place].reshape(1, -1, 1, 1) for place in (5, 8))
     return (raw * scale + bias).relu().to(raw.dtype)
 
@@ -59,30 +60,30 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _conv_relu(images: Tensor, inputs: Tensors, number: int, padding: Pair, summand: Tensor | None = None) -> Tensor:
-    """The first, second or third convolution with all that follows it."""
+    """Compute the first, second or third convolution with scale, bias, summand and ReLU."""
     scaled = _scaled(inputs[number], inputs[number + 3])
     return conv_relu(images, scaled, inputs[number + 6].reshape(-1), padding, summand)
 
 
 def _within(tensor: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
-    """Which rows are not before the first threshold or behind the second."""
+    """Return a mask of the rows from the threshold `top` to the threshold `bottom`."""
     rows = torch.arange(tensor.shape[2], dtype=torch.int32, device=tensor.device).view(-1, 1)
     return (rows >= top.to(rows.device)) & (rows <= bottom.to(rows.device))
 
 
 def _before(gradient: Tensor, output: Tensor, scale: Tensor) -> Tensor:
-    """The gradient before ReLU and scale."""
+    """Return the gradient before ReLU and scale."""
     return relu_gradient(gradient, output) * scale.reshape(1, -1, 1, 1)
 
 
 def _gradient(kind: str, dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, stride: int = 1) -> Any:
-    """That of "data" or of "weight"."""
+    """Return a convolution's gradient of "data" or of "weight"."""
     return conv_gradients(dz, images, weight, padding, (kind == "data", kind == "weight"), stride)[kind == "weight"]
 
 
 @_stage
 def forward_init(stride: int, inputs: Tensors) -> list[Tensor]:
-    """Memory for out1, out2 and y."""
+    """Allocate out1, out2 and y."""
     x = inputs[0]
     (n, _, height, width), last = x.shape, x.is_contiguous(memory_format=torch.channels_last)
     sizes = [(n, weight.shape[0], -(-height // stride), -(-width // stride)) for weight in inputs[1:4]]
@@ -92,44 +93,44 @@ def forward_init(stride: int, inputs: Tensors) -> list[Tensor]:
 
 @_stage
 def forward_out1(stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The first convolution."""
+    """Compute the first convolution."""
     outputs[0].copy_(_conv_relu(inputs[0][:, :, ::stride, ::stride], inputs, 1, _NONE))
 
 
 @_stage
 def forward_out2(stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The second one, with zeros around."""
+    """Compute the second convolution, with zero padding."""
     outputs[1].copy_(_conv_relu(outputs[0], inputs, 2, _BOTH))
 
 
 @_stage
 def forward_out2_mask(stride: int, inputs: Tensors, outputs: Tensors, top: Tensor, bottom: Tensor) -> None:
-    """The same; rows before the first threshold and behind the second are left without scale, bias and ReLU."""
+    """Compute the second convolution; rows outside of the thresholds get no scale, bias and ReLU."""
     raw = functional.conv2d(outputs[0], inputs[2], padding=1)
     outputs[1].copy_(torch.where(_within(raw, top, bottom), _finished(raw, inputs), raw))
 
 
 @_stage
 def forward_out2_halo(fat_halo: Tensor, inputs: Tensors) -> Tensor:
-    """The row of out2 in the middle of three rows of out1."""
+    """Compute the row of out2 in the middle of three rows of out1."""
     return _conv_relu(fat_halo, inputs, 2, _COLUMNS)
 
 
 @_stage
 def forward_out2_halo_corr(halo: Tensor, inputs: Tensors, w1by3: Tensor, part: Tensor) -> Tensor:
-    """An edge row that `forward_out2_mask` left, with the neighbour's row of out1 and the weights' row for it."""
+    """Complete an edge row of `forward_out2_mask` with the neighbour's row of out1 and the weights' row for it."""
     return _finished(part + functional.conv2d(halo, w1by3, padding=_COLUMNS), inputs)
 
 
 @_stage
 def forward_out2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor) -> None:
-    """out2 from out1 with a row of each neighbour."""
+    """Compute out2 from out1 padded with a row of each neighbour."""
     outputs[1].copy_(_conv_relu(out1_pad, inputs, 2, _COLUMNS))
 
 
 @_stage
 def forward_rest(stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The third convolution and the shortcut: y."""
+    """Compute y: the third convolution and the shortcut."""
     shortcut = inputs[0][:, :, ::stride, ::stride]
     if len(inputs) > 10:
         w4, s4, b4 = inputs[10:]
@@ -138,7 +139,7 @@ def forward_rest(stride: int, inputs: Tensors, outputs: Tensors) -> None:
 
 
 def forward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
-    """All stages: out1, out2 and y."""
+    """Run all stages and return out1, out2 and y."""
     outputs = forward_init(nhwc, stride, inputs)
     for stage in (forward_out1, forward_out2, forward_rest):
         stage(nhwc, stride, inputs, outputs)
@@ -147,19 +148,19 @@ def forward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
 
 @_stage
 def backward_init(stride: int, inputs: Tensors) -> list[Tensor]:
-    """Memory for the gradients."""
+    """Allocate the gradients."""
     return [torch.empty_like(each) for each in (*inputs[:4], *inputs[14:15])]
 
 
 @_stage
 def backward_grad_out2(stride: int, inputs: Tensors, outputs: Tensors) -> Tensor:
-    """The gradient behind the second convolution."""
+    """Return the gradient of the second convolution's result."""
     return _before(_gradient("data", inputs[10], inputs[13], inputs[3], _NONE), inputs[13], inputs[5])
 
 
 @_stage
 def backward_grad_out1(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> Tensor:
-    """The gradient behind the first convolution, with zeros around `grad_out2`."""
+    """Return the gradient of the first convolution's result, with zero padding of `grad_out2`."""
     return _before(_gradient("data", grad_out2, inputs[12], inputs[2], _BOTH), inputs[12], inputs[4])
 
 
@@ -167,7 +168,7 @@ def backward_grad_out1(stride: int, inputs: Tensors, outputs: Tensors, grad_out2
 def backward_grad_out1_mask(
     stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, top: Tensor, bottom: Tensor
 ) -> Tensor:
-    """The same; rows before the first threshold and behind the second are left without ReLU and scale."""
+    """Return the gradient of the first convolution's result; rows outside of the thresholds lack ReLU and scale."""
     raw = _gradient("data", grad_out2, inputs[12], inputs[2], _BOTH)
     return torch.where(_within(raw, top, bottom), _before(raw, inputs[12], inputs[4]), raw)
 
@@ -176,7 +177,7 @@ def backward_grad_out1_mask(
 def backward_grad_out1_halo(
     stride: int, inputs: Tensors, outputs: Tensors, fat_halo: Tensor, fat_out1: Tensor
 ) -> Tensor:
-    """The gradient behind the first convolution for three rows, of which the middle one is complete."""
+    """Return the gradient of the first convolution's result for three rows; only the middle row is complete."""
     return _before(_gradient("data", fat_halo, fat_out1, inputs[2], _BOTH), fat_out1, inputs[4])
 
 
@@ -184,43 +185,43 @@ def backward_grad_out1_halo(
 def backward_grad_out1_halo_corr(
     stride: int, inputs: Tensors, w1by3: Tensor, outputs: Tensors, halo: Tensor, out1: Tensor, part: Tensor
 ) -> Tensor:
-    """An edge row that `backward_grad_out1_mask` left, with the neighbour's row of the gradient behind it."""
+    """Complete an edge row of `backward_grad_out1_mask` with the neighbour's row of the gradient."""
     return _before(part + _gradient("data", halo, out1, w1by3, _COLUMNS), out1, inputs[4])
 
 
 @_stage
 def backward_wgrad2_pad(stride: int, inputs: Tensors, outputs: Tensors, out1_pad: Tensor, grad_out2: Tensor) -> None:
-    """The second weight's gradient, of out1 with a row of each neighbour."""
+    """Compute the second weight's gradient from out1 padded with a row of each neighbour."""
     outputs[2].copy_(_gradient("weight", grad_out2, out1_pad, inputs[2], _COLUMNS))
 
 
 @_stage
 def backward_wgrad2(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor) -> None:
-    """The same with zeros around out1."""
+    """Compute the second weight's gradient with zero padding of out1."""
     outputs[2].copy_(_gradient("weight", grad_out2, inputs[12], inputs[2], _BOTH))
 
 
 @_stage
 def backward_wgrad2_halo(stride: int, inputs: Tensors, outputs: Tensors, fat_out1: Tensor, halo: Tensor) -> Tensor:
-    """What three rows of out1 and the gradient's row in their middle add to the second weight's gradient."""
+    """Return the part of the second weight's gradient from three rows of out1 and the gradient's middle row."""
     return _gradient("weight", halo, fat_out1, inputs[2], _COLUMNS)
 
 
 @_stage
 def backward_wgrad3(stride: int, inputs: Tensors, outputs: Tensors) -> None:
-    """The third weight's gradient."""
+    """Compute the third weight's gradient."""
     outputs[3].copy_(_gradient("weight", inputs[10], inputs[13], inputs[3], _NONE))
 
 
 @_stage
 def backward_wgrad1(stride: int, inputs: Tensors, outputs: Tensors, grad_out1: Tensor) -> None:
-    """The first weight's gradient."""
+    """Compute the first weight's gradient."""
     outputs[1].copy_(_gradient("weight", grad_out1, inputs[0], inputs[1], _NONE, stride))
 
 
 @_stage
 def backward_rest(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Tensor, grad_out1: Tensor) -> None:
-    """Gradients of x and of the shortcut's weight."""
+    """Compute the gradients of x and of the shortcut's weight."""
     x, dx = inputs[0], inputs[11]
     if len(inputs) > 14:
         outputs[4].copy_(_gradient("weight", dx, x, inputs[14], _NONE, stride))
@@ -229,7 +230,7 @@ def backward_rest(stride: int, inputs: Tensors, outputs: Tensors, grad_out2: Ten
 
 
 def backward(nhwc: bool, stride: int, inputs: Tensors) -> list[Tensor]:
-    """All stages: gradients of x and of the weights."""
+    """Run all stages and return the gradients of x and of the weights."""
     outputs = backward_init(nhwc, stride, inputs)
     arguments = (nhwc, stride, inputs, outputs)
     backward_wgrad3(*arguments)

@@ -1,9 +1,9 @@
 """Upstream's compiled module of this name: multihead attention step by step, forward and backward, without autograd.
 
-Inputs are [length, batch, embedding]; packed projections lie per head as queries, keys and values beside each other.
-Probabilities and dropout masks (bytes, 1 where kept) are [batch * heads, queries, keys]. A pad_mask is [batch, keys],
-with use_time_mask [queries, keys]; nonzero hides, or, where a function's name says additive, it is added. Without
-training nothing is dropped, and the dropout masks come without elements. Any floating dtype is taken.
+Inputs are [length, batch, embedding]. Packed projections hold each head's queries, keys and values next to each other.
+Probabilities and dropout masks (bytes, 1 for kept elements) are [batch * heads, queries, keys]. A pad_mask is
+[batch, keys], or [queries, keys] with use_time_mask; nonzero hides a key, but functions with "additive" in their name
+add the mask. Without training nothing is dropped, and dropout masks have no elements. All floating dtypes are accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _scale(inputs: Tensor, heads: int) -> float:
 
 
 def _softmax_forward(use_mask, is_training, heads, input, pad_mask, dropout_prob, additive: bool) -> list[Tensor]:
-    """[dropout_results, dropout_mask, softmax_results]"""
+    """Return [dropout_results, dropout_mask, softmax_results]."""
     heads, (batch_heads, queries, keys) = int(heads), input.shape
     mask = _mask(use_mask, False, pad_mask, additive)
     multihead.check_mask(mask, queries, keys, batch_heads // heads, input.device)
@@ -54,15 +54,15 @@ def mask_softmax_dropout_forward(use_mask, is_training, heads, input, pad_mask, 
 def mask_softmax_dropout_backward(
     use_mask, heads, output_grads, softmax_results, dropout_mask, padding_mask, dropout_prob
 ):
-    """What the padding mask hid has probability zero, and so a gradient of zero, as it is."""
+    """Return the gradient of the logits; hidden keys have probability zero and so gradient zero without the mask."""
     return _softmax_backward(output_grads, softmax_results, dropout_mask, dropout_prob)
 
 
 def _forward(
     use_mask, use_time_mask, is_training, heads, inputs, weights, biases, pad_mask, dropout_prob, additive=False
 ) -> list[Tensor]:
-    """[packed projections, softmax_results (logits if `additive`), dropout_results, dropout_mask, matmul2_results,
-    outputs]"""
+    """Return [packed projections, softmax_results (logits if `additive`), dropout_results, dropout_mask,
+    matmul2_results, outputs]."""
     mask = _mask(use_mask, use_time_mask, pad_mask, additive)
     dropout = float(dropout_prob) if is_training else 0.0
     settings = {"heads": int(heads), "scale": _scale(inputs[0], heads), "dropout": dropout}
@@ -76,7 +76,7 @@ def _backward(
     heads, output_grads, matmul2_results, dropout_results, softmax_results, packed, inputs, weights, dropout_mask,
     dropout_prob, biases: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of inputs and weights, and with `biases` of these."""
+    """Return the gradients of inputs and weights, and with `biases` also of the biases."""
     core = matmul2_results, softmax_results, dropout_results, dropout_mask
     settings = int(heads), _scale(inputs[0], heads), float(dropout_prob), biases
     gradients = explicit.backward(output_grads, inputs, weights, packed, core, settings)
@@ -86,7 +86,7 @@ def _backward(
 def self_attn_forward(
     use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, pad_mask, dropout_prob
 ):
-    """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
+    """Return [input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]."""
     options, weights = (use_mask, use_time_mask, is_training, heads), (input_weights, output_weights)
     return _forward(*options, (inputs,), weights, (None, None), pad_mask, dropout_prob)
 
@@ -95,7 +95,7 @@ def self_attn_backward(
     heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights,
     output_weights, dropout_mask, dropout_prob, *, biases=False,
 ):  # fmt: skip
-    """[input_grads, input_weight_grads, output_weight_grads]"""
+    """Return [input_grads, input_weight_grads, output_weight_grads]."""
     core, weights = (matmul2_results, dropout_results, softmax_results), (input_weights, output_weights)
     saved = (input_lin_results,), (inputs,), weights, dropout_mask, dropout_prob
     return _backward(heads, output_grads, *core, *saved, biases)
@@ -105,18 +105,18 @@ def self_attn_bias_forward(
     use_mask, use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
     pad_mask, dropout_prob, *, additive=False,
 ):  # fmt: skip
-    """[input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]"""
+    """Return [input_lin_results, softmax_results, dropout_results, dropout_mask, matmul2_results, outputs]."""
     options, weights = (use_mask, use_time_mask, is_training, heads), (input_weights, output_weights)
     return _forward(*options, (inputs,), weights, (input_biases, output_biases), pad_mask, dropout_prob, additive)
 
 
 def self_attn_bias_backward(*arguments):
-    """As `self_attn_backward`, and [input_bias_grads, output_bias_grads] behind."""
+    """Return the results of `self_attn_backward`, followed by [input_bias_grads, output_bias_grads]."""
     return self_attn_backward(*arguments, biases=True)
 
 
 def self_attn_bias_additive_mask_forward(*arguments):
-    """As `self_attn_bias_forward`, with bmm1_results, the logits before the mask, in place of softmax_results."""
+    """Return the results of `self_attn_bias_forward`, but bmm1_results (unmasked logits) for softmax_results."""
     return self_attn_bias_forward(*arguments, additive=True)
 
 
@@ -124,7 +124,7 @@ def self_attn_bias_additive_mask_backward(
     heads, output_grads, matmul2_results, dropout_results, bmm1_results, pad_mask, input_lin_results, inputs,
     input_weights, output_weights, dropout_mask, dropout_prob,
 ):  # fmt: skip
-    """[input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]"""
+    """Return [input_grads, input_weight_grads, output_weight_grads, input_bias_grads, output_bias_grads]."""
     mask = _mask(pad_mask is not None and pad_mask.numel() > 0, False, pad_mask, additive=True)
     softmax_results = explicit.masked_softmax(bmm1_results, int(heads), mask, 0.0)[1]
     saved = matmul2_results, dropout_results, softmax_results, input_lin_results, inputs, input_weights, output_weights
@@ -136,7 +136,7 @@ def _norm_settings(inputs: Tensor) -> tuple:
 
 
 def _norm(inputs: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Result, mean and reciprocal deviation."""
+    """Return layer norm, mean and reciprocal deviation."""
     results, statistics = NORM.run(inputs, gamma, beta, *_norm_settings(inputs))
     invvar, mean = statistics.unbind()
     return results, mean, invvar
@@ -149,7 +149,7 @@ def _norm_backward(gradient, inputs, mean, invvar, gamma, beta) -> tuple[Tensor,
 
 
 def _dropout_add(results: Tensor, residual: Tensor, is_training: bool, dropout_prob) -> tuple[Tensor, Tensor]:
-    """Sum and the bytes of what was kept."""
+    """Return the sum of dropout and residual, and a byte per element, 1 if it was kept."""
     if not is_training:
         return results + residual, results.new_empty((0, *results.shape[1:]), dtype=torch.uint8)
     dropped, kept = torch.native_dropout(results, float(dropout_prob), True)
@@ -164,8 +164,8 @@ def self_attn_norm_add_forward(
     use_mask, use_time_mask, is_training, heads, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights,
     output_weights, pad_mask, dropout_prob,
 ):  # fmt: skip
-    """[lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_results, softmax_results, dropout_results,
-    dropout_mask, matmul2_results, dropout_add_mask, outputs]"""
+    """Return [lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_results, softmax_results, dropout_results,
+    dropout_mask, matmul2_results, dropout_add_mask, outputs]."""
     normed, mean, invvar = _norm(inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights)
     *results, attended = self_attn_forward(
         use_mask, use_time_mask, is_training, heads, normed, input_weights, output_weights, pad_mask, dropout_prob
@@ -179,7 +179,7 @@ def self_attn_norm_add_backward(
     lyr_nrm_mean, lyr_nrm_invvar, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights, output_weights,
     dropout_mask, dropout_add_mask, dropout_prob,
 ):  # fmt: skip
-    """[input_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_grads, output_weight_grads]"""
+    """Return [input_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_grads, output_weight_grads]."""
     d_attended = _dropout_add_backward(output_grads, dropout_add_mask, dropout_prob)
     saved = matmul2_results, dropout_results, softmax_results, input_lin_results, lyr_nrm_results
     d_normed, *d_weights = self_attn_backward(
@@ -194,8 +194,8 @@ def encdec_multihead_attn_forward(
     use_mask, use_time_mask, is_training, heads, inputs_q, inputs_kv, input_weights_q, input_weights_kv,
     output_weights, pad_mask, dropout_prob,
 ):  # fmt: skip
-    """[input_lin_q_results, input_lin_kv_results, softmax_results, dropout_results, dropout_mask, matmul2_results,
-    outputs]"""
+    """Return [input_lin_q_results, input_lin_kv_results, softmax_results, dropout_results, dropout_mask,
+    matmul2_results, outputs]."""
     options, weights = (
         (use_mask, use_time_mask, is_training, heads),
         (input_weights_q, input_weights_kv, output_weights),
@@ -207,7 +207,7 @@ def encdec_multihead_attn_backward(
     heads, output_grads, matmul2_results, dropout_results, softmax_results, input_lin_q_results, input_lin_kv_results,
     inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_prob,
 ):  # fmt: skip
-    """[input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]"""
+    """Return [input_q_grads, input_kv_grads, input_weight_q_grads, input_weight_kv_grads, output_weight_grads]."""
     core, weights = (
         (matmul2_results, dropout_results, softmax_results),
         (input_weights_q, input_weights_kv, output_weights),
@@ -220,8 +220,8 @@ def encdec_multihead_attn_norm_add_forward(
     use_mask, use_time_mask, is_training, heads, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
     input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob,
 ):  # fmt: skip
-    """[lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_q_results, input_lin_kv_results, softmax_results,
-    dropout_results, dropout_mask, matmul2_results, dropout_add_mask, outputs]"""
+    """Return [lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, input_lin_q_results, input_lin_kv_results,
+    softmax_results, dropout_results, dropout_mask, matmul2_results, dropout_add_mask, outputs]."""
     normed, mean, invvar = _norm(inputs_q, lyr_nrm_gamma_weights, lyr_nrm_beta_weights)
     weights = input_weights_q, input_weights_kv, output_weights
     *results, attended = encdec_multihead_attn_forward(
@@ -236,8 +236,8 @@ def encdec_multihead_attn_norm_add_backward(
     lyr_nrm_results, lyr_nrm_mean, lyr_nrm_invvar, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
     input_weights_q, input_weights_kv, output_weights, dropout_mask, dropout_add_mask, dropout_prob,
 ):  # fmt: skip
-    """[input_q_grads, input_kv_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_q_grads,
-    input_weight_kv_grads, output_weight_grads]"""
+    """Return [input_q_grads, input_kv_grads, lyr_nrm_gamma_grads, lyr_nrm_beta_grads, input_weight_q_grads,
+    input_weight_kv_grads, output_weight_grads]."""
     d_attended = _dropout_add_backward(output_grads, dropout_add_mask, dropout_prob)
     saved = matmul2_results, dropout_results, softmax_results, input_lin_q_results, input_lin_kv_results
     weights = input_weights_q, input_weights_kv, output_weights

@@ -1,8 +1,8 @@
 """Upstream's compiled module of this name: attention within packed sequences, without autograd.
 
-`qkv` is [total, 3, heads, head size], `cu_seqlens` the first row of each sequence and the end of the last. What `fwd`
-returns beside the output is for `bwd`: one tensor of bytes with all that the backward pass needs, in place of
-upstream's matrices of probabilities, whose memory grows with the square of the lengths.
+`qkv` is [total, 3, heads, head size], `cu_seqlens` the first row of each sequence and the end of the last. The second
+result of `fwd` is for `bwd`: one tensor of bytes with everything that the backward pass needs. Upstream returns
+matrices of probabilities instead, whose memory grows with the square of the lengths.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from apex.ops.attention import op_packed
 
-# Parts of what is kept start at multiples of this, which lets kernels load them fastest.
+# Parts of the bytes start at multiples of this number, so that kernels load them fastest.
 _ALIGNMENT = 16
 
 
 def fwd(qkv, cu_seqlens, p_dropout, max_seq_len, is_training, is_nl, zero_tensors, gen_=None) -> list[Tensor]:
-    """[output, what `bwd` needs]. `is_nl`, upstream's choice of a kernel for few sequences, makes no difference."""
+    """Return [output, bytes for `bwd`]. `is_nl`, upstream's choice of a kernel for few sequences, has no effect."""
     dropout_p = p_dropout if is_training else 0.0
     op_packed.check(qkv, cu_seqlens, max_seq_len, dropout_p)
     seed = op_packed.draw_seed(qkv.device, gen_) if dropout_p > 0 else None
@@ -36,7 +36,7 @@ def fwd(qkv, cu_seqlens, p_dropout, max_seq_len, is_training, is_nl, zero_tensor
 
 
 def bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) -> list[Tensor]:
-    """[gradient of qkv, `softmax`], which is what `fwd` returned and stays as it is."""
+    """Return [gradient of qkv, `softmax`]; `softmax` is the second result of `fwd` and is not changed."""
     op_packed.check(qkv, cu_seqlens, max_seq_len, p_dropout)
     total, _, heads, head_dim = qkv.shape
     layout = [((1,), torch.int64), ((1, heads, total), torch.float32), ((total, heads, head_dim), qkv.dtype)]
@@ -61,7 +61,10 @@ def bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) ->
 
 
 def bwd_nl(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors) -> list[Tensor]:
-    """As `bwd`; third, the gradients of keys and values [total, 1, 2, heads, head size], upstream's partial sums."""
+    """Return the results of `bwd` and the gradients of keys and values, [total, 1, 2, heads, head size].
+
+    Upstream's third result is partial sums of these gradients.
+    """
     dqkv, softmax = bwd(dout, qkv, softmax, cu_seqlens, p_dropout, max_seq_len, zero_tensors)
     return [dqkv, softmax, dqkv[:, None, 1:]]
 

@@ -1,8 +1,8 @@
 """Upstream's compiled module of this name: the first form of Adam, a form that can be undone, and casts.
 
-`grad_scale` divides the gradients. mode 0 has eps under the root of the second moment, 1 beside it; neither is
-corrected for bias, the size of the step is. `decay` multiplies the parameter within the step. A tensor without elements
-stands for none: no copy of the parameter, no flag.
+`grad_scale` divides the gradients. Mode 0 adds eps below the root of the second moment, mode 1 outside of it. The
+moments are not corrected for bias; the step size is. `decay` multiplies the parameter within the step. A tensor without
+elements stands for none: no copy of the parameter, no flag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _step(
 
 
 def strided_check_finite(overflow_flag: Tensor, p_copy: Tensor, stride: int, clear_overflow_first: int) -> None:
-    """Sets the flag when one of every `stride` elements is not finite; clears it before if asked to."""
+    """Set the flag if one of every `stride` elements is not finite; clear it first if requested."""
     expect_flag(overflow_flag, "overflow_flag")
     if stride < 1:
         raise ValueError(f"stride={stride} is not positive")
@@ -48,7 +48,7 @@ def strided_check_finite(overflow_flag: Tensor, p_copy: Tensor, stride: int, cle
 
 
 def adam(p, p_copy, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay) -> None:
-    """One step of one parameter, a copy of which goes to `p_copy`."""
+    """Perform one step of one parameter, and copy the parameter to `p_copy`."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     _step(rules.EARLY_ADAM, (p, g, m, v), p_copy if p_copy.numel() else None, hyper, mode)
 
@@ -56,7 +56,7 @@ def adam(p, p_copy, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias
 def adam_mt(
     chunk_size, overflow_flag, tensor_lists, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay
 ) -> None:
-    """[parameters, first moments, second moments, gradients] or these and [copies]; the flag is not looked at."""
+    """Perform Adam on [parameters, first moments, second moments, gradients (, copies)]; the flag is ignored."""
     expect(tensor_lists, 4, 5)
     named = in_slots(tensor_lists, 0, 3, 1, 2, None, 4 if len(tensor_lists) == 5 else None)
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
@@ -65,24 +65,26 @@ def adam_mt(
 
 @torch.no_grad()
 def reversible_adam(p, p_copy, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay) -> None:
-    """As `adam`; elements whose gradient is not finite stay, and make the copy's first element infinite."""
+    """Perform `adam`, but skip elements with a non-finite gradient; these make the copy's first element infinite."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     in_bytes = p_copy.dtype == torch.uint8
     if p_copy.numel() not in (0, p.numel()):
         raise ValueError(f"p_copy has {p_copy.numel()} elements, p has {p.numel()}")
-    found = _step(rules.REVERSIBLE_ADAM, (p, g, m, v), p_copy if p_copy.numel() and not in_bytes else None, hyper, mode)
+    results = _step(
+        rules.REVERSIBLE_ADAM, (p, g, m, v), p_copy if p_copy.numel() and not in_bytes else None, hyper, mode
+    )
     if p_copy.numel():
         if in_bytes:
             p_copy.copy_(to_bytes(p.detach()).view(p_copy.shape))
         first = p_copy.view(-1)[:1]
         infinite = to_bytes(first.new_full((1,), torch.inf, dtype=torch.float32)) if in_bytes else torch.inf
-        first.copy_(torch.where(found[0][0, 0] > 0, infinite, first))
+        first.copy_(torch.where(results[0][0, 0] > 0, infinite, first))
 
 
 def maybe_adam_undo(
     overflow_flag, p, m, v, g, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay
 ) -> None:
-    """Takes a step of `reversible_adam` back where the flag is set (or there is none), but for rounding."""
+    """Undo a step of `reversible_adam`, up to rounding, if the flag is set or there is no flag."""
     hyper = adam_hyper(lr, beta1, beta2, eps, step, bias_correction, decay, scale=number(grad_scale))
     noop = None
     if overflow_flag.numel():
@@ -91,12 +93,12 @@ def maybe_adam_undo(
 
 
 def maybe_cast(overflow_flag: Tensor, p_in: Tensor, p_out: Tensor) -> None:
-    """Copies `p_in` to `p_out`, whatever their dtypes (bytes are 8-bit floats), unless the flag is set."""
+    """Copy `p_in` to `p_out`, of any dtypes (bytes are 8-bit floats), unless the flag is set."""
     _cast([p_in], [p_out], overflow_flag if overflow_flag.numel() else None, ("p_out", "p_in"))
 
 
 def maybe_cast_mt(chunk_size: int, overflow_flag: Tensor, tensor_lists: TensorLists) -> None:
-    """[inputs, outputs]: `maybe_cast` of each."""
+    """Perform `maybe_cast` on each pair of [inputs, outputs]."""
     expect(tensor_lists, 2)
     flag = overflow_flag if overflow_flag.numel() else None
     _cast(tensor_lists[0], tensor_lists[1], flag, ("tensor_lists[1]", "tensor_lists[0]"))

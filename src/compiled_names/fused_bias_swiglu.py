@@ -1,7 +1,7 @@
 """The compiled module of this name in AMD's apex: SwiGLU with a bias, forward and backward, without autograd.
 
-As there, `backward` gives the gradient of the input alone; the bias's is its sum over rows. `apex.fused_bias_swiglu`
-has autograd, and computes both gradients in one pass. Here the bias may be None as well.
+As in AMD's module, `backward` returns only the gradient of the input; the bias's gradient is its sum over rows.
+`apex.fused_bias_swiglu` has autograd and computes both gradients in one pass. Here the bias may be None too.
 """
 
 from __future__ import annotations

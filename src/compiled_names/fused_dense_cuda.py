@@ -18,18 +18,18 @@ def linear_bias_forward(input, weight, bias):
 
 @torch.no_grad()
 def linear_bias_backward(input, weight, d_output) -> list[Tensor]:
-    """Gradients of input, weight and bias."""
+    """Return the gradients of input, weight and bias."""
     return [d_output.mm(weight), d_output.t().mm(input), d_output.sum(0)]
 
 
 @torch.no_grad()
 def linear_gelu_linear_forward(input, weight1, bias1, weight2, bias2) -> list[Tensor]:
-    """output1, output2 (the result) and gelu_in."""
+    """Return output1, output2 (the result) and gelu_in."""
     output2, gelu_in, output1 = dense_gelu_dense_forward(input, weight1, bias1, weight2, bias2)
     return [output1, output2, gelu_in]
 
 
 @torch.no_grad()
 def linear_gelu_linear_backward(input, gelu_in, output1, weight1, weight2, d_output2) -> list[Tensor]:
-    """Gradients of input, weight1, bias1, weight2 and bias2."""
+    """Return the gradients of input, weight1, bias1, weight2 and bias2."""
     return list(dense_gelu_dense_backward(d_output2, input, gelu_in, output1, weight1, weight2))  # type: ignore[arg-type]

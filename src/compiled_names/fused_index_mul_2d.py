@@ -1,7 +1,7 @@
-"""Upstream's compiled module of this name: in1[idx1] * in2 and its derivatives, written to tensors of the caller.
+"""Upstream's compiled module of this name: in1[idx1] * in2 and its derivatives, written to the caller's tensors.
 
-As upstream's kernels do, the functions add to what `grad_in1` holds and overwrite the other results. The float and half
-functions are the same here: dtypes are those of the tensors.
+Like upstream's kernels, the functions add to `grad_in1` and overwrite the other results. The float and half functions
+are identical here and work in the tensors' dtypes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def float_backward_backward(grad_grad_out, grad_in1, grad_in2, grad_out, grad_gr
         ("grad_grad_in2", grad_grad_in2),
     ):
         _check_result(name, result, in2)
-    given = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
-    of_grad_out, of_in1, of_in2 = index_mul_backward_backward(*given)
+    arguments = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
+    of_grad_out, of_in1, of_in2 = index_mul_backward_backward(*arguments)
     grad_grad_out.copy_(of_grad_out)
     grad_in1.add_(of_in1)
     grad_in2.copy_(of_in2)

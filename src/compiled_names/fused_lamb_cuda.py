@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: LAMB with the gradients' norm given as a number, which ours may be too."""
+"""Upstream's compiled module of this name: LAMB with the gradients' norm as a number, which `lamb` accepts."""
 
 from amp_C import multi_tensor_lamb as lamb
 

@@ -1,6 +1,6 @@
 """Upstream's compiled module of this name: layer norm and RMS norm, forward and backward, without autograd.
 
-Statistics are one float32 per row (float64 for float64 inputs). `input_or_output` is the input, or the output with
+Statistics are one float32 per row (float64 for float64 inputs). `input_or_output` is the input, or the output if
 `memory_efficient`. Layer norm returns [output, mean, invvar], RMS norm [output, invvar].
 """
 
@@ -65,7 +65,7 @@ def backward_affine(dout, mean_, invvar, input_or_output, normalized_shape, gamm
 
 
 def backward(dout, mean_, invvar, input_or_output, normalized_shape, epsilon, memory_efficient):
-    """The gradient of the input, alone."""
+    """Return the gradient of the input."""
     return _backward(
         dout, mean_, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient, True
     )[0]
@@ -78,7 +78,7 @@ def rms_backward_affine(dout, invvar, input_or_output, normalized_shape, gamma, 
 
 
 def rms_backward(dout, invvar, input_or_output, normalized_shape, epsilon, memory_efficient):
-    """The gradient of the input, alone."""
+    """Return the gradient of the input."""
     return _backward(
         dout, None, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient, False
     )[0]

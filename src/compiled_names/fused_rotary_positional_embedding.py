@@ -1,7 +1,7 @@
 """Upstream's compiled module of this name: rotary position embeddings, forward and backward, without autograd.
 
-Shapes as in `apex.transformer.functional`, but for images: those are given as [b, img_h, img_w, h, d] and returned as
-[b, img_h * img_w, h, d]. With `transpose_output` the first two dimensions of the result, a gradient included, are
+Shapes are as in `apex.transformer.functional`, except that images are [b, img_h, img_w, h, d] and results
+[b, img_h * img_w, h, d]. With `transpose_output` the first two dimensions of the result, also of a gradient, are
 swapped in memory.
 """
 

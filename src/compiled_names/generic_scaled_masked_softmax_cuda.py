@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: `scaled_masked_softmax_cuda` for any length, which that one has here too."""
+"""Upstream's compiled module of this name: `scaled_masked_softmax_cuda`, which here accepts any length too."""
 
 from scaled_masked_softmax_cuda import backward, forward
 

@@ -12,7 +12,7 @@ from apex.ops.group_norm.op import check
 
 
 def gn(x, w, b, eps, silu, num_groups, mean_var_out=None, sm_margin=0) -> Tensor:
-    """The output; mean and variance of every group, [N, G, 2], go to `mean_var_out` if it is given."""
+    """Return the output; write mean and variance of every group, [N, G, 2], to `mean_var_out` if it is given."""
     check(x, num_groups, w, b, "")
     if mean_var_out is not None and mean_var_out.numel() != x.shape[0] * num_groups * 2:
         raise ValueError(f"mean_var_out has shape {list(mean_var_out.shape)}, expected {[x.shape[0], num_groups, 2]}")
@@ -25,6 +25,6 @@ def gn(x, w, b, eps, silu, num_groups, mean_var_out=None, sm_margin=0) -> Tensor
 def gn_bwd(
     grad_output, x, w, b, mean_var, eps, silu, num_groups, sm_margin=0
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, w and b."""
+    """Return the gradients of x, w and b."""
     check(x, num_groups, w, b, "")
     return group_norm_backward(grad_output, x, mean_var.view(-1, num_groups, 2), w, b, num_groups, eps, silu)

@@ -1,7 +1,7 @@
 """Upstream's compiled module of this name: the multi-layer perceptron, forward and backward, without autograd.
 
 `inputs` are the input, the weights and, with `use_bias`, as many biases; `activation` is 0 for none, 1 for relu, 2 for
-sigmoid. `forward` returns the result, and after it what `backward` needs besides: the outputs of the layers before.
+sigmoid. `forward` returns the result, followed by the outputs of the earlier layers, which `backward` needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forward(use_bias: int, activation: int, inputs: Sequence[Tensor]) -> list[Te
 def backward(
     use_bias: int, activation: int, grad_o: Tensor, fprop_outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of `inputs`, in their order."""
+    """Return the gradients of `inputs`, in their order."""
     input, weights, _ = split_mlp(use_bias, inputs)
     output, *hidden = [each.contiguous() for each in fprop_outputs]
     wanted = [True] * len(inputs)

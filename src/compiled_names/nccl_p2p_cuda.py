@@ -1,3 +1,3 @@
-"""Upstream's compiled module of this name: halos by messages between neighbouring ranks."""
+"""Upstream's compiled module of this name: halo exchange by messages between neighbouring ranks."""
 
 from apex.contrib.nccl_p2p import *  # noqa: F403

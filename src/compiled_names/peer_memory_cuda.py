@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: memory that processes share, by handles, and halos pushed through it."""
+"""Upstream's compiled module of this name: memory shared by processes through handles, and halo exchange through it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _handles = itertools.count(1)
 
 
 def allocate_raw(size: int) -> int:
-    """A handle of `size` bytes, zero on the host, of any value on an accelerator."""
+    """Allocate `size` bytes and return a handle; they are zero on the host and undefined on an accelerator."""
     if size < 1:
         raise ValueError(f"size={size}: at least one byte is needed")
     handle, device = next(_handles), peer_memory.default_device()
@@ -42,24 +42,24 @@ def _memory(raw: int) -> Tensor:
 
 
 def free_raw(raw: int) -> None:
-    """Gives the memory back; views of it keep it."""
+    """Free the memory of a handle; views of it keep it alive."""
     _memory(raw)
     _paths.pop(raw, None)
     del _memories[raw]
 
 
 def zero(raw: int, size: int) -> None:
-    """Sets the first `size` bytes to zero."""
+    """Set the first `size` bytes to zero."""
     _memory(raw)[:size].zero_()
 
 
 def get_raw_ipc_address(raw: int) -> Tensor:
-    """How another process opens this memory: bytes on the host, as many for every handle."""
+    """Return the address that another process opens this memory with: bytes on the host, of one length for all."""
     return peer_memory.address_of(_memory(raw), _paths.get(raw))
 
 
 def get_raw_peers(ipc_addresses: Tensor, peer_rank: int, raw: int) -> list[int]:
-    """Handles of the memory of all peers, from their addresses [peers, bytes]; that of `peer_rank` is `raw`."""
+    """Return handles of all peers' memory from their addresses [peers, bytes]; the handle of `peer_rank` is `raw`."""
     handles = []
     for place, address in enumerate(ipc_addresses):
         handle = raw if place == peer_rank else next(_handles)
@@ -70,7 +70,7 @@ def get_raw_peers(ipc_addresses: Tensor, peer_rank: int, raw: int) -> list[int]:
 
 
 def _view(dtype: torch.dtype, raw: int, shape: Sequence[int], channels_last: bool) -> Tensor:
-    """The memory as a tensor."""
+    """Return a view of the memory as a tensor."""
     memory, count = _memory(raw), math.prod(shape) * dtype.itemsize
     if count > memory.numel():
         raise ValueError(f"a tensor {list(shape)} of {dtype} needs {count} bytes, but raw has {memory.numel()}")
@@ -83,10 +83,10 @@ blob_view_int = functools.partial(_view, torch.int32)
 
 
 def push_pull_halos_1d(diagnostics: bool, explicit_nhwc: bool, numSM: int, rank: int, *sides: Any) -> None:
-    """Sends the `in` halos to the neighbours and fills the `out` halos with theirs, or with zeros.
+    """Send the `in` halos to the neighbours and fill the `out` halos with theirs, or with zeros at an edge.
 
-    `sides` are zero, in_halo, in_transfer, out_transfer and out_halo of the top, and those of the bottom. The `in`
-    transfer buffers are this rank's of a PeerMemoryPool, the `out` ones the neighbours'.
+    `sides` are zero, in_halo, in_transfer, out_transfer and out_halo of the top, then of the bottom. The `in` transfer
+    buffers are this rank's tensors of a PeerMemoryPool, the `out` buffers the neighbours'.
     """
     top, btm = sides[:5], sides[5:]
     if not all(hasattr(each, "peer") for each in (*top[2:4], btm[3])):

@@ -1,6 +1,6 @@
-"""The compiled functions of the permutation search, over arrays of numpy: results go to the arrays given.
+"""The compiled functions of the permutation search over numpy arrays; results are written to the caller's arrays.
 
-A group is some stripes (4 columns) of the matrix; a permutation orders the columns of a group.
+A group is several stripes (of 4 columns) of the matrix; a permutation orders the columns of a group.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from apex.ops.permutation import kept_magnitude as _kept_magnitude
 
 
 def _gains(matrix: Any, rows: int, cols: int, stripes: Any, width: int, orders: list[list[int]]) -> Tensor:
-    """What each order of the columns gains in each group of `width` stripes, [orders, groups]."""
+    """Return the gain of each order of the columns in each group of `width` stripes, [orders, groups]."""
     columns = torch.from_numpy(matrix.reshape(rows, cols)).abs().float().t()
     groups = columns.reshape(-1, 4, rows)[stripes.reshape(-1, width).astype("int64")].flatten(1, 2)
     every = [list(range(width * 4)), *orders]
@@ -24,7 +24,7 @@ def _gains(matrix: Any, rows: int, cols: int, stripes: Any, width: int, orders: 
 
 
 def sum_after_2_to_4(matrix, rows, cols, start_col, end_col, blocks, threads, output):  # type: ignore[no-untyped-def]
-    """output[0] is what 2:4 pruning keeps of the columns from `start_col` to `end_col`."""
+    """Write to output[0] the magnitude that 2:4 pruning keeps of the columns from `start_col` to `end_col`."""
     output.reshape(-1)[0] = _kept(matrix.reshape(rows, cols)[:, start_col:end_col])
     return 0
 
@@ -32,7 +32,7 @@ def sum_after_2_to_4(matrix, rows, cols, start_col, end_col, blocks, threads, ou
 def build_permute_map(  # type: ignore[no-untyped-def]
     matrix, rows, cols, stripes, num_groups, group_width, permutations, perm_length, improvements, best_indices
 ):
-    """For each group of `group_width` stripes the permutation that gains most, and what it gains."""
+    """Find for each group of `group_width` stripes the permutation that gains most, and its gain."""
     orders = permutations.reshape(-1, group_width * 4).tolist()
     best = _gains(matrix, rows, cols, stripes, group_width, orders).max(0)
     improvements.reshape(-1)[:num_groups] = best.values.numpy()
@@ -41,12 +41,12 @@ def build_permute_map(  # type: ignore[no-untyped-def]
 
 
 def check_permutations(matrix, rows, cols, stripe_groups, group_width, num_groups, *rest):  # type: ignore[no-untyped-def]
-    """The same with the sizes of groups in another order; permutation 0 leaves the columns as they are."""
+    """Call `build_permute_map`, with the sizes of groups in another order; permutation 0 is the identity."""
     return build_permute_map(matrix, rows, cols, stripe_groups, num_groups, group_width, *rest)
 
 
 def build_swap_map(matrix, rows, cols, stripe_pairs, output):  # type: ignore[no-untyped-def]
-    """For each pair of stripes what is gained by swapping column i of the first and j of the second, at 4 i + j."""
+    """Write for each pair of stripes the gain of swapping column i of the first and j of the second, at 4 i + j."""
     swaps = [(i, j) for i in range(4) for j in range(4, 8)]
     orders = [[{i: j, j: i}.get(place, place) for place in range(8)] for i, j in swaps]
     gains = _gains(matrix, rows, cols, stripe_pairs, 2, orders).t()

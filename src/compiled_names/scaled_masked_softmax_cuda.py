@@ -16,10 +16,10 @@ def forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
 
 
 def backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """The gradient of the input; `output_grads` is left as it is."""
+    """Return the gradient of the input; `output_grads` is not changed."""
     return softmax_backward(output_grads, softmax_results, SoftmaxSpec(float(scale_factor)))
 
 
 def get_batch_per_block(query_seq_len: int, key_seq_len: int, batches: int, attn_heads: int) -> int:
-    """Rows that upstream's kernel takes per block of threads."""
+    """Return the number of rows that upstream's kernel processes per block of threads."""
     return FusedScaleMaskSoftmax.get_batch_per_block(query_seq_len, key_seq_len, batches, attn_heads)

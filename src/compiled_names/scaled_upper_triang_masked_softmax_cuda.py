@@ -12,5 +12,5 @@ def forward(input: Tensor, scale_factor: float) -> Tensor:
 
 
 def backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """The gradient of the input; `output_grads` is left as it is."""
+    """Return the gradient of the input; `output_grads` is not changed."""
     return softmax_backward(output_grads, softmax_results, SoftmaxSpec(float(scale_factor), causal=True))

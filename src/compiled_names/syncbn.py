@@ -1,7 +1,7 @@
 """Upstream's compiled module of this name: the steps of a batch norm over several processes, without autograd.
 
-Inputs are [N, C, ...], those of functions with `c_last` in their name [N, ..., C]. Statistics are float32 beside half
-precision: mean and biased variance, or one over the standard deviation, to which eps was added.
+Inputs are [N, C, ...], or [N, ..., C] for functions with `c_last` in their name. Statistics of half-precision inputs
+are float32: mean and biased variance, or one over the standard deviation, which includes eps.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from apex.ops.batch_norm import (
 )
 from apex.ops.batch_norm.reference import combine
 
-# One over the deviation is given, and the callers' eps is in it. What is left of ours changes no variance and keeps
-# kernels, whose tiles may be wider than the channels, from dividing by zero there.
+# Callers pass one over the deviation, which includes their eps. This eps is too small to change a variance; it keeps
+# kernels, whose tiles may be wider than the channels, from dividing by zero.
 _FIRST = BatchNormSpec(eps=1e-30)
 _LAST = BatchNormSpec(eps=1e-30, channel_dim=-1)
 
 
-# Functions of two layouts say by `spec` which one; their forms with `_c_last` take the same arguments, channels last.
+# `spec` selects the layout of these functions; their variants with `_c_last` have the same arguments, channels last.
 
 
 def welford_mean_var(input: Tensor, *, spec: BatchNormSpec = _FIRST) -> list[Tensor]:
-    """[mean, biased variance] of every channel."""
+    """Return [mean, biased variance] of every channel."""
     return list(statistics(input, spec))
 
 
 def welford_mean_var_c_last(input: Tensor) -> list[Tensor]:
-    """As `welford_mean_var`."""
+    """Return [mean, biased variance] of every channel of a channels-last input."""
     return welford_mean_var(input, spec=_LAST)
 
 
 def welford_parallel(
     mean_feature_nodes: Tensor, var_biased_feature_nodes: Tensor, numel: Tensor, eps: float
 ) -> list[Tensor]:
-    """[mean, unbiased variance, one over the deviation] from those [P, C] of P parts of `numel` [P] values each."""
+    """Combine statistics [P, C] of P parts of `numel` [P] values: [mean, unbiased variance, one over the deviation]."""
     counts = numel.view(-1, 1).to(mean_feature_nodes.dtype)
     mean, variance = combine(torch.cat((mean_feature_nodes, var_biased_feature_nodes * counts, counts), 1))
     total = numel.sum()
@@ -55,17 +55,17 @@ def welford_parallel(
 def batchnorm_forward(
     input: Tensor, mean: Tensor, inv_std: Tensor, weight: Tensor | None, shift: Tensor | None
 ) -> Tensor:
-    """The output, in the dtype of the input."""
+    """Return the normalised input, in its dtype."""
     return normalise(input, None, _channels(mean, inv_std, weight, shift), _FIRST)
 
 
 def batchnorm_forward_c_last(input, z, mean, inv_std, weight, shift, fuse_relu) -> Tensor:
-    """The output plus `z`, then ReLU with `fuse_relu`."""
+    """Return the normalised channels-last input plus `z`, after ReLU if `fuse_relu`."""
     return normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=fuse_relu))
 
 
 def reduce_bn(grad_output, input, mean, inv_std, weight, *, spec=_FIRST) -> list[Tensor]:
-    """[sum of the gradient, sum of it times (input - mean), gradient of weight, of bias]; empty without a weight."""
+    """Return [sum_dy, sum of dy * (input - mean), gradient of weight, of bias]; the last two are empty without one."""
     _, sum_dy, sum_dy_xhat, _ = gradient_sums(grad_output, input, None, _channels(mean, inv_std, weight), spec)
     if weight is None:
         return [sum_dy, sum_dy_xhat / inv_std, mean.new_empty(0), mean.new_empty(0)]
@@ -73,24 +73,24 @@ def reduce_bn(grad_output, input, mean, inv_std, weight, *, spec=_FIRST) -> list
 
 
 def reduce_bn_c_last(*arguments: Any, **named: Any) -> list[Tensor]:
-    """As `reduce_bn`."""
+    """Call `reduce_bn` for a channels-last input."""
     return reduce_bn(*arguments, **named, spec=_LAST)
 
 
 def batchnorm_backward(grad_output, input, mean, inv_std, weight, sum_dy, sum_dy_xmu, count, *, spec=_FIRST) -> Tensor:
-    """The gradient of the input, given the sums over all processes and how many values each of them has."""
+    """Return the gradient of the input from the sums over all processes and the number of values of each process."""
     total = count.sum().clamp(min=1)
     means = GradientSums(sum_dy / total, sum_dy_xmu * inv_std / total, 1.0)
     return input_gradient(grad_output, input, None, _channels(mean, inv_std, weight), means, spec)
 
 
 def batchnorm_backward_c_last(*arguments: Any, **named: Any) -> Tensor:
-    """As `batchnorm_backward`."""
+    """Call `batchnorm_backward` for a channels-last input."""
     return batchnorm_backward(*arguments, **named, spec=_LAST)
 
 
 def relu_bw_c_last(grad_output, input, z, mean, inv_std, weight, shift) -> Tensor:
-    """The gradient behind the mask of ReLU, which follows the norm and the addend `z`."""
+    """Return the gradient masked by ReLU, which follows the norm and the addend `z`."""
     output = normalise(input, z, _channels(mean, inv_std, weight, shift), _LAST._replace(relu=True))
     return torch.where(output > 0, grad_output, 0)
 

@@ -1,4 +1,4 @@
-"""Upstream's compiled module of this name: the joint of a transducer without autograd."""
+"""Upstream's compiled module of this name: a transducer's joint, without autograd."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from apex.ops import transducer as ops
 def forward(
     f, g, fLen, gLen, batchOffset, packedBatch, opt, packOutput, relu, dropout, dropoutProb, tileSize
 ) -> list[Tensor]:
-    """h, and with ReLU or dropout a byte per element: 1 where it passed."""
+    """Return h, and with ReLU or dropout a byte per element: 1 if it passed."""
     if opt not in (0, 1):
         raise ValueError(f"opt={opt} must be 0 or 1")
     offset, probability = batchOffset if packOutput else None, float(dropoutProb) if dropout else 0.0
@@ -19,9 +19,9 @@ def forward(
     return [result for result in ops.JOINT.run(*arguments) if result is not None]
 
 
-# `in` is a word of Python: upstream's name of the first argument cannot be written here.
+# Upstream calls the first argument `in`, which is a keyword of Python.
 def backward(input, fLen, gLen, batchOffset, maxFLen, maxGLen, packOutput, scale) -> list[Tensor | None]:
-    """Gradients of f and g from [the gradient of h] or [the gradient of h, the mask], in its dtype."""
+    """Return the gradients of f and g from [gradient of h (, mask)], in its dtype."""
     dh, mask = input[0], input[1] if len(input) > 1 else None
     offset = batchOffset if packOutput else None
     settings = (False, 0.0, float(scale), maxFLen, maxGLen, len(dh), False)

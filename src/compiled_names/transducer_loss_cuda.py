@@ -8,7 +8,7 @@ from apex.ops import transducer as ops
 
 
 def forward(x, label, fLen, yLen, batchOffset, maxFLen, blankIdx, opt, packedInput) -> list[Tensor | None]:
-    """alpha, beta (float32, or float64 for float64) and the losses."""
+    """Return alpha, beta (float32, or float64 for float64) and the losses."""
     if opt not in (-1, 0, 1):
         raise ValueError(f"opt={opt} must be -1, 0 or 1")
     offset = batchOffset if packedInput else None
@@ -20,11 +20,11 @@ def forward(x, label, fLen, yLen, batchOffset, maxFLen, blankIdx, opt, packedInp
 def backward(
     x, lossGrad, alpha, beta, fLen, yLen, label, batchOffset, maxFLen, blankIdx, opt, fuseSoftmaxBackward, packedInput
 ) -> Tensor | None:
-    """The gradient of the logits behind x, or (not fuseSoftmaxBackward) of the log-probabilities x themselves."""
+    """Return the gradient of the logits if `fuseSoftmaxBackward`, else of the log-probabilities x."""
     offset = batchOffset if packedInput else None
     ops.check_loss(x, label, fLen, yLen, offset, maxFLen, blankIdx)
-    given = x, label, fLen, yLen, offset
-    shares = ops.shares_of_scores(alpha, beta, *given, blankIdx)
+    inputs = x, label, fLen, yLen, offset
+    shares = ops.shares_of_scores(alpha, beta, *inputs, blankIdx)
     settings = (maxFLen, blankIdx, fuseSoftmaxBackward, True, False)
-    (dx,) = ops.LOSS.run_backward((lossGrad,), (*given, None, shares), settings, (True,))
+    (dx,) = ops.LOSS.run_backward((lossGrad,), (*inputs, None, shares), settings, (True,))
     return dx

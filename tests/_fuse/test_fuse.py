@@ -20,14 +20,21 @@ from apex._fuse.rule import compare
 
 
 class RMSNorm(nn.Module):
-    """As models write it, but for `times`: a factor that no rule knows."""
+    """An RMS norm as models write it."""
 
-    def __init__(self, size: int, times: float = 1.0) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.weight, self.eps, self.times = nn.Parameter(torch.rand(size)), 1e-6, times
+        self.weight, self.eps = nn.Parameter(torch.rand(size)), 1e-6
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.times * self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+class TimesRMSNorm(RMSNorm):
+    """An RMS norm with a factor that no rule knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
 class PlusOne(nn.LayerNorm):
@@ -195,7 +202,7 @@ def test_cross_entropy(reduction: str) -> None:
         (nn.MultiheadAttention(8, 2, add_bias_kv=True), "a key and a value of its own"),
         (PlusOne(8), "its class has a forward of its own"),
         (weight_norm(nn.LayerNorm(8), dim=None), "its parameters are parametrized"),
-        (RMSNorm(8, times=1.5), "computes something else"),
+        (TimesRMSNorm(8), "computes something else"),
         (Bottleneck(8, False, nn.SyncBatchNorm), "SyncBatchNorm"),
         (TimmBlock(8, nn.Sigmoid()), "it has se"),
         (PreActivation(8, False), "computes something else"),
@@ -262,7 +269,13 @@ def test_a_second_time_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda: apex.fuse("model"), lambda: apex.unfuse(3), lambda: apex.fuse(nn.LayerNorm(2), check=3)]
+    "call",
+    [
+        lambda: apex.fuse("model"),
+        lambda: apex.unfuse(3),
+        lambda: apex.fuse(nn.LayerNorm(2), check=3),
+        lambda: apex.fuse(nn.LayerNorm(2), choose="1"),
+    ],
 )
 def test_wrong_arguments(call: Any) -> None:
     with pytest.raises(TypeError, match="must be a"):
@@ -296,12 +309,16 @@ def test_amp_before_and_after(level: str, fuse_first: bool) -> None:
     assert losses[0] != 0
 
 
-def test_a_check_that_fails_to_run_leaves_the_model_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+def test_a_call_that_fails_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.RMSNorm(8))
     with pytest.raises(RuntimeError):
         apex.fuse(model, check=torch.randn(2, 5))
     with pytest.raises(TypeError, match="check must be"):
         apex.fuse(model, check="input")
+    with pytest.raises(ZeroDivisionError):
+        apex.fuse(model, choose=lambda name, module: bool(1 / (name != "2")))
+    with pytest.raises(TypeError, match=r"choose must be a function .* got '1'"):
+        apex.fuse(model, choose="1")  # type: ignore[arg-type]
     assert type(model[1]) is nn.LayerNorm
 
 

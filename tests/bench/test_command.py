@@ -66,10 +66,17 @@ def test_piped_output_is_plain_and_whole(tmp_path):
     assert "…" not in done.stdout
 
 
-def test_default_path_is_below_the_current_directory(tmp_path, monkeypatch):
+def test_nothing_is_written_without_an_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert bench() == 0
-    (path,) = (tmp_path / "benchmarks" / "results").iterdir()
+    assert bench(plot=True) == 0
+    assert ONE_CASE in capsys.readouterr().out
+    assert bench(families=[], sweep="layer_norm", cases=1, filter=None) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_may_be_a_folder(tmp_path):
+    assert bench(output=tmp_path / "results") == 0
+    (path,) = (tmp_path / "results").iterdir()
     stem = environment.device_stem(environment.device_name(torch.device("cpu")))
     assert path.name.startswith(f"{stem}-all-")
     assert path.suffix == ".json"

@@ -15,3 +15,5 @@ CHECKS |= {
     if plugin != "ddp"
 }
 CHECKS["resumes ddp in order"] = process_checks.resumes("ddp in order", "fp32", False, False)
+if process_checks.needs_fsdp:
+    CHECKS["equal gemini twice fp32"] = process_checks.equality("gemini twice", "fp32", "adam")

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.booster._whole import whole_model, whole_optimizer
-from apex.booster.plugin import HybridParallelPlugin
+from apex.booster.plugin import (
+    GradientCheckpointConfig,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    PipelineGradientCheckpointConfig,
+)
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
 from tests.booster import problem
@@ -242,6 +247,48 @@ def evaluates(rank: int) -> None:
             booster.execute_pipeline(iter([tuple(tensor[:63] for tensor in batch(0))]), model, criterion)
 
 
+def measures(rank: int) -> None:
+    """`get_grad_norm` has the last step's norm, and changes nothing."""
+    for options in ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}):
+        with ended():
+            found: dict[bool, dict[str, Tensor]] = {}
+            for asks in (False, True):
+                booster, (model, optimizer, *_) = boosted("fp16_naive", **options)
+                for step in range(2):
+                    booster.execute_pipeline(iter([batch(step)]), model, criterion, optimizer)
+                    before = optimizer.clip_grad_by_norm(1e6).item() if asks else 0.0
+                    optimizer.step()
+                    assert not asks or optimizer.get_grad_norm() == before > 0
+                    optimizer.zero_grad()
+                    assert not asks or optimizer.get_grad_norm() == before
+                    assert_same_everywhere([torch.tensor(before)])
+                found[asks] = whole_model(model, copies=True)
+            assert_equal(found[True], found[False])
+
+
+def saves_others_beside_stages(rank: int) -> None:
+    """A model that is not split, trained in the processes that have just trained the stages of another one."""
+    with ended():
+        booster, parts = boosted("fp32", pp_size=2)
+        train(booster, parts, range(1))
+        for precision in ("fp32", "fp16_naive"):
+            other, model = make(plugin=LowLevelZeroPlugin(1, precision)), problem.net()
+            pieces = other.boost(model, problem.adam(model), nn.CrossEntropyLoss())
+            problem.train(other, pieces, range(1), rank, dist.get_world_size())
+            folder = Path(f"beside stages {precision}")
+            other.save_model(pieces[0], folder / "model", shard=True)
+            other.save_optimizer(pieces[1], folder / "optimizer")
+            saved = whole_model(pieces[0], copies=True), whole_optimizer(pieces[1], copies=True)
+            assert saved[0].keys() == problem.net().state_dict().keys()
+            problem.train(other, pieces, range(1, 2), rank, dist.get_world_size())
+            other.load_model(pieces[0], folder / "model")
+            other.load_optimizer(pieces[1], folder / "optimizer")
+            assert_equal((whole_model(pieces[0]), whole_optimizer(pieces[1])), saved)
+            with pytest.raises(RuntimeError, match=r"does not fit the model: missing .*, unexpected"):
+                other.load_model(other.boost(nn.Linear(2, 2))[0], folder / "model")
+        assert whole_model(parts[0]).keys() == model_of(False).state_dict().keys()
+
+
 def is_refused(rank: int) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"tp_size": 3}, ValueError, "tp_size=3 times pp_size=1 must divide"),
@@ -254,6 +301,7 @@ def is_refused(rank: int) -> None:
             "sequence_parallelism_mode='ring' is not there",
         ),
         ({"no_such": 1}, TypeError, "no_such"),
+        ({"sp_size": 2}, ValueError, "sp_size=2 needs enable_sequence_parallelism"),
     ]
     for options, kind, message in cases:
         with pytest.raises(kind, match=message):
@@ -262,6 +310,24 @@ def is_refused(rank: int) -> None:
         booster = make(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2))
         with pytest.raises(ValueError, match=r"must be an nn\.Sequential, or 1 modules with set_input_tensor"):
             booster.boost(nn.Linear(2, 2))
+    with ended():
+        booster = make(plugin=HybridParallelPlugin(tp_size=2))
+        with pytest.raises(ValueError, match="tp_size=2, but no layer of the model is split"):
+            booster.boost(model_of(False))
+
+
+def checkpoints_layers(rank: int) -> None:
+    """Stage 0 has two layers, of which it computes one twice; stage 1 has four and computes none twice."""
+    _, after, _ = plain(STEPS, False)
+    with ended():
+        config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0])
+        options = {"num_layers_per_stage": [2, 4], "gradient_checkpoint_config": config}
+        booster, parts = boosted("fp32", pp_size=2, **options)
+        layers = list(parts[0].unwrap().children())
+        assert len(layers) == (2, 4)[rank]
+        assert ["forward" in vars(layer) for layer in layers] == ([True, False], [False] * 4)[rank]
+        train(booster, parts, range(STEPS))
+        torch.testing.assert_close(whole_model(parts[0]), after)
 
 
 def _checks() -> dict[str, Check]:
@@ -282,8 +348,15 @@ def _checks() -> dict[str, Check]:
             checks[f"resumes {layout} {precision}"] = resumes(precision, precision == "fp32", **options)
     checks["interleaved"] = equality("fp32", pp_size=2, pp_style="interleaved", num_model_chunks=2)
     checks["zero bubble"] = equality("fp16_naive", pp_size=2, pp_style="zbv", num_model_chunks=2)
+    exchanges = {"zero_bucket_size_in_m": 0.001, "overlap_communication": False, "overlap_allgather": True}
+    checks["zero with other exchanges"] = equality("fp32", zero_stage=1, **exchanges)
+    half = {"communication_dtype": torch.bfloat16, "gradient_checkpoint_config": GradientCheckpointConfig(1.0)}
+    checks["zero with small gradients"] = equality("bf16", tp_size=2, zero_stage=1, **half)
+    checks["checkpoints layers"] = checkpoints_layers
     checks["without pipelines"] = trains_without_pipelines
     checks["evaluates"] = evaluates
+    checks["measures"] = measures
+    checks["saves others beside stages"] = saves_others_beside_stages
     checks["is refused"] = is_refused
     return checks
 

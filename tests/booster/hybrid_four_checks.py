@@ -1,13 +1,61 @@
-"""Split models in four processes: with replicas, and with layers and stages split at once."""
+"""Split models in four processes: with replicas, with layers and stages split at once, and with experts."""
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from apex.transformer import parallel_state
 from tests.booster.hybrid_checks import equality
+from tests.booster.problem import booster as make
+from tests.booster.process_checks import ended
 from tests.parallel.processes import Check
+
+
+class Mixture(nn.Module):
+    """A dense weight that all ranks share and an expert, each of which gets the gradient x."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.zeros(2))
+        self.expert = nn.Parameter(torch.full((2,), float(rank)))
+        self.expert.allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (self.dense + self.expert)).sum()
+
+
+def experts(rank: int) -> None:
+    """Two experts on two ranks each: own values, gradients summed over both and divided by four, one norm."""
+    with ended():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        booster = make(plugin=HybridParallelPlugin(precision="fp32", max_norm=1e9))
+        mixture = Mixture(rank)
+        model, optimizer, *_ = booster.boost(mixture, torch.optim.SGD(mixture.parameters(), lr=1.0))
+        assert mixture.expert.tolist() == [float(rank % 2)] * 2  # of the first rank that holds this expert
+        booster.backward(model(torch.full((2,), rank + 1.0)), optimizer)
+        optimizer.step()
+        assert mixture.dense.tolist() == [-2.5] * 2
+        gradients = (1 + 3) / 4, (2 + 4) / 4
+        assert mixture.expert.tolist() == [rank % 2 - gradients[rank % 2]] * 2
+        norm = (2 * (2.5**2 + gradients[0] ** 2 + gradients[1] ** 2)) ** 0.5
+        mixture.zero_grad()
+        booster.backward(model(torch.full((2,), rank + 1.0)), optimizer)
+        assert float(optimizer.clip_grad_by_norm(1e9)) == pytest.approx(norm)
+        for plugin in (TorchDDPPlugin(), LowLevelZeroPlugin(), HybridParallelPlugin(precision="fp32", zero_stage=1)):
+            refused = Mixture(rank)
+            with pytest.raises(ValueError, match=r"parameter 1 of shape \(2,\) is an expert.*HybridParallelPlugin"):
+                make(plugin=plugin).boost(refused, torch.optim.SGD(refused.parameters(), lr=1.0))
+            assert refused.expert.tolist() == [float(rank)] * 2
+
 
 CHECKS: dict[str, Check] = {
     "tensor": equality("fp32", tp_size=2),
     "tensor zero": equality("fp16_naive", tp_size=2, zero_stage=1),
     "pipeline": equality("fp16", pp_size=2),
     "pipeline zero": equality("fp16_apex", pp_size=2, zero_stage=1),
+    "pipelines outside": equality("fp32", pp_size=2, dp_outside=False),
     "both": equality("bf16", tp_size=2, pp_size=2),
     "four stages": equality("fp8", pp_size=4),
+    "experts": experts,
 }

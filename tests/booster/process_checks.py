@@ -65,6 +65,8 @@ if needs_fsdp:
 OTHERS: dict[str, Callable[[str], Booster]] = {
     "ddp in order": lambda name: make(plugin=TorchDDPPlugin(find_unused_parameters=True)),
     "none": lambda name: make(),
+    "fsdp unsharded": lambda name: make(plugin=TorchFSDPPlugin(sharding_strategy="NO_SHARD")),
+    "gemini twice": lambda name: make(plugin=GeminiPlugin(precision=name, extra_dp_size=2)),
 }
 
 
@@ -100,7 +102,7 @@ def equality(plugin: str, precision: str, optimizer: str) -> Check:
             model = net()
             raw = OPTIMIZERS[optimizer](model)
             train(make(), make().boost(model, raw, nn.CrossEntropyLoss()), range(1))
-            booster = PLUGINS[plugin](precision)
+            booster = (PLUGINS | OTHERS)[plugin](precision)
             parts = booster.boost(model, raw, nn.CrossEntropyLoss())
             train(booster, parts, range(1, STEPS), rank, dist.get_world_size())
             found = weights_of(parts[0])
@@ -267,7 +269,7 @@ def is_refused(rank: int) -> None:
         LowLevelZeroPlugin(norm_type=1.0)
     with pytest.raises(ValueError, match="precision='fp4' is not known to LowLevelZeroPlugin"):
         LowLevelZeroPlugin(precision="fp4")
-    with pytest.raises(NotImplementedError, match="cpu_offload and fp8_communication"):
+    with pytest.raises(NotImplementedError, match="cpu_offload=True is not supported"):
         LowLevelZeroPlugin(cpu_offload=True)
     with pytest.raises(NotImplementedError, match="fp8_communication"):
         TorchDDPPlugin(fp8_communication=True)
@@ -297,6 +299,80 @@ def clips_by_itself(rank: int) -> None:
         assert moved == pytest.approx(1e-3, rel=1e-3)
 
 
+def measures(plugin: str, precision: str) -> Check:
+    """`get_grad_norm` has the last step's norm, before and after `zero_grad`, and training goes on as without it."""
+
+    def check(rank: int) -> None:
+        _, norms = _measured("none", "fp32", (0, 1), asks=True)
+        with ended():
+            place = rank, dist.get_world_size()
+            weights, found = _measured(plugin, precision, place, asks=True)
+            assert found == pytest.approx(norms, rel=TOLERANCE[precision])
+            assert_equal(weights, _measured(plugin, precision, place, asks=False)[0])
+
+    return check
+
+
+def _measured(plugin: str, precision: str, place: tuple[int, int], asks: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after some steps, and the norms of their gradients."""
+    booster, model = (PLUGINS | OTHERS)[plugin](precision), net()
+    model, optimizer, criterion, *_ = booster.boost(model, adam(model), nn.CrossEntropyLoss())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in net().named_parameters()]
+    assert list(model.state_dict()) == list(net().state_dict())
+    norms = []
+    for step in range(STEPS):
+        inputs, targets = (tensor[place[0] :: place[1]] for tensor in batch(step))
+        booster.backward(criterion(model(inputs), targets), optimizer)
+        optimizer.step()
+        norms += [optimizer.get_grad_norm()] if asks else []
+        optimizer.zero_grad()
+        assert not asks or optimizer.get_grad_norm() == norms[-1]
+    amp.shutdown()
+    return weights_of(model), norms
+
+
+def refuses_plain_backward_passes(rank: int) -> None:
+    for plugin in PLUGINS:
+        with ended():
+            booster, model = PLUGINS[plugin]("fp16_naive"), net()
+            model, optimizer, *_ = booster.boost(model, adam(model))
+            model(batch(0)[0]).square().mean().backward()
+            with pytest.raises(RuntimeError, match="do not come from a scaled loss"):
+                optimizer.step()
+            optimizer.zero_grad()
+            booster.backward(model(batch(0)[0]).square().mean(), optimizer)
+            optimizer.step()
+
+
+def loads_into_a_model_that_was_trained(rank: int) -> None:
+    """The weights in ZeRO's state are loaded too, file by file; those of earlier files stay exact."""
+    for precision in ("fp32", "fp16_naive"):
+        with ended():
+            booster, model, folder = PLUGINS["zero 1"](precision), net(), Path(f"loaded again {precision}")
+            parts = booster.boost(model, adam(model), nn.CrossEntropyLoss())
+            _train_without_rate(booster, parts, rank)
+            booster.save_model(parts[0], folder, shard=True, size_per_shard=0)
+            saved = weights_of(parts[0])
+            other = net(seed=1)
+            parts = booster.boost(other, adam(other), nn.CrossEntropyLoss())
+            for load in (lambda: booster.load_model(parts[0], folder), lambda: parts[0].load_state_dict(saved)):  # noqa: B023
+                train(booster, parts, range(1), rank, dist.get_world_size())
+                load()
+                assert_equal(weights_of(parts[0]), saved)
+                _train_without_rate(booster, parts, rank)
+                assert_equal(weights_of(parts[0]), saved)
+
+
+def _train_without_rate(booster: Booster, parts: tuple[Any, ...], rank: int) -> None:
+    """A step that leaves the weights as they are."""
+    rates = [group["lr"] for group in parts[1].param_groups]
+    for group in parts[1].param_groups:
+        group["lr"] = 0.0
+    train(booster, parts, range(1), rank, dist.get_world_size())
+    for group, rate in zip(parts[1].param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def reads_data_in_parts(rank: int) -> None:
     ranks, plugin = dist.get_world_size(), TorchDDPPlugin()
     loader = plugin.prepare_dataloader(list(range(8 * ranks)), 4, shuffle=True, seed=3, num_workers=0)
@@ -320,14 +396,20 @@ for plugin in ("ddp", "apex ddp", "zero 1", *(["fsdp"] if needs_fsdp else [])):
     for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
         CHECKS[f"accumulates {plugin} {precision}"] = adds_up(plugin, precision)
 for plugin in PLUGINS:
+    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
+        CHECKS[f"measures {plugin} {precision}"] = measures(plugin, precision)
     for precision in ("fp16", "fp16_apex", "fp16_naive"):
         CHECKS[f"overflow {plugin} {precision}"] = overflow(plugin, precision)
     for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
         CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
+if needs_fsdp:
+    CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
 CHECKS |= {
     "goes on elsewhere": goes_on_elsewhere,
     "is refused": is_refused,
     "waits for a save elsewhere": waits_for_a_save_elsewhere,
     "clips by itself": clips_by_itself,
+    "refuses plain backward passes": refuses_plain_backward_passes,
+    "loads into a model that was trained": loads_into_a_model_that_was_trained,
     "reads data in parts": reads_data_in_parts,
 }

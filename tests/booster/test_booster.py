@@ -65,6 +65,52 @@ def test_arguments_are_checked() -> None:
             getattr(plugin, name)()
 
 
+def test_what_boost_and_backward_are_given_is_checked() -> None:
+    model = net()
+    optimizer = adam(model)
+    booster = make()
+    with pytest.raises(TypeError, match=r"model is a AdamW and optimizer a Net: .* call boost\(model, optimizer"):
+        booster.boost(optimizer, model)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not None"):
+        booster.boost(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not a list"):
+        booster.boost([model], optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer or None, not a CrossEntropyLoss"):
+        booster.boost(model, nn.CrossEntropyLoss())  # type: ignore[arg-type]
+    loss = model(batch(0)[0]).square().mean()
+    with pytest.raises(TypeError, match=r"optimizer must be the one that booster.boost.* returned, not a AdamW"):
+        booster.backward(loss, optimizer)
+    with pytest.raises(TypeError, match=r"optimizer must be the one that booster.boost.* returned, not None"):
+        booster.backward(loss, None)
+    boosted = booster.boost(model, optimizer)[1]
+    with pytest.raises(TypeError, match="loss must be a tensor, not float"):
+        booster.backward(1.0, boosted)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not a OptimizerWrapper"):
+        booster.save_model(boosted, "nowhere")
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not None"):
+        booster.load_model(None, "nowhere")
+    with pytest.raises(AssertionError, match=r"optimizer must be the one that booster.boost returned, not a AdamW"):
+        booster.save_optimizer(optimizer, "nowhere")
+
+
+@pytest.mark.parametrize("precision", [None, "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"])
+def test_an_optimizer_of_another_model_is_refused(precision: str | None) -> None:
+    model, other = net(), net()
+    before = [param.dtype for param in model.parameters()]
+    message = r"none of the parameters of the optimizer \(AdamW\) belongs to the model \(Net\)"
+    with pytest.raises(ValueError, match=message):
+        make(precision).boost(model, adam(other))
+    assert [param.dtype for param in model.parameters()] == before
+
+
+def test_an_optimizer_may_update_more_or_less_than_the_model() -> None:
+    model = net()
+    centers = nn.Parameter(torch.zeros(2))
+    booster = make()
+    booster.boost(model, torch.optim.SGD([centers, *model.last.parameters()], lr=0.1))
+    booster.boost(nn.ReLU(), torch.optim.SGD([centers], lr=0.1))  # a model without parameters
+
+
 def test_what_a_plugin_controls_is_ignored_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="decides on the device: device='meta' is ignored"):
         booster = Booster(device="meta", plugin=Controlling())
@@ -75,7 +121,8 @@ def test_what_a_plugin_controls_is_ignored_with_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         booster = Booster(plugin=Controlling())
-    model, optimizer, *_ = booster.boost(net(), adam(net()))
+    inner = net()
+    model, optimizer, *_ = booster.boost(inner, adam(inner))
     assert isinstance(model, ModelWrapper)
     assert isinstance(optimizer, OptimizerWrapper)
     assert not next(model.parameters()).is_meta
@@ -94,9 +141,10 @@ def test_without_a_plugin_the_model_and_state_are_moved() -> None:
 def test_boost_returns_five_and_trains_as_pytorch() -> None:
     booster = make()
     model, criterion = net(), nn.CrossEntropyLoss()
-    assert booster.boost(model) == (model, None, None, None, None)
+    alone = booster.boost(model)
+    assert (alone[0].unwrap(), *alone[1:]) == (model, None, None, None, None)
     parts = booster.boost(model, adam(model), criterion, "dataloader", "lr_scheduler")
-    assert (parts[0], *parts[2:]) == (model, criterion, "dataloader", "lr_scheduler")
+    assert (parts[0].unwrap(), *parts[2:]) == (model, criterion, "dataloader", "lr_scheduler")
     losses = train(booster, parts)
     weights, expected = plain()
     assert losses == expected
@@ -105,6 +153,7 @@ def test_boost_returns_five_and_trains_as_pytorch() -> None:
         booster.boost(model, parts[1])
 
 
+@pytest.mark.filterwarnings("ignore:fp8. no layer of the model")
 @pytest.mark.parametrize("precision", [None, "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"])
 def test_a_scheduler_from_before_goes_on_without_warnings(precision: str | None, capsys: Any) -> None:
     """Made on the raw optimizer with a total of 2 and 50 steps of warm-up; the first step overflows."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+
+from apex.booster.plugin._fusing import Fusing
+from apex.booster.plugin._gradient_checkpoints import GradientCheckpointConfig, checkpoint_layers, chosen_layers
 
 from .problem import booster as make
 
@@ -37,3 +41,28 @@ def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: b
     for (name, param), value in zip(model.named_parameters(), read.parameters(), strict=True):
         torch.testing.assert_close(value.detach().float(), exact.get(param, param).detach().float(), msg=name)
     booster.load_model(boosted, tmp_path)
+
+
+def test_layers_are_checkpointed_and_fused_as_plugins_ask() -> None:
+    """Gradients stay, a layer's cache is not filled twice, and logits are there."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager"
+    )
+    words = torch.randint(0, 64, (4, 16))
+    found = []
+    for changes in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(copy.deepcopy(config)).train()
+        if changes:
+            Fusing(True, False, False, False).apply(model)
+            checkpoint_layers(chosen_layers(model, GradientCheckpointConfig(0.5), 0))
+            assert model.config._attn_implementation == "sdpa"
+        calls = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *given, calls=calls: calls.append(1))
+        outputs = model(input_ids=words, labels=words)
+        outputs.loss.backward()
+        assert outputs.logits is not None
+        assert len(calls) == 1 + changes
+        found.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(*found)

@@ -36,6 +36,7 @@ def test_gpus_are_listed_with_their_facts_or_their_problem() -> None:
     assert cpu.device == "cpu"
     assert working == Device("cuda:0", "Fast GPU", memory=80 * 2**30, multiprocessors=108)
     assert _device_facts(working) == "80.0 GiB, 108 multiprocessors"
+    assert [_device_facts(Device("cpu", "CPU", threads=number)) for number in (1, 2)] == ["1 thread", "2 threads"]
     assert lost.device == "cuda:1"
     assert "fallen off the bus" in str(lost.problem)
 

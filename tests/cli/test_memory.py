@@ -109,6 +109,7 @@ def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
         (["{}:network", "--input-shape", "63"], "63"),
         (["{}:both", "--opt-level", "O9"], "'O9'"),
         (["{}:both", "--device-limit", "much"], "'much'"),
+        (["{}:both", "--device-limit", "80"], "'80' has no unit: write 80GiB, 80GB or 80B"),
         (["{}:both", "--measure"], "needs a GPU"),
     ],
 )
@@ -121,4 +122,4 @@ def test_wrong_arguments(arguments: list[str], message: str, factories: str, mon
 
 
 def test_sizes() -> None:
-    assert [parse_size(text) for text in ("80GiB", "80 gb", "1.5MiB", "7")] == [80 << 30, 80 * 10**9, 3 << 19, 7]
+    assert [parse_size(text) for text in ("80GiB", "80 gb", "1.5MiB", "7B")] == [80 << 30, 80 * 10**9, 3 << 19, 7]

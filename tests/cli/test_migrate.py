@@ -445,6 +445,12 @@ optimizer.step()
 """
 
 
+# The type is that of a part of the model alone.
+DECORATED_PART = NATIVE.replace(
+    "\nmodel", "\nclass Part(Module):\n    @autocast('cuda')\n    def forward(self, x): pass\nmodel"
+)
+
+
 def with_options(options: str, scale_options: str = "", first: str = "") -> str:
     return START.format(options) + LOOP.format(SCALED.format(scale_options, first))
 
@@ -506,7 +512,7 @@ REFUSED = [
     ),
     ("no-loss-scale", 8, "torch", with_options(", opt_level='O4'") + "torch.save(amp.state_dict(), path)\n"),
     ("names-taken", 2, "torch", SCRIPT + "scaler = grad_scaler = 1\n"),
-    ("names-taken", 11, "apex", NATIVE + "amp = 1\n"),
+    ("names-taken", 11, "apex", NATIVE + "amp = apex_amp = 1\n"),
     ("names-taken", 2, "booster", SCRIPT + "booster = xgboost.Booster()\n"),
     ("both", 8, "torch", SCRIPT + "torch.cuda.amp.GradScaler()\n" + "import torch\n"),
     ("both", 12, "apex", NATIVE + SCRIPT.split("\n", 1)[0] + "\nmodel = amp.initialize(model)\n"),
@@ -525,17 +531,27 @@ REFUSED = [
         "apex",
         NATIVE.replace("with autocast", "context = autocast").replace(":\n        loss", "\n    loss"),
     ),
-    ("autocast-type", 6, "apex", NATIVE.replace('"cuda"', "device.type")),
+    (
+        "autocast-form",
+        6,
+        "apex",
+        NATIVE.replace("with autocast(", "context = make(autocast(").replace('"):\n    ', '"))\n'),
+    ),
+    ("autocast-form", 7, "apex", DECORATED_PART),
+    ("autocast-type", 4, "apex", NATIVE.replace('"cuda"', "x.device.type")),
     ("autocast-type", 11, "apex", NATIVE + "with autocast('cuda', dtype=torch.bfloat16): model(x)\n"),
     ("autocast-elsewhere", 4, "apex", NATIVE.replace('with autocast("cuda")', "with casts()")),
-    ("autocast-only", 3, "apex", CASTS_ONLY),
-    ("scaler-use", 11, "apex", NATIVE + "print(scaler.get_scale())\n"),
+    ("autocast-only", 3, "apex", CASTS_ONLY.replace("loss.backward()\n", "")),
+    ("not-literal", 11, "apex", NATIVE + "with autocast('cuda', enabled=flag): model(x)\n"),
+    ("scaler-use", 11, "apex", NATIVE + "checkpoints.save(model, scaler)\n"),
+    ("scaler-use", 9, "apex", NATIVE.replace("    scaler.step", "    print(scaler.get_scale())\n    scaler.step")),
+    ("scaler-use", 1, "apex", "def log(scaler=0):\n    if scaler: print()\n" + NATIVE + "log()\nlog(scaler)\n"),
     ("scaler-use", 11, "apex", NATIVE.replace("scaler", "self.scaler") + "trainer.scaler.update()\n"),
     ("several-scalers", 11, "apex", NATIVE + "other = GradScaler()\n"),
     ("optimizer-unknown", 4, "apex", NATIVE.replace("model.parameters()", "groups")),
-    ("outside-autocast", 11, "apex", NATIVE + "print(model(x))\n"),
+    ("outside-autocast", 11, "apex", NATIVE + "predict = lambda x: model(x)\n"),
+    ("outside-autocast", 5, "apex", NATIVE.replace("in data", "in model(data)")),
     ("model-order", 5, "apex", NATIVE.replace("scaler = GradScaler()\n", "scaler = GradScaler()\nmodel.cuda()\n")),
-    ("model-order", 2, "apex", NATIVE.replace("Net()", "DDP(Net())")),
     ("several-models", 2, "booster", SCRIPT.replace("= amp.initialize(model,", "= amp.initialize([model, head],")),
 ]
 
@@ -623,6 +639,21 @@ def test_files_of_a_folder_are_written(tmp_path: Path) -> None:
     assert run(tmp_path, "--check") == (0, "", "nothing to rewrite\n")
 
 
+def test_links_in_a_folder_are_left_alone(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    outside.mkdir(), folder.mkdir()
+    for path in (outside / "other.py", folder / "own.py"):
+        path.write_text(SCRIPT)
+    (folder / "linked.py").symlink_to(outside / "other.py")
+    (folder / "deep").symlink_to(outside)
+    (folder / "gone.py").symlink_to(outside / "nothing.py")
+    assert run(folder, "--write")[:2] == (0, f"wrote {folder / 'own.py'}\n")
+    assert (outside / "other.py").read_text() == SCRIPT
+    assert (folder / "linked.py").is_symlink()
+    assert run(folder / "linked.py", "--write")[0] == 0  # a file that is named is meant
+    assert "GradScaler" in (outside / "other.py").read_text()
+
+
 def test_refused_places_are_printed_with_file_line_and_rule(tmp_path: Path) -> None:
     good, bad, broken = (tmp_path / name for name in ("good.py", "bad.py", "broken.py"))
     for path, text in ((good, SCRIPT), (bad, with_options(", opt_level='O2'")), (broken, "import apex\nclass")):
@@ -631,7 +662,7 @@ def test_refused_places_are_printed_with_file_line_and_rule(tmp_path: Path) -> N
     assert code == 2
     assert f"{bad}:2: opt-level: 'O2' casts weights" in errors
     assert f"{broken}:2: syntax: " in errors
-    assert "1 files rewritten, 2 places left as they are" in errors
+    assert "1 file rewritten, 2 places left as they are" in errors
     assert "GradScaler" in good.read_text()
     assert broken.read_text() == "import apex\nclass"
 

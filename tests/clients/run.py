@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,13 +21,19 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 PAGE = REPOSITORY / "docs/clients.md"
+# Packages whose versions stand at the top of the page, once for all clients that run in this interpreter.
+COMMON = ("apex", "torch", "Python")
 
 
 class Client(NamedTuple):
-    """What to install: with its requirements, and without, where these ask for another PyTorch or for torchvision."""
+    """Packages to install with their requirements, and `alone` without, if these ask for another PyTorch.
+
+    `python` is the version that a client needs if it is not any, as in "3.10".
+    """
 
     packages: str = ""
     alone: str = ""
+    python: str = ""
 
 
 CLIENTS = {
@@ -40,6 +47,13 @@ CLIENTS = {
         "OpenNMT-py",
     ),
     "megatron": Client("packaging", "megatron-core"),
+    "nemo": Client(
+        "setuptools<81 numpy<1.27 omegaconf<2.4 hydra-core<1.4 torchmetrics<1 lightning-utilities transformers<4.40 "
+        "huggingface_hub<0.24 sentencepiece ruamel.yaml wrapt tqdm text-unidecode python-dateutil scikit-learn pandas "
+        "h5py einops braceexpand ftfy inflect wget tensorboard onnx attrs psutil matplotlib",
+        "nemo_toolkit==1.17.0 pytorch-lightning==1.9.4 webdataset<=0.1.62",
+        python="3.10",
+    ),
 }
 
 HEADER = """# Clients
@@ -64,14 +78,32 @@ Notes
 - OpenNMT-py asks for an older PyTorch; it was installed beside this one without its requirements, which were installed
   by name.
 - megatron-core's functions that put tensors on a GPU by name were not run.
+- NeMo: 1.17, which needs Python 3.10 and was installed without its requirements, as OpenNMT-py; stand-ins without
+  content took the place of its tokenizers of other languages. Its LightningModule moves batches to a GPU by name, so
+  its steps were called one by one; its attention asks for the present GPU, and is told the CPU.
 """
 
 
+def find_python(version: str) -> str | None:
+    """Return the interpreter of a version as in "3.10", from the PATH or from pyenv; this one if the version is ""."""
+    if not version:
+        return sys.executable
+    places = [shutil.which(f"python{version}"), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+    for place in places:
+        # A name on the PATH may belong to a pyenv that does not offer this version here.
+        if place and not subprocess.call([place, "-c", ""], stderr=subprocess.DEVNULL):
+            return str(place)
+    return None
+
+
 def run_client(name: str, folder: Path) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Versions, and what was run with what outcome."""
+    """Return the versions of the packages, and what was run with what outcome."""
     client = CLIENTS[name]
+    base = find_python(client.python)
+    if base is None:
+        return {name: ""}, [{"what": "its script", "outcome": f"not run: it needs Python {client.python}"}]
     python = folder / name / "bin/python"
-    subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
+    subprocess.run([base, "-m", "venv", folder / name], check=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     pip += ["-c", REPOSITORY / "constraints.txt"]
     subprocess.run([*pip, REPOSITORY, "torch", "numpy", *client.packages.split()], check=True)
@@ -92,9 +124,10 @@ def page(results: dict[str, tuple[dict[str, str], list[dict[str, str]]]]) -> str
     """docs/clients.md."""
     common: dict[str, str] = {}
     rows = []
-    for versions, checks in results.values():
-        common = {name: versions.get(name, common.get(name, "")) for name in ("apex", "torch", "Python")}
-        packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in common)
+    for name, (versions, checks) in results.items():
+        if not CLIENTS[name].python:
+            common |= {kind: versions[kind] for kind in COMMON if kind in versions}
+        packages = ", ".join(f"{kind} {version}" for kind, version in versions.items() if kind not in COMMON)
         rows += [f"| {packages} | {check['what']} | {check['outcome']} |" for check in checks]
     versions = f"apex {common['apex']}, PyTorch {common['torch']}, Python {common['Python']}"
     return HEADER.format(versions=versions) + "\n".join(rows) + "\n" + NOTES

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from apex.contrib.layer_norm import FastLayerNorm
-from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
 from apex.ops import _library
 from tests.harness import Route, assert_close, routes
 
@@ -32,6 +32,16 @@ def test_any_hidden_size(route: Route, hidden: int, memory_efficient: bool) -> N
 
 def test_output_has_the_weights_dtype() -> None:
     assert FastLayerNorm(16).to(torch.bfloat16)(torch.randn(4, 16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_efficient": True}])
+def test_function_behind_the_module(options: dict) -> None:
+    """Clients call it with four arguments, or name the fifth."""
+    x, weight, bias = torch.randn(4, 16), torch.rand(16) + 0.5, torch.randn(16)
+    expected = nn.functional.layer_norm(x.double(), (16,), weight.double(), bias.double(), 1e-3)
+    assert_close(_fast_layer_norm(x, weight, bias, 1e-3, **options), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _fast_layer_norm(x, weight, bias, 1e-3, **options).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("memory_efficient", [[], [True]])

@@ -13,7 +13,9 @@ from apex.distributed_testing import (
     GlooDistributedTestBase,
     NcclDistributedTestBase,
     UccDistributedTestBase,
+    distributed_test_base,
 )
+from apex.transformer.testing import distributed_test_base as names_of_transformer
 
 
 class Common:
@@ -75,6 +77,16 @@ class UccEnvironment(unittest.TestCase):
         test.processes = []
         test.tearDown()
         assert dict(os.environ) == before
+
+
+class UccNames(unittest.TestCase):
+    def test_both_modules_say_the_same(self) -> None:
+        names = ("HAS_TORCH_UCC", "HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER")
+        found = [getattr(distributed_test_base, name) for name in names]
+        assert found == [getattr(names_of_transformer, name) for name in names]
+        assert found[0] == dist.is_ucc_available()
+        assert isinstance(found[1], bool)
+        assert torch.cuda.is_available() or not found[1]
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def test_reference_has_signatures_and_docstrings(site: Path) -> None:
     page = (site / "reference.html").read_text()
     for word in ("initialize", "FusedAdam", "capture", "DistributedDataParallel", "ColumnParallelLinear"):
         assert word in page
-    assert "Has the linear layers of" in page
+    assert "Make the linear layers of" in page
 
 
 def test_all_pages_are_in_the_navigation(site: Path) -> None:

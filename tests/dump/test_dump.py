@@ -197,3 +197,24 @@ def test_without_h5py_it_says_what_to_install(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'apex\[dump\]'"):
         HookerAndDumper(str(tmp_path)).register_hooks(Model(), 0, 0)
+
+
+def test_data_of_other_files_is_not_read(tmp_path: Path) -> None:
+    good = dump(tmp_path / "good")
+    with h5py.File(good) as file:
+        group, dataset = next((name, key) for name, group in file.items() for key in group)
+    links = {
+        "linked group": lambda file: file.__setitem__("999_Linear", h5py.ExternalLink(good, f"/{group}")),
+        "linked dataset": lambda file: file[group].__setitem__("x", h5py.ExternalLink(good, f"/{group}/{dataset}")),
+        "soft link": lambda file: file[group].__setitem__("x", h5py.SoftLink(f"/{group}/{dataset}")),
+        "raw data elsewhere": lambda file: file[group].create_dataset(
+            "x", (4,), "f4", external=[(good, 0, h5py.h5f.UNLIMITED)]
+        ),
+    }
+    for name, add in links.items():
+        path = tmp_path / f"{name}.hdf5"
+        path.write_bytes(Path(good).read_bytes())
+        with h5py.File(path, "a") as file:
+            add(file)
+        with pytest.raises(ValueError, match="points to data elsewhere"):
+            compare(good, path)

@@ -146,6 +146,14 @@ def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
     assert torch.equal(perceptron(x), usual)
 
 
+def test_what_is_no_model_is_refused():
+    for call in (fp8.convert, fp8.revert):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not \[Linear"):
+            call([torch.nn.Linear(16, 16)])
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not None"):
+        fp8.convert(None)
+
+
 def test_refusals_change_nothing():
     model = network("cpu")
     with pytest.raises(RuntimeError, match="emulate=True"):

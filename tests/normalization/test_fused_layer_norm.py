@@ -281,8 +281,15 @@ def test_mixed_norms_need_their_parameters() -> None:
         assert mixed(8, elementwise_affine=True).weight is not None
         with pytest.raises(RuntimeError, match="elementwise_affine"):
             mixed(8, elementwise_affine=False)
-        with pytest.raises(TypeError, match="momentum"):
-            mixed(8, momentum=0.1)
+
+
+@pytest.mark.parametrize("mixed", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_mixed_norms_warn_of_keywords_that_they_ignore(mixed: type) -> None:
+    """Upstream ignores unknown keywords, and NeMo passes a misspelt one."""
+    with pytest.warns(UserWarning, match=f"{mixed.__name__} ignores momentum, sequence_parallel_enbaled; it takes "):
+        norm = mixed(8, 1e-3, sequence_parallel_enbaled=False, momentum=0.1)
+    assert norm.eps == 1e-3
+    assert norm.weight.shape == (8,)
 
 
 def test_representation_and_reset() -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 from typer.testing import CliRunner
 
 import apex
 from apex import git_version_info, op_builder
+from apex._atomic import locked_file
 from apex._cli.app import app
 from apex._cli.jit_module import write_module
 from apex.op_builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
@@ -199,3 +201,36 @@ def test_a_users_cuda_extension_is_compiled(tmp_path: Path) -> None:
     code = "from toy_builder import ToyBuilder; print(ToyBuilder().load().twice(21))"
     found = run_python("-c", code, cwd=tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"))
     assert found.stdout.split()[-1:] == ["42"], found.stderr
+
+
+def test_names_of_sources_are_written_as_names(tmp_path: Path) -> None:
+    sources = ['a.cpp", __import__("os").abort(), "', "it's\n{name}.cpp"]
+    builder, _ = write_module("toy", sources, gpu=False, folder=tmp_path)
+    names: dict = {"__name__": "toy_builder"}
+    exec(compile(builder.read_text(), builder, "exec"), names)
+    assert names["ToyBuilder"]().sources() == sources
+
+
+def test_links_in_the_folder_of_an_extension_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "apex.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="is a link"), locked_file(tmp_path / "apex.lock"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_log_does_not_replace_what_a_link_points_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "toy.cpp"
+    source.write_text("")
+
+    def fail(name: str, sources: list[str], build_directory: str, **_: object) -> None:
+        (Path(build_directory) / "build.log").symlink_to(source)
+        raise RuntimeError("toy.cpp:1:1: error: no")
+
+    monkeypatch.setattr(cpp_extension, "load", fail)
+    monkeypatch.setattr(cpp_extension, "is_ninja_available", lambda: True)
+    monkeypatch.setattr("apex.op_builder._compile.key_of", lambda *_: "0")
+    monkeypatch.setattr("apex.op_builder._compile.extensions_folder", lambda: tmp_path / "cache")
+    with pytest.raises(RuntimeError, match="error: no"):
+        compile_extension("toy", [str(source)], {}, verbose=False)
+    assert source.read_text() == ""
+    assert "error: no" in (tmp_path / "cache" / "toy-0" / "build.log").read_text()

@@ -111,6 +111,7 @@ def test_entries_that_do_not_fit_change_nothing(table: Path, change: dict[str, A
     [
         ("{", "is no table of tuned launches: JSONDecodeError"),
         ("[]", "is no table of tuned launches: TypeError"),
+        ("[" * 200_000, "is no table of tuned launches: RecursionError"),
         ('{"format": 1, "tables": [{"gpus": 1}]}', "is no table of tuned launches: TypeError"),
         ('{"format": 1, "tables": [{"entries": [{"op": "norm"}]}]}', "is no table of tuned launches: KeyError"),
         ('{"format": 2, "tables": []}', "has format 2, not 1: make it again"),

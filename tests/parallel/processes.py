@@ -1,8 +1,11 @@
 """Checks that run in several processes at once, connected by Gloo on the CPU: all of a file in one start.
 
-A module of checks has a dict `CHECKS` of functions that take the rank. After a check fails in one process the others
-may wait for it; nothing after it is run. One process imports everything and divides then: imports take longer than
-most checks.
+A module of checks has a dict `CHECKS` of functions that take the rank. One process imports everything and then forks a
+process per rank: imports take longer than most checks.
+
+A rank whose check fails writes its error down and keeps its connections open, so that the other ranks wait for it
+instead of failing with "connection closed". The forking process gives them `GRACE` seconds to find an error of their
+own, and then ends them all. Checks behind the failed one run in new processes.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ import contextlib
 import importlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -29,42 +35,64 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(apex.__file__).resolve().parents[1]
 # Seconds that a process waits for others: a hang is an error, not a test that takes long.
 PATIENCE = 30
+# Seconds that the other ranks have to find an error of their own after one rank has failed.
+GRACE = 2.0
+# How a line about a rank begins that ended without being told to.
+ENDED = "ended by itself: rank"
 needs_fsdp_on_a_cpu = pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6 has no FSDP2 for a CPU")
 
 Check = Callable[[int], None]
 
 
 def run_checks(module: str, folder: Path, processes: int = 2, timeout: float = 150) -> dict[str, str]:
-    """What became of each check: "" if it passed in all processes, else what went wrong.
+    """Run all checks of a module and return what went wrong in each: "" if it passed in all processes.
 
-    On a busy machine Gloo at times loses a connection that it is making, without any process having ended: all is
-    started once more then.
+    Checks behind a failed one are run in new processes. On a busy machine Gloo at times loses a connection that it is
+    making, without any process having ended: all checks are started once more then.
     """
-    found = _run_checks(module, folder, processes, timeout)
+    checks = list(importlib.import_module(module).CHECKS)
+    found = _run_checks(module, checks, folder, processes, timeout)
     if any("connectFullMesh failed" in problem for problem in found.values()):
-        again = folder / "again"
-        again.mkdir()
-        found = _run_checks(module, again, processes, timeout)
+        folder = folder / "again"
+        folder.mkdir()
+        found = _run_checks(module, checks, folder, processes, timeout)
+    while len(found) < len(checks):
+        found |= _run_checks(module, checks[len(found) :], folder, processes, timeout)
     return found
 
 
-def _run_checks(module: str, folder: Path, processes: int, timeout: float) -> dict[str, str]:
-    arguments = ("-m", __name__, module, str(folder), str(processes))
+def _run_checks(module: str, checks: list[str], folder: Path, processes: int, timeout: float) -> dict[str, str]:
+    """Run checks in one set of processes and return their problems, up to and including the first failed check."""
+    for rank in range(processes):
+        (folder / f"rank{rank}.json").unlink(missing_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    arguments = ("-m", __name__, module, str(folder), str(processes), checks[0])
     try:
         done = run_python(*arguments, cwd=folder, environment=environment(), timeout=timeout)
         output = done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
         output = f"{late.output}{late.stderr}\nkilled after {timeout} s"
+    paths = [folder / f"rank{rank}.json" for rank in range(processes)]
+    results = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
     found: dict[str, str] = {}
-    for name in importlib.import_module(module).CHECKS:
-        problems = []
-        for rank in range(processes):
-            path = folder / f"rank{rank}.json"
-            results = json.loads(path.read_text()) if path.exists() else {}
-            problem = results.get(name, f"was not run\n{output[-3000:]}")
-            problems.extend([f"rank {rank}: {problem}"] if problem else [])
-        found[name] = "\n".join(problems)
+    for name in checks:
+        found[name] = _problem_of([result.get(name) for result in results], output)
+        if found[name]:
+            break
     return found
+
+
+def _problem_of(results: list[str | None], output: str) -> str:
+    """Return what went wrong in a check, given each rank's error: "" if it passed, None if the rank did not finish.
+
+    A rank that did not finish waited for one that failed, unless it ended by itself: `main` prints that.
+    """
+    problems = [f"rank {rank}: {result}" for rank, result in enumerate(results) if result]
+    ended = [line for line in output.splitlines() if line.startswith(ENDED)]
+    unfinished = [str(rank) for rank, result in enumerate(results) if result is None]
+    if unfinished and (ended or not problems):
+        problems += [*ended, f"not finished by rank {', '.join(unfinished)}; output:\n{output[-3000:]}"]
+    return "\n".join(problems)
 
 
 def environment() -> dict[str, str]:
@@ -90,17 +118,19 @@ def launched(processes: int) -> Iterator[list[dict[str, str]]]:
     yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
-def main(module: str, folder: str, processes: int) -> None:
-    """Imports, divides, and waits for all parts."""
+def main(module: str, folder: str, processes: int, first: str) -> None:
+    """Fork a process per rank that runs the checks from `first` on, and wait for all of them."""
     torch.set_num_threads(1)
     importlib.import_module(module)
+    # A failed rank writes a byte; the pipe ends when all ranks have ended.
+    reading, failed = os.pipe()
     children = []
     for rank in range(processes):
         child = os.fork()
         if not child:
             status = 1
             try:
-                run(module, folder, rank, processes)
+                run(module, folder, rank, processes, first, failed)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -109,12 +139,29 @@ def main(module: str, folder: str, processes: int) -> None:
                 sys.stderr.flush()
                 os._exit(status)
         children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    os.close(failed)
+    if os.read(reading, 1):
+        _wait_for_others(reading, processes - 1)
+    for rank, child in enumerate(children):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        elif status:
+            print(f"{ENDED} {rank}, exit code {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
-def run(module: str, folder: str, rank: int, processes: int) -> None:
-    """One process."""
+def _wait_for_others(reading: int, others: int) -> None:
+    """Return when this many further ranks have failed or ended, or when `GRACE` seconds are over."""
+    end = time.monotonic() + GRACE
+    while others and select.select([reading], [], [], max(0.0, end - time.monotonic()))[0]:
+        if not os.read(reading, 1):
+            return
+        others -= 1
+
+
+def run(module: str, folder: str, rank: int, processes: int, first: str, failed: int) -> None:
+    """Run the checks from `first` on as one rank; after a failure tell the forking process through `failed`."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -124,17 +171,20 @@ def run(module: str, folder: str, rank: int, processes: int) -> None:
     )
     checks: dict[str, Check] = importlib.import_module(module).CHECKS
     results = {}
-    for name, check in checks.items():
+    for name in list(checks)[list(checks).index(first) :]:
         torch.manual_seed(0)
         try:
-            check(rank)
+            checks[name](rank)
             dist.barrier()
             results[name] = ""
         except BaseException:
             results[name] = traceback.format_exc()
         Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
         if results[name]:
-            os._exit(1)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.write(failed, b"!")
+            signal.pause()  # connections stay open; the forking process ends this one
     dist.destroy_process_group()
 
 
@@ -155,4 +205,4 @@ def assert_same_everywhere(tensors: list[torch.Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

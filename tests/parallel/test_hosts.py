@@ -41,11 +41,14 @@ def test_machines_are_chosen(hostfile: Path) -> None:
         (["--hostfile", "hosts", "--include", "four"], "--include names four"),
         (["--hostfile", "hosts", "--num-nodes", "4"], "--num-nodes=4 must be -1, or between 1 and"),
         (["--hostfile", "hosts", "--exclude", "one,two,three"], "no machine is left"),
+        (["--hostfile", "options"], "'-oProxyCommand=touch' is no name of a machine"),
+        (["--host", "one,-oProxyCommand=touch"], "'-oProxyCommand=touch' is no name of a machine"),
         (["--extra-launch-args", "alone"], "alone, which is not name=value"),
     ],
 )
 def test_options_are_checked(options: list[str], message: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(hostfile.parent)
+    Path("options").write_text("one\n-oProxyCommand=touch here\n")
     result = CliRunner().invoke(app, ["run", *options, "script.py"])
     assert result.exit_code == 2
     text = " ".join(result.output.replace("│", " ").split())

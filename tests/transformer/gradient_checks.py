@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from apex import amp
-from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.optimizers import FusedAdam
-from apex.parallel import DistributedDataParallel
+from apex.parallel import DistributedDataParallel, Reducer, check_replicas
 from apex.transformer import finalize_model_grads, parallel_state
+from apex.transformer._norms import counted, grad_norm
 from apex.transformer.amp import GradScaler
 from apex.transformer.amp.loss_scaler import agree_on_overflows
+from apex.transformer.pipeline_parallel import build_model
+from apex.transformer.pipeline_parallel.utils import calc_params_l2_norm
 
 
 def overflow_on_one_rank_skips_on_all(rank: int) -> None:
@@ -122,8 +126,106 @@ def sums_and_means(rank: int) -> None:
         model[1].grad = torch.full((2,), float(rank))
     finalize_model_grads(model)
     assert model[0].grad.tolist() == [1.5] * 2
-    assert model[1].grad.tolist() == [1.0 if rank % 2 == 0 else 0.5] * 2
+    assert model[1].grad.tolist() == [0.5 if rank % 2 == 0 else 0.25] * 2  # sums over two ranks, divided by dp x cp = 4
     parallel_state.destroy_model_parallel()
+
+
+class WithExpert(nn.Module):
+    """A layer that all ranks share, and an expert that starts with the rank's own number."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(2, 1, bias=False)
+        self.expert = nn.Parameter(torch.full((2,), float(rank)))
+        self.expert.allreduce = False
+        self.other = nn.Module()
+        self.other.expert = nn.Parameter(torch.full((2,), float(rank)))
+        self.other.expert.allreduce = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense(x).sum() + (x * (self.expert + self.other.expert)).sum()
+
+
+def expert_gradients(rank: int) -> None:
+    """Experts' gradients are their sum over the ranks that hold them, divided by dp x cp, whoever wraps the model."""
+    torch_ddp = nn.parallel.DistributedDataParallel
+    for experts, expected in ((1, [1.5] * 4), (2, [0.5, 1.0, 0.5, 1.0]), (4, [0.0, 0.25, 0.5, 0.75])):
+        for sizes in ({}, {"context_parallel_size": 2}, {"context_parallel_size": 4}):
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=experts, **sizes)
+            for wrap in (lambda m: m, DistributedDataParallel, hidden_from_ddp):
+                model = wrap(WithExpert(rank))
+                bare = getattr(model, "module", model)
+                for data_parallel in (None, False) if model is bare else (None,):
+                    model.zero_grad()
+                    model(torch.full((1, 2), float(rank))).backward()
+                    finalize_model_grads(model, data_parallel=data_parallel)
+                    for expert in (bare.expert, bare.other.expert):
+                        assert expert.tolist() == [float(rank)] * 2  # its own values, not rank 0's
+                        assert expert.grad.tolist() == [expected[rank]] * 2, (experts, sizes, wrap)
+                    mean = 1.5 if data_parallel is None else float(rank)
+                    assert bare.dense.weight.grad.tolist() == [[mean] * 2]
+            unused = WithExpert(rank)
+            finalize_model_grads(unused)
+            assert (unused.expert.grad is None) == (experts == 4)  # nobody else holds it
+            mixed = torch_ddp(WithExpert(rank), find_unused_parameters=True)
+            with pytest.raises(ValueError, match=r"expert is an expert \(allreduce=False\), and torch's"):
+                finalize_model_grads(mixed)
+            parallel_state.destroy_model_parallel()
+
+
+def hidden_from_ddp(model: nn.Module) -> nn.Module:
+    (wrapped,) = build_model(lambda **_: model)
+    # Of all ranks, as finalize_model_grads averages over context-parallel ones, too.
+    return nn.parallel.DistributedDataParallel(wrapped.module)
+
+
+def experts_are_no_replicas(rank: int) -> None:
+    """What takes ranks for replicas leaves experts out, or refuses them before anything changes."""
+    model = WithExpert(rank)
+    Reducer(model)
+    optimizer = FusedAdam(model.parameters(), lr=0.1)
+    model(torch.full((1, 2), float(rank + 1))).backward()
+    own = model.expert.grad.clone()
+    Reducer(model).reduce()
+    assert torch.equal(model.expert.grad, own)
+    optimizer.step()
+    check_replicas(model, optimizer)
+    for kind in (DistributedFusedAdam, DistributedFusedLAMB):
+        with pytest.raises(ValueError, match=rf"parameter 0 of shape \(2,\) is an expert.*{kind.__name__} would mix"):
+            kind(model.parameters(), lr=0.1)
+        divided = kind([model.dense.weight], lr=0.1)
+        with pytest.raises(ValueError, match="is an expert"):
+            divided.add_param_group({"params": [model.expert]})
+        assert len(divided.param_groups) == 1
+    layer = WithExpert(rank)
+    layer, combined = amp.initialize(
+        layer, FusedAdam(layer.parameters(), lr=0.1), opt_level="O2", verbosity=0, combine_ddp=True
+    )
+    loss = layer(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="combine_ddp would mix"), amp.scale_loss(loss, combined) as scaled:
+        scaled.backward()
+    amp.shutdown()
+
+
+def norms_count_each_expert_once(rank: int) -> None:
+    """Gradients 1, 2, 3, 4 of four experts and 2 of a dense layer: the same norm on every rank, in every folding."""
+    for experts in (1, 2, 4):
+        for sizes in ({}, {"context_parallel_size": 2}, {"tensor_model_parallel_size_": 2}):
+            if experts == 4 and "tensor_model_parallel_size_" in sizes:
+                continue
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=experts, **sizes)
+            number = parallel_state.get_expert_model_parallel_rank()
+            model = WithExpert(rank)
+            model.dense.weight.grad, model.expert.grad = torch.tensor([[2.0, 0.0]]), torch.tensor([number + 1.0, 0.0])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            squares = 4.0 + sum((each + 1.0) ** 2 for each in range(experts))
+            optimizer = FusedAdam(model.parameters(), lr=0.1)
+            assert float(grad_norm(optimizer, counted(optimizer))) == pytest.approx(squares**0.5)
+            assert float(grad_norm(optimizer, counted(optimizer), torch.inf)) == max(2.0, float(experts))
+            assert calc_params_l2_norm(model, bf16=False) == pytest.approx(squares**0.5)
+            parallel_state.destroy_model_parallel()
 
 
 def wrapped_models_are_reduced_once(rank: int) -> None:
@@ -147,6 +249,9 @@ CHECKS = {
         overflow_under_amp_skips_on_all,
         shards_of_the_optimizer,
         sums_and_means,
+        expert_gradients,
+        experts_are_no_replicas,
+        norms_count_each_expert_once,
         wrapped_models_are_reduced_once,
     )
 }

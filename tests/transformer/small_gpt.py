@@ -27,6 +27,11 @@ from apex.transformer.pipeline_parallel.schedules.common import _get_params_for_
 from apex.transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 
 WORDS, HIDDEN, LENGTH, SAMPLES, MICROBATCHES = 10, 8, 3, 2, 4
+# The terms of all sums behind a loss of four layers: a norm and four products per layer, the last norm, the logits, the
+# cross-entropy and the mean over all words.
+TERMS = 4 * 5 * HIDDEN + 2 * HIDDEN + WORDS + MICROBATCHES * SAMPLES * LENGTH
+# Adam divides by the size of a gradient: with a larger eps what rounding does to small gradients is not amplified.
+SMOOTH = {"eps": 1e-3}
 MADE = {"use_cpu_initialization": True}
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from apex.transformer import parallel_state as ps
+from apex.transformer.tensor_parallel import ColumnParallelLinear
 from tests.transformer.block_checks import replicated_block_equals_one_process
 
 
@@ -63,14 +64,23 @@ def nothing_before_and_after(rank: int) -> None:
         assert not ps.is_rank_in_embedding_group()
         assert not ps.is_rank_in_position_embedding_group()
         for get in (ps.get_tensor_model_parallel_group, ps.get_data_parallel_rank, ps.get_amax_reduction_group):
-            with pytest.raises(AssertionError, match="not initialized"):
+            with pytest.raises(AssertionError, match=r"is not initialized: call .*initialize_model_parallel before"):
                 get()
+        with pytest.raises(AssertionError, match=r"call .*initialize_model_parallel before"):
+            ColumnParallelLinear(4, 4)
         ps.initialize_model_parallel(2, 4, 2, 2)
         group = ps.get_tensor_model_parallel_group()
         with pytest.raises(AssertionError, match="exist already"):
             ps.initialize_model_parallel()
         ps.destroy_model_parallel()
         assert group not in dist.distributed_c10d._world.pg_map  # destroyed, not only forgotten
+    ps.initialize_model_parallel(1, 4)
+    with pytest.raises(AssertionError, match="without use_fp8_=True"):
+        ps.get_amax_reduction_group()
+    if rank // 2 in (1, 2):
+        with pytest.raises(AssertionError, match=f"embedding group is not initialized: rank {rank} is in none"):
+            ps.get_embedding_group()
+    ps.destroy_model_parallel()
 
 
 def mistakes_change_nothing(rank: int) -> None:
@@ -87,6 +97,17 @@ def mistakes_change_nothing(rank: int) -> None:
     if not dist.is_ucc_available():
         with pytest.raises(ImportError, match="UCC backend requires pytorch source build with UCC installed"):
             ps.initialize_model_parallel(default_backend="ucc")
+
+
+def sizes_beyond_the_processes_warn(rank: int) -> None:
+    for arguments, words in (
+        ((9,), r"tensor_model_parallel_size_=9 is more than the 8 processes that there are: 8 is used"),
+        ((1, 12), r"pipeline_model_parallel_size_=12 is more than the 8 processes that there are: 8 is used"),
+    ):
+        with pytest.warns(UserWarning, match=words):
+            ps.initialize_model_parallel(*arguments)
+        assert max(ps.get_tensor_model_parallel_world_size(), ps.get_pipeline_model_parallel_world_size()) == 8
+        ps.destroy_model_parallel()
 
 
 def stages_chunks_and_split(rank: int) -> None:
@@ -189,6 +210,7 @@ CHECKS = {
         nothing_before_and_after,
         every_size,
         mistakes_change_nothing,
+        sizes_beyond_the_processes_warn,
         stages_chunks_and_split,
         overrides,
         contexts_and_experts,

@@ -40,6 +40,7 @@ def check_groups(sizes: Sizes, groups: dict[str, list[list[int]]]) -> None:
         "data_with_context": sizes.data * sizes.context,
         "expert": sizes.expert,
         "expert_data": sizes.data * sizes.context // sizes.expert,
+        "expert_model": sizes.tensor * sizes.pipeline * sizes.expert,
         "amax_reduction": sizes.tensor * sizes.data * sizes.context,
     }
     for kind, length in lengths.items():
@@ -51,6 +52,7 @@ def check_groups(sizes: Sizes, groups: dict[str, list[list[int]]]) -> None:
         ("tensor", "pipeline"),
         ("tensor", "expert"),
         ("expert", "expert_data"),
+        ("expert_model", "expert_data"),
     ):
         members = {rank: set(ranks) for ranks in groups[other] for rank in ranks}
         assert all(members[rank] & set(ranks) == {rank} for ranks in groups[one] for rank in ranks), (one, other)

@@ -1,4 +1,4 @@
-"""Layers that keep their hidden state from call to call, and networks of them.
+"""Recurrent layers that keep their hidden state from call to call, and networks of them.
 
 Shapes: T time, B batch, I input, O output, L layers. A network takes [T, B, I], or [B, T, I] with `batch_first`.
 """
@@ -19,13 +19,13 @@ from . import _sequences
 
 
 class RNNCell(nn.Module):
-    """A layer: weights, a function that computes one step, and the hidden state.
+    """A recurrent layer: weights, a function that computes one step, and the hidden state.
 
     `cell(input, hidden, w_ih, w_hh, b_ih=, b_hh=)` computes a step; `hidden` is a tensor if there is one hidden state,
-    else a list. `gate_multiplier` is how many gates it has (4 for LSTMs, 3 for GRUs, else 1). An `output_size` other
-    than `hidden_size` adds a linear projection (`w_ho`) of the first hidden state, which is the output.
+    else a list. `gate_multiplier` is the number of gates (4 for LSTMs, 3 for GRUs, else 1). If `output_size` differs
+    from `hidden_size`, a linear layer (`w_ho`) projects the first hidden state, and the result is the output.
 
-    `hidden` lives on between calls: `reset_hidden` starts anew, `detach_hidden` keeps the values but ends the graph.
+    `hidden` persists between calls: `reset_hidden` zeroes it, `detach_hidden` keeps the values but ends the graph.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class RNNCell(nn.Module):
 
     @property
     def is_projected(self) -> bool:
-        """Whether the output has another size than the hidden state."""
+        """Return whether the output's size differs from the hidden state's."""
         return self.output_size != self.hidden_size
 
     def new_like(self, new_input_size: int | None = None) -> RNNCell:
-        """A new layer of the same kind and sizes, but for the input's if it is given."""
+        """Return a new layer of the same kind and sizes, with another input size if it is given."""
         return type(self)(
             self.gate_multiplier,
             self.input_size if new_input_size is None else new_input_size,
@@ -78,38 +78,38 @@ class RNNCell(nn.Module):
         )
 
     def reset_parameters(self, gain: float = 1) -> None:
-        """New parameters, uniform between -1/sqrt(hidden_size) and 1/sqrt(hidden_size); `gain` is not used."""
+        """Draw new parameters, uniform between -1/sqrt(hidden_size) and 1/sqrt(hidden_size); `gain` is not used."""
         bound = 1 / math.sqrt(self.hidden_size)
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)
 
     def init_hidden(self, bsz: int) -> None:
-        """Zero for hidden states that are not there yet, or that are of another batch size."""
+        """Set hidden states to zero if they do not exist yet or have another batch size."""
         for index, state in enumerate(self.hidden):
             if state is None or state.size(0) != bsz:
                 size = self.output_size if index == 0 else self.hidden_size
                 self.hidden[index] = self.w_ih.new_zeros(bsz, size)
 
     def reset_hidden(self, bsz: int) -> None:
-        """Zero for all hidden states."""
+        """Set all hidden states to zero."""
         self.hidden = [None] * self.n_hidden_states
         self.init_hidden(bsz)
 
     def detach_hidden(self) -> None:
-        """Keeps the hidden states' values only, so that a backward pass stops there."""
+        """Detach the hidden states, so that a backward pass stops there."""
         if any(state is None for state in self.hidden):
             raise RuntimeError("there is no hidden state to detach yet; init_hidden, reset_hidden and forward make one")
         self.hidden = [state.detach() for state in self.hidden]
 
     def init_inference(self, bsz: int) -> None:
-        """Starts anew, for a sequence that is fed step by step."""
+        """Set all hidden states to zero, for a sequence that is fed step by step."""
         self.reset_hidden(bsz)
 
     def prepare_hidden(self, input: Tensor) -> None:
-        """Makes the hidden states fit an input [B, I]: made if need be, and of the weights' device and type."""
+        """Make the hidden states fit an input [B, I]: create missing ones, and use the weights' device and dtype."""
         self.init_hidden(input.size(0))
         weight = self.w_ih
-        # Autocast chooses types itself, and states of its type must not be cast up and down at every step.
+        # Autocast chooses dtypes itself, and states of its dtype must not be cast up and down at every step.
         dtype = weight.dtype if autocast_dtype(weight) is None else None
         self.hidden = [state.to(device=weight.device, dtype=dtype or state.dtype) for state in self.hidden]
 
@@ -117,7 +117,7 @@ class RNNCell(nn.Module):
         return self.w_ih, self.w_hh
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        """One step [B, I] from the state that the layer keeps; returns the new state, the output [B, O] first."""
+        """Compute one step [B, I] from the stored state; return the new state, with the output [B, O] first."""
         self.prepare_hidden(input)
         before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
         after = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
@@ -127,34 +127,34 @@ class RNNCell(nn.Module):
         return tuple(self.hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which take no tensor in the middle of a graph."""
+        """Return the state for copies and pickles, with detached hidden states: these accept no non-leaf tensors."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
         return {**self.__dict__, "hidden": hidden}
 
 
 class _Network(nn.Module):
-    """What networks do with all their parts."""
+    """Base of networks: methods that call a method of all their parts."""
 
     rnns: nn.ModuleList
 
     def reset_parameters(self) -> None:
-        """New parameters in all layers."""
+        """Draw new parameters in all layers."""
         self._all("reset_parameters")
 
     def init_hidden(self, bsz: int) -> None:
-        """Zero for hidden states that are not there yet, or that are of another batch size."""
+        """Set hidden states to zero if they do not exist yet or have another batch size."""
         self._all("init_hidden", bsz)
 
     def detach_hidden(self) -> None:
-        """Keeps the hidden states' values only, so that a backward pass stops there."""
+        """Detach the hidden states, so that a backward pass stops there."""
         self._all("detach_hidden")
 
     def reset_hidden(self, bsz: int) -> None:
-        """Zero for all hidden states."""
+        """Set all hidden states to zero."""
         self._all("reset_hidden", bsz)
 
     def init_inference(self, bsz: int) -> None:
-        """Starts anew, for a sequence that is fed step by step."""
+        """Set all hidden states to zero, for a sequence that is fed step by step."""
         self._all("init_inference", bsz)
 
     def _all(self, method: str, *arguments: Any) -> None:
@@ -163,10 +163,10 @@ class _Network(nn.Module):
 
 
 class stackedRNN(_Network):
-    """Layers one on top of the other.
+    """A stack of recurrent layers.
 
-    `inputRNN` is the first layer, from which the others are made, or a list of `num_layers` layers. In training,
-    `dropout` is the share of each layer's outputs but the last one's that are set to zero.
+    `inputRNN` is the first layer, which the others are modelled on, or a list of `num_layers` layers. In training,
+    `dropout` is the share of each layer's outputs that are set to zero; the last layer has no dropout.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class stackedRNN(_Network):
         self.nLayers = len(self.rnns)
 
     def forward(self, input: Tensor, collect_hidden: bool = False, reverse: bool = False) -> tuple[Tensor, list[Any]]:
-        """The outputs [T, B, O], and a list of the hidden states, each [L, B, O or H], at the end of the sequence.
+        """Return the outputs [T, B, O], and a list of the final hidden states, each [L, B, O or H].
 
         With `collect_hidden`, each entry of that list is a list of T such tensors, one for each time. `reverse` goes
         through the sequence from its end to its start; outputs and collected states stay in the order of the input.
@@ -207,7 +207,7 @@ class stackedRNN(_Network):
         return (outputs.transpose(0, 1) if self.batch_first else outputs), states
 
     def flatten_parameters(self) -> None:
-        """Puts the weights where cuDNN wants them; otherwise it would copy them in every call."""
+        """Make the weights contiguous for cuDNN; otherwise it would copy them in every call."""
         if self._has_fused():
             _sequences.flatten(list(self.rnns))
 
@@ -217,7 +217,7 @@ class stackedRNN(_Network):
         return self
 
     def _has_fused(self) -> bool:
-        """Whether a function of PyTorch computes whole sequences. A subclass of a layer may compute something else."""
+        """Return whether a PyTorch function computes whole sequences; never for subclasses, which may differ."""
         return all(type(layer) is RNNCell for layer in self.rnns) and _sequences.has_fused(list(self.rnns))
 
     def _step_by_step(self, sequence: Tensor, collect_hidden: bool) -> tuple[Tensor, list[Any]]:
@@ -235,14 +235,14 @@ class stackedRNN(_Network):
         return torch.stack(outputs), [torch.stack(parts) for parts in self._hidden_by_kind()]
 
     def _hidden_by_kind(self) -> list[tuple[Tensor, ...]]:
-        """For each hidden state, those of all layers."""
+        """Return a tuple for each kind of hidden state, with the state of every layer."""
         return list(zip(*(layer.hidden for layer in self.rnns), strict=True))  # type: ignore[arg-type]
 
 
 class bidirectionalRNN(_Network):
-    """Two stacks of layers, one that goes through the sequence forwards and one backwards; their outputs side by side.
+    """Two stacks of layers, one run forwards and one backwards along the sequence; their outputs are concatenated.
 
-    Unlike in torch.nn, the directions meet only at the end: a layer sees those below it of its own direction.
+    Unlike in torch.nn, the directions meet only at the end: a layer's input is the layer below of its own direction.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class bidirectionalRNN(_Network):
         self.rnns = nn.ModuleList([self.fwd, self.bckwrd])
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, tuple[Any, ...]]:
-        """The outputs [T, B, 2O], and the hidden states as in `stackedRNN`, both directions side by side."""
+        """Return the outputs [T, B, 2O], and the hidden states as in `stackedRNN`, both directions concatenated."""
         outputs, states = self.fwd(input, collect_hidden=collect_hidden)
         reversed_outputs, reversed_states = self.bckwrd(input, collect_hidden=collect_hidden, reverse=True)
         pairs = list(zip(states, reversed_states, strict=True))

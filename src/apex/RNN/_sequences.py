@@ -1,6 +1,6 @@
-"""Whole sequences through PyTorch's own recurrent networks, where these compute what a stack of layers does.
+"""Whole sequences by PyTorch's own recurrent networks, if these compute the same as a stack of layers.
 
-A loop in Python launches a handful of kernels for each time and layer; PyTorch's networks run all of it in one call.
+A loop in Python launches a handful of kernels for each time step and layer; PyTorch's networks run all in one call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _fused: dict[Callable[..., Any], Fused] = {}
 
 
 def has_sequence(run: Callable[..., Any], mode: str, projects: bool = False) -> Callable[[Any], Any]:
-    """Marks a cell whose sequences `run` computes, which cuDNN calls `mode`; `projects` if also to another size."""
+    """Register a cell: `run` computes its sequences, `mode` is cuDNN's name, `projects` if it can project outputs."""
 
     def mark(cell: Callable[..., Any]) -> Callable[..., Any]:
         _fused[cell] = Fused(run, mode, projects)
@@ -37,7 +37,7 @@ def has_sequence(run: Callable[..., Any], mode: str, projects: bool = False) -> 
 
 
 def has_fused(layers: Sequence[Any]) -> bool:
-    """Whether PyTorch has a function for these `RNNCell`s: of one kind and size, with nothing hooked in between."""
+    """Return whether PyTorch has a function for these `RNNCell`s, which must have one kind and size and no hooks."""
     first, *others = layers
     fused = _fused.get(first.cell)
     if fused is None or (first.is_projected and not fused.projects):
@@ -51,21 +51,21 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 
 def _is_hooked(layer: Any) -> bool:
-    """Hooks would not be called."""
+    """Return whether a layer has hooks, which a fused function would not call."""
     return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
 
 def run_fused(layers: Sequence[Any], sequence: Tensor, dropout: float) -> Tensor:
-    """The outputs [T, B, O] for a sequence [T, B, I]; updates the layers' hidden states."""
+    """Return the outputs [T, B, O] for a sequence [T, B, I] and update the layers' hidden states."""
     states = [torch.stack(parts) for parts in zip(*(layer.hidden for layer in layers), strict=True)]
     weights = [weight for layer in layers for weight in _weights(layer)]
     dtype = autocast_dtype(sequence)
     # PyTorch's cast ends in oneDNN, which has no LSTM in half precision on some CPUs (torch 2.13 on aarch64).
     cast_here = dtype is not None and not torch.backends.cudnn.is_acceptable(sequence)
     if cast_here:
-        dtype = torch.float64 if weights[0].dtype == torch.float64 else dtype  # which autocast leaves alone
+        dtype = torch.float64 if weights[0].dtype == torch.float64 else dtype  # autocast does not cast float64
         sequence, states, weights = sequence.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights]
-    # What a backward pass needs is kept only in training, and one may follow in evaluation too.
+    # `train`: PyTorch saves tensors for a backward pass only if it is True, and evaluation may need one too.
     options = (layers[0].bias, len(layers), dropout, torch.is_grad_enabled(), False, False)
     with torch.autocast(sequence.device.type, enabled=False) if cast_here else contextlib.nullcontext():
         run = _fused[layers[0].cell].run
@@ -76,13 +76,13 @@ def run_fused(layers: Sequence[Any], sequence: Tensor, dropout: float) -> Tensor
 
 
 def _weights(layer: Any) -> list[Tensor]:
-    found = [layer.w_ih, layer.w_hh, layer.b_ih, layer.b_hh, layer.w_ho if layer.is_projected else None]
-    return [weight for weight in found if weight is not None]
+    candidates = [layer.w_ih, layer.w_hh, layer.b_ih, layer.b_hh, layer.w_ho if layer.is_projected else None]
+    return [weight for weight in candidates if weight is not None]
 
 
 @torch.no_grad()
 def flatten(layers: Sequence[Any]) -> None:
-    """Lays the weights one after the other in memory, as cuDNN wants them; does nothing where it is not used."""
+    """Make the weights contiguous in memory, in cuDNN's order; do nothing if cuDNN is not used."""
     weights = [weight for layer in layers for weight in _weights(layer)]
     first = weights[0]
     alike = all(weight.dtype == first.dtype and weight.device == first.device for weight in weights)

@@ -1,4 +1,4 @@
-"""One step of each recurrent network.
+"""Cells: functions that compute one step of each recurrent network.
 
 Shapes: B batch, I input, H hidden, O output (H unless it is projected), G gates (4H for LSTM, 3H for GRU, else H).
 
@@ -27,7 +27,7 @@ States = Sequence[Tensor]
 def RNNReLUCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """`max(w_ih x + b_ih + w_hh h + b_hh, 0)`."""
+    """Compute `max(w_ih x + b_ih + w_hh h + b_hh, 0)`."""
     return torch.relu(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
@@ -35,7 +35,7 @@ def RNNReLUCell(
 def RNNTanhCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """`tanh(w_ih x + b_ih + w_hh h + b_hh)`."""
+    """Compute `tanh(w_ih x + b_ih + w_hh h + b_hh)`."""
     return torch.tanh(F.linear(input, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh))
 
 
@@ -43,7 +43,7 @@ def RNNTanhCell(
 def GRUCell(
     input: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """One step of torch.nn.GRU: gates in the order reset, update, new."""
+    """Compute one step of torch.nn.GRU, with gates in the order reset, update, new."""
     return torch.gru_cell(input, hidden, w_ih, w_hh, b_ih, b_hh)
 
 
@@ -51,7 +51,7 @@ def GRUCell(
 def LSTMCell(
     input: Tensor, hidden: States, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One step of torch.nn.LSTM: gates in the order input, forget, cell, output."""
+    """Compute one step of torch.nn.LSTM, with gates in the order input, forget, cell, output."""
     h, c = hidden
     if h.size(1) == c.size(1):
         return torch.lstm_cell(input, (h, c), w_ih, w_hh, b_ih, b_hh)
@@ -68,14 +68,14 @@ def mLSTMCell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """An LSTM's step with `m = (w_mih x) * (w_mhh h)` in the place of h."""
+    """Compute an LSTM's step with `m = (w_mih x) * (w_mhh h)` instead of h."""
     h, c = hidden
     m = F.linear(input, w_mih) * F.linear(h, w_mhh)
     return _lstm_state(F.linear(input, w_ih, b_ih) + F.linear(m, w_hh, b_hh), c)
 
 
 def _lstm_state(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The new h and c; computed in float32 if they are in half precision, as the fused kernels of PyTorch do."""
+    """Return the new h and c, computed in float32 for half precision, like PyTorch's fused kernels."""
     exact = gates.float() if gates.dtype in _HALF else gates
     write, keep, new, read = exact.chunk(4, 1)
     state = torch.sigmoid(keep) * c + torch.sigmoid(write) * torch.tanh(new)
@@ -96,6 +96,6 @@ class mLSTMRNNCell(RNNCell):
         return self.w_ih, self.w_hh, self.w_mih, self.w_mhh
 
     def new_like(self, new_input_size: int | None = None) -> mLSTMRNNCell:
-        """A new layer of the same kind and sizes, but for the input's if it is given."""
+        """Return a new layer of the same kind and sizes, with another input size if it is given."""
         size = self.input_size if new_input_size is None else new_input_size
         return type(self)(size, self.hidden_size, self.bias, self.output_size)

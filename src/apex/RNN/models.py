@@ -1,4 +1,4 @@
-"""Recurrent networks by name."""
+"""Functions that make recurrent networks: LSTM, GRU, ReLU, Tanh, mLSTM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def toRNNBackend(
     dropout: float = 0,
     batch_first: bool = False,
 ) -> Network:
-    """A network of `num_layers` layers like the cell `inputRNN`, or of the cells in a list."""
+    """Make a network of `num_layers` layers like the cell `inputRNN`, or of the cells in a list."""
     kind = bidirectionalRNN if bidirectional else stackedRNN
     return kind(inputRNN, num_layers, dropout=dropout, batch_first=batch_first)
 
@@ -48,18 +48,18 @@ def LSTM(
     bidirectional: bool = False,
     output_size: int | None = None,
 ) -> Network:
-    """Long short-term memory; an `output_size` other than `hidden_size` projects each layer's output to it."""
+    """Make a long short-term memory; if `output_size` differs from `hidden_size`, outputs are projected to it."""
     cell = RNNCell(4, input_size, hidden_size, LSTMCell, 2, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
 
-# The others take the same arguments.
+# The other functions take the same arguments as LSTM.
 
 
 def GRU(
     input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
-    """Gated recurrent units. `output_size`, if given, must be `hidden_size`: gates mix new and old outputs."""
+    """Make a network of gated recurrent units; `output_size` must be `hidden_size`, because gates mix old and new."""
     if output_size not in (None, hidden_size):
         raise ValueError(
             f"output_size is {output_size}, but a GRU adds its old output to its new state, so that both need the size "
@@ -72,7 +72,7 @@ def GRU(
 def ReLU(
     input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
-    """The plain recurrent network with max(x, 0); `output_size` as in `LSTM`."""
+    """Make a plain recurrent network with activation max(x, 0); `output_size` as in `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, RNNReLUCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
@@ -80,7 +80,7 @@ def ReLU(
 def Tanh(
     input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
-    """The plain recurrent network with tanh; `output_size` as in `LSTM`."""
+    """Make a plain recurrent network with activation tanh; `output_size` as in `LSTM`."""
     cell = RNNCell(1, input_size, hidden_size, RNNTanhCell, 1, bias, output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)
 
@@ -88,6 +88,6 @@ def Tanh(
 def mLSTM(
     input_size, hidden_size, num_layers, bias=True, batch_first=False, dropout=0, bidirectional=False, output_size=None
 ) -> Network:
-    """Multiplicative LSTM (https://arxiv.org/abs/1609.07959); `output_size` as in `LSTM`."""
+    """Make a multiplicative LSTM (https://arxiv.org/abs/1609.07959); `output_size` as in `LSTM`."""
     cell = mLSTMRNNCell(input_size, hidden_size, bias=bias, output_size=output_size)
     return toRNNBackend(cell, num_layers, bidirectional, dropout, batch_first)

@@ -1,1 +1,1 @@
-"""`apex bench`: the registered cases, ours and the peers side by side in one run."""
+"""`apex bench`: runs the registered cases, ours beside the peers."""

@@ -1,4 +1,4 @@
-"""Whether an implementation's results agree with the float64 reference, so that no wrong result gets a time."""
+"""Comparison of results with the float64 reference, so that no wrong result gets a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .registry import Expected
 
 
 def worst_excess(actual: Sequence[Tensor], expected: Sequence[Expected]) -> float:
-    """The largest error of any element, as a multiple of its tolerance: ours is right when this is at most 1."""
+    """Return the largest error of any element as a multiple of its tolerance; ours must be at most 1."""
     if len(actual) != len(expected):
         return math.inf
     return max(
@@ -22,10 +22,10 @@ def worst_excess(actual: Sequence[Tensor], expected: Sequence[Expected]) -> floa
 
 
 def mean_excess(actual: Sequence[Tensor], expected: Sequence[Expected]) -> float:
-    """The root-mean-square error of the worst tensor, as a multiple of its tolerance: a peer is right up to 1.
+    """Return the root-mean-square error of the worst tensor as a multiple of its tolerance; a peer's must be at most 1.
 
     A peer may round an intermediate to half precision, which puts single elements that cancel to nearly zero outside
-    the tolerance. That is its way of working, not a wrong result, and must not keep its time out of the comparison.
+    the tolerance. This is not a wrong result and must not keep the peer's time out of the comparison.
     """
     if len(actual) != len(expected):
         return math.inf

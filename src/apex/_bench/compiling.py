@@ -1,4 +1,4 @@
-"""The peer "compile": `torch.compile` of the eager code, for one shape, with a backward that can be repeated."""
+"""The peer "compile": `torch.compile` of the eager code for one shape, with a backward pass that can be repeated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """`function` compiled for the shapes it is called with next; forgets what was compiled for earlier cases."""
+    """Return `function` compiled for the shapes of its next call; drops code compiled for earlier cases."""
     torch.compiler.reset()
     _compile_in_this_process()
     _keep_buffers_after_backward(device)
@@ -17,17 +17,17 @@ def compiled(function: Callable[..., Any], device: torch.device) -> Callable[...
 
 
 def _compile_in_this_process() -> None:
-    """Starts no pool of compiler processes: they would still be starting up, on every core, while others are timed."""
+    """Start no pool of compiler processes: they would still be starting, on every core, while others are timed."""
     import torch._inductor.config as settings
 
     settings.compile_threads = 1
 
 
 def _keep_buffers_after_backward(device: torch.device) -> None:
-    """Turns donated buffers off for the rest of the process: they forbid `retain_graph=True`.
+    """Turn donated buffers off for the rest of the process, because they forbid `retain_graph=True`.
 
-    PyTorch keeps such settings per thread and runs a GPU's backward in a thread of its own, so the setting is made here
-    and, by the hook of a tiny backward, there.
+    PyTorch keeps such settings per thread and runs a GPU's backward pass in another thread. So the setting is made in
+    this thread and, by the hook of a tiny backward pass, in that one.
     """
     import torch._functorch.config as settings
 

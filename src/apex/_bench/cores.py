@@ -1,10 +1,9 @@
-"""All threads of the process on one core, while a GPU is timed.
+"""Restriction of all threads of the process to one core, while a GPU is timed.
 
-autograd runs a backward pass in a thread of its own, so a call hands over to that thread and back. Where the thread
-wakes up on another core, that core may first have to be woken and has nothing of Python in its caches: on a virtual
-machine the same backward pass of a norm kept the host busy for 78 us on one core and for 156 to 219 us on several, and
-which of these it would be changed from second to second (`benchmarks/results/nvidia_h200-host.txt`). On one core there
-is only the handover, for every implementation alike.
+autograd runs a backward pass in its own thread, so a call hands over to that thread and back. If the thread wakes up on
+another core, that core may have to be woken first and has nothing of Python in its caches. On a virtual machine the
+same backward pass of a norm kept the host busy for 78 us on one core and for 156 to 219 us on several, and this changed
+from second to second. On one core only the handover remains, equally for every implementation.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ _TASKS = Path("/proc/self/task")
 
 
 def may_be_chosen() -> bool:
-    """Whether threads can be moved here: on Linux."""
+    """Return whether threads can be moved between cores: on Linux."""
     return hasattr(os, "sched_setaffinity") and _TASKS.is_dir()
 
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Keeps the process on the core it runs on; threads that start meanwhile stay there too.
+    """Keep the process on its current core; threads that start in the context stay there too.
 
-    Afterwards each thread has its own cores again (OpenMP may have given one to each), a new one those of this thread.
+    On exit each thread gets its former cores back (OpenMP may have given one to each); a new thread gets this one's.
     """
     own, before = os.sched_getaffinity(0), _cores_of_threads()
     core = {_current_core()} & own or {min(own)}
@@ -43,15 +42,15 @@ def _current_core() -> int:
 
 
 def _cores_of_threads() -> dict[int, set[int]]:
-    found = {}
+    cores = {}
     for thread in _threads():
-        with contextlib.suppress(OSError):  # it has ended
-            found[thread] = os.sched_getaffinity(thread)
-    return found
+        with contextlib.suppress(OSError):  # the thread has ended
+            cores[thread] = os.sched_getaffinity(thread)
+    return cores
 
 
 def _move_threads(cores: dict[int, set[int]], others: set[int]) -> None:
-    """Every thread to its `cores`, those that have none there to the `others`."""
+    """Move every thread to its `cores`, and threads missing there to `others`."""
     for thread in _threads():
         with contextlib.suppress(OSError):
             os.sched_setaffinity(thread, cores.get(thread, others))

@@ -1,4 +1,4 @@
-"""A differentiable function as a case: who computes it, on what, and which pass is measured.
+"""Benchmark cases of a differentiable function: its implementations, its arguments and the measured pass.
 
 A direction is "fwd" for the forward pass, "bwd" for the backward pass alone, "step" for both in one call. Arguments
 that require gradients are the leaves.
@@ -19,17 +19,17 @@ from .registry import OURS, Call, Case, Expected, Prepared
 
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-# Makes a function, importing and compiling what it needs; the function returns one tensor or several.
+# Makes a function, including imports and compilation; the function returns one tensor or several.
 Maker = Callable[[], Callable[..., Any]]
 
 
 def long_name(dtype: torch.dtype) -> str:
-    """Such as "float32"."""
+    """Return a dtype's name without the prefix, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 class Random:
-    """Random tensors on a device, the same at every run."""
+    """A source of random tensors on a device, the same in every run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,11 +42,11 @@ class Random:
         return values.to(memory_format=layout)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Between 0 and 1."""
+        """Return values between 0 and 1."""
         return torch.rand(shape, generator=self.generator, device=self.device)
 
     def weight(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Between 0.5 and 1.5."""
+        """Return values between 0.5 and 1.5."""
         return self.uniform(size).add(0.5).to(dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
@@ -54,7 +54,7 @@ class Random:
 
 
 def has_liger(device: torch.device) -> bool:
-    """Whether Liger-Kernel is a peer: on a GPU, where it is installed."""
+    """Return whether Liger-Kernel is a peer: on a GPU, if it is installed."""
     return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
 
 
@@ -66,7 +66,7 @@ def with_peers(
     compile: bool = True,
     liger: Maker | None = None,
 ) -> dict[str, Maker]:
-    """Ours, PyTorch's operators, and on a GPU those that bring kernels of their own: torch.compile and Liger-Kernel."""
+    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile and Liger-Kernel."""
     makers: dict[str, Maker] = {OURS: lambda: ours, "torch": lambda: eager}
     if compile and device.type == "cuda":
         makers["compile"] = lambda: compiled(eager, device)
@@ -76,7 +76,7 @@ def with_peers(
 
 
 def leaves_of(arguments: Sequence[Any]) -> list[Tensor]:
-    """The tensors that require gradients."""
+    """Return the tensors that require gradients."""
     return [each for each in arguments if isinstance(each, Tensor) and each.requires_grad]
 
 
@@ -88,7 +88,7 @@ def prepare(
     expected: Sequence[Expected],
     leaves: Sequence[Tensor] | None = None,
 ) -> Prepared:
-    """The implementations on the same arguments; `leaves` are given where a module holds some of them."""
+    """Prepare all implementations on the same arguments; pass `leaves` if a module holds some of them."""
     own = leaves_of(arguments) if leaves is None else leaves
     calls = {name: functools.partial(call, make, arguments, own, gradient, direction) for name, make in makers.items()}
     return Prepared(calls, expected)
@@ -97,7 +97,7 @@ def prepare(
 def call(
     make: Maker, arguments: Sequence[Any], leaves: Sequence[Tensor], gradient: Tensor | Sequence[Tensor], direction: str
 ) -> Call:
-    """One direction of a function: a call returns its outputs, or the gradients of the leaves."""
+    """Return a call of one direction of a function: it returns outputs, or the gradients of the leaves."""
     function = make()
     if direction == "fwd":
 
@@ -122,9 +122,9 @@ def exact(
     dtype: torch.dtype,
     terms: Sequence[int] = (),
 ) -> list[Expected]:
-    """The right results: those of `function` in float64.
+    """Return the expected results: those that `function` gives in float64.
 
-    An output is delivered in `dtype`, a gradient in that of its leaf. `terms` says how many numbers each element of the
+    An output has dtype `dtype`, a gradient the dtype of its leaf. `terms` says how many numbers each element of the
     output, then of each leaf's gradient, is the sum of.
     """
     wide = [
@@ -151,27 +151,27 @@ def compared(
     terms: Sequence[int] = (),
     **peers: Any,
 ) -> Prepared:
-    """Ours beside PyTorch's operators, which in float64 give what is right; `peers` as for `with_peers`."""
+    """Prepare ours and PyTorch's operators, whose float64 results are expected; `peers` is passed to `with_peers`."""
     expected = exact(eager, arguments, gradient, direction, gradient.dtype, terms)
     return prepare(with_peers(ours, eager, gradient.device, **peers), arguments, gradient, direction, expected)
 
 
 def without_kink(gradient: Tensor, before: Tensor) -> Tensor:
-    """No gradient where ReLU's input is nearly zero: rounding decides on which side such an element lies."""
+    """Zero the gradient where ReLU's input is nearly zero, because rounding decides the sign of such an element."""
     return gradient.masked_fill_(before.abs() < (1e-3 if gradient.dtype == torch.float32 else 0.05), 0)
 
 
 def times(shape: Sequence[int]) -> str:
-    """Such as "2x320x8x8"."""
+    """Return a shape as text, such as "2x320x8x8"."""
     return "x".join(map(str, shape))
 
 
 def passes(
     name: str, moved: Mapping[str, int], prepare: Callable[..., Prepared], *arguments: Any, note: str | None = None
 ) -> list[Case]:
-    """Cases of `prepare(*arguments, direction, device)` with the bytes that each direction moves.
+    """Return the cases `prepare(*arguments, direction, device)` of all directions; `moved` has the bytes of each.
 
-    A step is timed as a training loop sees it.
+    A step is timed by the wall clock, as a training loop sees it.
     """
     return [
         Case(

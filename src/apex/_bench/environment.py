@@ -1,4 +1,4 @@
-"""Where a run took place: the device, its name and the versions of everything that matters to its times."""
+"""The environment of a run: the device, its name and the versions of everything that affects times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._installed import TRITON_DISTRIBUTIONS, installed_version
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor as the operating system gives it."""
+    """Return the name of the GPU, or of the CPU as the operating system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -28,12 +28,12 @@ def device_name(device: torch.device) -> str:
 
 
 def device_stem(name: str) -> str:
-    """A device name as the beginning of a file name: "NVIDIA H200" -> "nvidia_h200"."""
+    """Return a device name as the beginning of a file name: "NVIDIA H200" -> "nvidia_h200"."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Device, versions and date, as they stand at the head of a results file."""
+    """Return device, versions and date for the head of a results file."""
     versions = {
         "apex": __version__,
         "torch": torch.__version__,

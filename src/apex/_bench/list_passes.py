@@ -1,4 +1,4 @@
-"""Passes over all gradients: their norm, scaling with a look for overflows, clipping; ours and PyTorch's."""
+"""Passes over all gradients: norm, scaling with overflow check, clipping; ours and PyTorch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..contrib.clip_grad import clip_grad_norm_
 from ..ops.multi_tensor import l2norm, scale
 from .problems import Algorithm, Maker, Running, gradients
 
-# Nearly 1, so that gradients which are scaled or clipped thousands of times stay in range.
+# Nearly 1, so that gradients scaled or clipped thousands of times stay in range.
 FACTOR = 1 - 2**-12
 
 
@@ -30,7 +30,7 @@ def _measuring(norm: Callable[[list[Tensor]], Tensor]) -> Maker:
 
 
 def _scaling(start: Callable[[list[Tensor], Tensor], Callable[[], object]]) -> Maker:
-    """`start(grads, flag)` gives a step that multiplies by FACTOR and sets the flag where something is not finite."""
+    """Return a maker from `start(grads, flag)`, which makes a step that scales by FACTOR and flags non-finite ones."""
 
     def make(params: list[nn.Parameter]) -> Running:
         grads = gradients(params)
@@ -38,11 +38,11 @@ def _scaling(start: Callable[[list[Tensor], Tensor], Callable[[], object]]) -> M
         step = start(grads, flag)
 
         def results() -> list[list[Tensor]]:
-            """Gradients and flag, and the flag after a step with an overflow."""
-            scaled, found = [grad.clone() for grad in grads], flag.clone()
+            """Return gradients and flag, and the flag after a step with an overflow."""
+            scaled, clean_flag = [grad.clone() for grad in grads], flag.clone()
             grads[-1].view(-1)[-1] = math.inf
             step()
-            return [scaled, [found], [flag]]
+            return [scaled, [clean_flag], [flag]]
 
         return Running(step, results)
 
@@ -50,7 +50,7 @@ def _scaling(start: Callable[[list[Tensor], Tensor], Callable[[], object]]) -> M
 
 
 def _torch_scaling(grads: list[Tensor], flag: Tensor) -> Callable[[], object]:
-    """What torch.amp.GradScaler does."""
+    """Return a step that scales like torch.amp.GradScaler."""
     factor = torch.full_like(flag, FACTOR)
     return lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, factor)
 
@@ -65,7 +65,7 @@ def _foreach_scaling(grads: list[Tensor], flag: Tensor) -> Callable[[], object]:
 
 
 def _clipping(clip: Callable[..., Tensor]) -> Maker:
-    """Clips to less at every call, so that there is always something to clip."""
+    """Return a maker of steps that clip to a smaller norm at every call, so that there is always something to clip."""
 
     def make(params: list[nn.Parameter]) -> Running:
         limit, found = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients(params))), list[Tensor]()

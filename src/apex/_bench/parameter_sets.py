@@ -1,4 +1,4 @@
-"""Shapes of the parameters of whole models: what an optimizer's step is measured on."""
+"""Shapes of the parameters of whole models, on which optimizer steps are measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Shapes = list[tuple[int, ...]]
 
 
 def resnet50(width: int = 64, classes: int = 1000) -> Shapes:
-    """torchvision's resnet50: 161 tensors, 25,557,032 elements; `width` is that of the first layer."""
+    """Return the shapes of torchvision's resnet50: 161 tensors, 25,557,032 elements for a first layer of `width` 64."""
     shapes: Shapes = [(width, 3, 7, 7), (width,), (width,)]
     channels = width
     for stage, blocks in enumerate((3, 4, 6, 3)):
@@ -26,14 +26,14 @@ def resnet50(width: int = 64, classes: int = 1000) -> Shapes:
 
 
 def gpt(hidden: int = 2048, layers: int = 24, vocabulary: int = 50257, positions: int = 2048) -> Shapes:
-    """A GPT with tied embeddings and no last norm: 290 tensors, 1,315,719,168 elements."""
+    """Return the shapes of a GPT with tied embeddings and no last norm: 290 tensors, 1,315,719,168 elements."""
     h = hidden
     layer: Shapes = [(h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,), (h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
     return [(vocabulary, h), (positions, h), *(layer * layers)]
 
 
 def small_tensors(count: int = 1000) -> Shapes:
-    """Tensors so small that looking at each of them takes longer than computing: 912,000 elements in 1000 tensors."""
+    """Return shapes so small that overhead per tensor dominates: 912,000 elements in 1000 tensors."""
     return [[(64,), (32, 32), (256,), (16, 16, 3, 3)][index % 4] for index in range(count)]  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""Parameters with gradients for the benchmarks of optimizers, and how implementations are made, checked and timed."""
+"""Parameters with gradients for benchmarks of optimizers, and functions that make, check and time implementations."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from torch import Tensor, nn
 from .parameter_sets import Shapes
 from .registry import OURS, Call, Expected, Prepared
 
-# What gradients are multiplied by before every checked step: powers of 2, which need no rounding.
+# Gradients are multiplied by these factors before each checked step: powers of 2, which need no rounding.
 GRADIENT_FACTORS = (1.0, -0.5, 4.0)
 
 
 class Running(NamedTuple):
-    """An optimizer at work: `step` does one step, `results` gives the lists of tensors to compare after it."""
+    """An optimizer in use: `step` performs one step, `results` returns the lists of tensors to compare after it."""
 
     step: Callable[[], object]
     results: Callable[[], list[list[Tensor]]]
 
 
-# Makes an optimizer of parameters that have gradients.
+# Makes an optimizer from parameters that have gradients.
 Maker = Callable[[list[nn.Parameter]], Running]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A row per parameter set: `bytes_per_element` must move in a step; `exact` is run in float64.
+    """An algorithm with a row per parameter set; a step moves `bytes_per_element`, and `exact` runs in float64.
 
-    `result_dtypes` has one for each list of results."""
+    `result_dtypes` has one dtype for each list of results.
+    """
 
     name: str
     bytes_per_element: int
@@ -44,12 +45,12 @@ class Algorithm:
     result_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
 
     def implementations(self, device: torch.device) -> dict[str, Maker]:
-        """Ours first."""
+        """Return all implementations, ours first."""
         return {OURS: self.ours, **(self.cpu_peers if device.type == "cpu" else {}), **self.peers}
 
 
 def make_parameters(shapes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    """Parameters and gradients between -0.5 and 0.5, the same at every run."""
+    """Make parameters and gradients between -0.5 and 0.5, the same in every run."""
     generator = torch.Generator(device).manual_seed(0)
 
     def values(shape: tuple[int, ...]) -> Tensor:
@@ -62,7 +63,7 @@ def make_parameters(shapes: Shapes, device: torch.device, dtype: torch.dtype = t
 
 
 def copied(params: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
-    """The same parameters and gradients in memory of their own, in another dtype if one is given."""
+    """Return copies of parameters and gradients, in another dtype if one is given."""
     twins = [nn.Parameter(param.detach().to(dtype or param.dtype, copy=True)) for param in params]
     for twin, param in zip(twins, params, strict=True):
         assert param.grad is not None
@@ -79,7 +80,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def results_of_steps(make: Maker, params: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """What a few steps with other gradients each make of copies of `params`: one tensor per list of results."""
+    """Return the results of a few steps with different gradients on copies of `params`: one tensor per list."""
     twins = copied(params, dtype)
     running = make(twins)
     for factor in GRADIENT_FACTORS:
@@ -95,13 +96,13 @@ def prepared_steps(
     timed: Callable[[], list[nn.Parameter]],
     dtypes: Sequence[torch.dtype],
 ) -> Prepared:
-    """A case of optimizers: checked on some parameters, timed on others, which all of them share and go on changing.
+    """Prepare a case of optimizers, checked on some parameters and timed on others, which all of them share and change.
 
-    `exact` is the optimizer in float64, which may have one list of results for all; `dtypes` are those of the lists.
+    `exact` is the optimizer in float64, which may have one list of results for all; `dtypes` are the lists' dtypes.
     """
     lists = [values.double() for values in results_of_steps(exact, checked, torch.float64)]
     lists += lists[-1:] * (len(dtypes) - len(lists))
-    # A norm is one number of all; PyTorch's own adds up without pairing: 2e-6 of the norm of 1.6 million elements.
+    # A norm sums all elements; PyTorch's sums without pairing: an error of 2e-6 of the norm of 1.6 million elements.
     count = sum(param.numel() for param in checked)
     terms = [count if values.numel() == 1 else 1 for values in lists]
     timed = functools.cache(timed)
@@ -112,7 +113,7 @@ def prepared_steps(
     def time(make: Maker) -> Call:
         step = make(timed()).step
 
-        def call() -> Sequence[Tensor]:  # whose results nobody looks at
+        def call() -> Sequence[Tensor]:  # timed calls have no results to compare
             step()
             return ()
 

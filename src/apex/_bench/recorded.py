@@ -1,4 +1,4 @@
-"""Times of NVIDIA apex, recorded per device: it has our import name and cannot be loaded beside us."""
+"""Recorded times of NVIDIA apex per device, which has our import name and cannot be loaded beside us."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from .results import Measurement
 
 _HERE = Path(__file__).resolve()
-# In a wheel the recordings lie inside the package, in a source tree beside `src`.
+# A wheel holds the recordings inside the package, a source tree beside `src`.
 DIRECTORIES = (_HERE.parent / "peers", _HERE.parents[3] / "benchmarks" / "peers")
 
-HOST = " host"  # the end of a case's name where the time of the host was recorded
+HOST = " host"  # suffix of a case's name if the host's time was recorded
 
 
 def recorded_measurements(
     device_stem: str, directories: tuple[Path, ...] = DIRECTORIES
 ) -> dict[str, dict[str, Measurement]]:
-    """Case name -> implementation ("nvidia apex", "nvidia apex_fast", ...) -> what was recorded on that device.
+    """Return the measurements recorded on a device: case name -> implementation ("nvidia apex", ...) -> measurement.
 
-    `device_stem` is the normalised device name, such as "nvidia_h200"; without a recording the mapping is empty.
+    `device_stem` is the normalised device name, such as "nvidia_h200". Without a recording the result is empty.
     """
     path = next((p for d in directories if (p := d / f"{device_stem}.json").is_file()), None)
     if path is None:
@@ -28,7 +28,7 @@ def recorded_measurements(
     host = {
         (row["case"].removesuffix(HOST), row["impl"]): 1e3 * row["ms"] for row in rows if row["case"].endswith(HOST)
     }
-    found: dict[str, dict[str, Measurement]] = {}
+    measurements: dict[str, dict[str, Measurement]] = {}
     for row in rows:
         if row["case"].endswith(HOST):
             continue
@@ -38,5 +38,5 @@ def recorded_measurements(
             measurement = Measurement(name, "recorded", microseconds=1e3 * row["ms"], host_microseconds=busy)
         else:
             measurement = Measurement(name, "failed", error=row.get("err", "no time was recorded"))
-        found.setdefault(row["case"], {})[name] = measurement
-    return found
+        measurements.setdefault(row["case"], {})[name] = measurement
+    return measurements

@@ -1,4 +1,4 @@
-"""What can be benchmarked: families of cases, each declared once by a module of `apex._bench.cases`."""
+"""The registry of benchmarks: families of cases, each declared once by a module of `apex._bench.cases`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 OURS = "ours"
 
-# One call of an implementation: does the work once and returns the tensors to compare.
+# A call of an implementation: performs the work once and returns the tensors to compare.
 Call = Callable[[], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One right result: its values in float64, the dtype it is delivered in and how many terms each element sums.
+    """An expected result: its float64 values, its dtype and how many terms each element sums.
 
-    `slack` is an absolute error beyond the tolerance for these, for arithmetic that is known to have it.
+    `slack` is an absolute error allowed beyond the tolerance, for arithmetic that is known to have it.
     """
 
     value: Tensor
@@ -35,10 +35,10 @@ class Prepared:
     """A case with its tensors allocated.
 
     `implementations` maps a name ("ours", "torch", "compile", "liger", ...) to a function that makes its `Call`, so
-    that a peer which fails to import or compile fails alone. `timed` does the same for the calls that are timed, where
-    these are not the ones that are checked: what is timed may be too large to be held against a reference, or may
-    change its own input. Each of them is made, timed and dropped before the next one is made. `expected_of` has what
-    is right for those that are checked on other inputs than the rest, such as a peer that takes half precision only.
+    that a peer that fails to import or compile fails alone. `timed` holds the functions for timing if these differ:
+    the timed problem may be too large for a reference, or a call may change its own input. Each timed call is made,
+    timed and dropped before the next one is made. `expected_of` holds the expected results of implementations that are
+    checked on other inputs, such as a peer that accepts only half precision.
     """
 
     implementations: Mapping[str, Callable[[], Call]]
@@ -49,12 +49,12 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """A case: one row of the table.
 
     `bytes_moved` counts each input once and each output once. `timing` is "device" for the time of the work on the
-    device with a cold cache, "wall" for the time per iteration of a loop as a training script sees it, host included.
-    `note` is what a reader of the results must know beyond the name. `recorded_as` is the name under which times of
-    peers were recorded, where it is not this one.
+    device with a cold cache, or "wall" for the time per iteration of a loop as a training script sees it, including the
+    host. `note` tells readers of the results more than the name does. `recorded_as` is the name of the peers' recorded
+    times if it differs from `name`.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Family:
-    """Cases that belong together; `cases` takes the device and whether a quick run was asked for."""
+    """A family of related cases; `cases` takes the device and whether the run is quick."""
 
     name: str
     summary: str
@@ -75,21 +75,21 @@ class Family:
 
 
 class UnknownFamilyError(ValueError):
-    """A family name that no module has registered."""
+    """A family name that no module has registered was requested."""
 
 
 _families: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
-    """Makes a family known to `apex bench`."""
+    """Add a family to `apex bench`."""
     if _families.setdefault(family.name, family) is not family:
         raise ValueError(f"benchmark family {family.name!r} is registered twice")
     return family
 
 
 def known_families() -> dict[str, Family]:
-    """Every family, by name; imports the modules below `apex._bench.cases` at the first call."""
+    """Return every family, by name; the first call imports the modules of `apex._bench.cases`."""
     from . import cases
 
     for module in pkgutil.iter_modules(cases.__path__):
@@ -100,7 +100,7 @@ def known_families() -> dict[str, Family]:
 def select(
     names: Iterable[str], device: torch.device, *, quick: bool = False, words: str | None = None
 ) -> list[tuple[str, Case]]:
-    """Family name and case of the named families (all when none is named); the name has every word of `words`."""
+    """Return (family name, case) of the named families, by default all, whose case names contain all `words`."""
     families = known_families()
     wanted = list(dict.fromkeys(names)) or list(families)
     unknown = [name for name in wanted if name not in families]

@@ -1,4 +1,4 @@
-"""What a run found: records, derived figures and the JSON file."""
+"""Results of a run: records, derived figures and the JSON file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Status = Literal["ok", "recorded", "wrong", "failed"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One implementation of one case.
+    """The measurement of one implementation of one case.
 
     `status` is "ok" (measured now), "recorded" (measured earlier on the same kind of device), "wrong" (results disagree
-    with the reference: no time) or "failed" (`error` says how). `gpu_microseconds` is the time on the GPU alone, the
-    host's work being hidden. `worst_error` is the largest error of any element as a multiple of its tolerance.
+    with the reference: no time) or "failed" (`error` says how). `gpu_microseconds` is the time on the GPU alone, with
+    the host's work hidden. `worst_error` is the largest error of any element as a multiple of its tolerance.
     """
 
     implementation: str
@@ -45,7 +45,7 @@ class CaseResult:
 
     @property
     def floor(self) -> float:
-        """Microseconds that the bytes take at the bandwidth of a copy."""
+        """Return the microseconds that the bytes take at the bandwidth of a copy."""
         return self.bytes_moved / self.copy_bandwidth / 1e3
 
     def microseconds(self, implementation: str) -> float | None:
@@ -53,7 +53,7 @@ class CaseResult:
         return None if measurement is None else measurement.microseconds
 
     def bandwidth(self, implementation: str) -> float | None:
-        """GB/s."""
+        """Return the implementation's bandwidth in GB/s."""
         time = self.microseconds(implementation)
         return None if time is None else self.bytes_moved / time / 1e3
 
@@ -63,13 +63,13 @@ class CaseResult:
 
     @property
     def best_peer(self) -> str | None:
-        """The quickest implementation that is not ours."""
+        """Return the name of the fastest implementation that is not ours."""
         times = {n: m.microseconds for n, m in self.measurements.items() if n != OURS and m.microseconds is not None}
         return min(times, key=lambda name: times[name]) if times else None
 
     @property
     def ratio(self) -> float | None:
-        """Our time over the best peer's: below 1 is quicker."""
+        """Return our time over the best peer's: below 1, ours is faster."""
         ours, peer = self.microseconds(OURS), self.best_peer
         best = None if peer is None else self.microseconds(peer)
         return None if ours is None or best is None else ours / best
@@ -79,7 +79,7 @@ class CaseResult:
         return OURS not in self.measurements or self.measurements[OURS].status == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """The record as written to the file."""
+        """Return the record for the JSON file."""
         implementations = []
         for name, measurement in self.measurements.items():
             row = {key: value for key, value in asdict(measurement).items() if value is not None}
@@ -102,7 +102,7 @@ class CaseResult:
 
 @dataclass
 class Report:
-    """Everything of one run."""
+    """All results of one run."""
 
     environment: dict[str, Any]
     copy_bandwidth: float
@@ -111,7 +111,7 @@ class Report:
     cases: list[CaseResult] = field(default_factory=list)
 
     def implementations(self) -> list[str]:
-        """Every implementation that occurs, in the order of first appearance."""
+        """Return every implementation's name, in the order of first appearance."""
         return list(dict.fromkeys(name for case in self.cases for name in case.measurements))
 
     def as_json(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Report:
 
 
 def write_json(report: Report, path: Path) -> None:
-    """Writes the report to a temporary file beside `path` and renames it: `path` is never half written."""
+    """Write the report to a temporary file beside `path` and rename it, so that `path` is never half written."""
     text = json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path, "w") as file:

@@ -1,4 +1,4 @@
-"""Measures one case at a time: check every implementation first, then time the ones that are right."""
+"""Measures one case at a time: checks every implementation first, then times the correct ones."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run_case(
     copy_bandwidth: float,
     recorded: dict[str, Measurement] | None = None,
 ) -> CaseResult:
-    """Every implementation of `case` checked and timed, with the `recorded` ones beside them."""
-    # A compiler's million objects are older than the case: collections between its turns need not walk over them.
+    """Check and time every implementation of `case`; add the `recorded` measurements."""
+    # Exempt older objects, such as a compiler's million, so that collections between turns do not traverse them.
     gc.collect()
     gc.freeze()
     try:
         measurements = _measure(case, device, effort)
-    except Exception as error:  # the case itself could not be built, for example for want of memory
+    except Exception as error:  # the case itself could not be built, for example for lack of memory
         measurements = {OURS: Measurement(OURS, "failed", error=_describe(error))}
     finally:
         gc.unfreeze()
@@ -80,7 +80,7 @@ def _measure(case: Case, device: torch.device, effort: timing.Effort) -> dict[st
 
 
 def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
-    """A measurement without a time: "ok" or "wrong"."""
+    """Return a measurement without a time: "ok" or "wrong"."""
     actual = call()
     worst = worst_excess(actual, expected)
     judged = worst if name == OURS else min(worst, mean_excess(actual, expected))
@@ -94,13 +94,12 @@ def _check(name: str, call: Call, expected: Sequence[Expected]) -> Measurement:
 def _time(
     case: Case, makers: dict[str, Callable[[], Call]], device: torch.device, effort: timing.Effort
 ) -> dict[str, tuple[float, float | None, float | None] | Exception]:
-    """Median, host time and GPU time in microseconds per implementation, or what went wrong.
+    """Return median, host time and GPU time in microseconds per implementation, or the exception it raised.
 
-    All are measured in turns, so that a drift of the machine hits all alike. The time on a device is the smallest
-    median of a turn: a GPU that comes from the check, where it worked in double precision, may be 10% slower for as
-    long as the first one's turn takes.
-    A call is made when its turn comes and dropped after it: the next one may need its memory, and what is made anew for
-    every round does not owe its time to where its memory happens to lie, which is worth 15% on a CPU.
+    Implementations are measured in turns, so that a drift of the machine affects all alike. The time on a device is the
+    smallest median of a turn: after the check in double precision, a GPU may be 10% slower for the whole first turn.
+    A call is made when its turn comes and dropped after it, because the next one may need its memory. Being made again
+    for every round also averages over memory addresses, which affect times by 15% on a CPU.
     """
     wall = case.timing == "wall"
     measure = timing.wall_samples if wall else timing.device_samples
@@ -119,7 +118,7 @@ def _time(
                     host[name] = timing.host_microseconds(call, device, effort)
                     gpu[name] = timing.gpu_microseconds(call, device, host[name])
             except Exception as error:
-                errors[name] = error.with_traceback(None)  # whose frames would keep tensors alive
+                errors[name] = error.with_traceback(None)  # a traceback's frames would keep tensors alive
             call = None  # type: ignore[assignment]
             _release(device)
     times = {
@@ -131,12 +130,12 @@ def _time(
 
 
 def _release(device: torch.device) -> None:
-    """Gives the memory of what is no longer referenced back, so that cases do not burden each other."""
+    """Free unreferenced memory, so that cases do not affect each other."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _describe(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

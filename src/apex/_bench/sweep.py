@@ -3,9 +3,9 @@
 A case is checked against a float64 reference, then every implementation is timed in turns: on the GPU alone, behind a
 delay that hides the host's work, and between two events as a training script sees it. Each call finds a cold cache.
 
-The quickest round of each implementation counts. The same operators of PyTorch, timed twice between events on a virtual
-machine, differed by more than 5% in 46 of 172 passes when all rounds did: for seconds such a host takes three times as
-long, and then shows its work where it was hidden behind the GPU's. What is slower is so measured again later.
+The fastest round of each implementation counts. When all rounds counted, two timings of the same PyTorch operators
+between events on a virtual machine differed by more than 5% in 46 of 172 passes: for seconds such a host takes three
+times as long, and its work is then no longer hidden behind the GPU's. Passes that are slower are measured again later.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from .registry import OURS, Call, Prepared
 from .runner import _describe
 from .sweep_cases import FAMILIES, Draw, Passes
 
-# Calls of each round on the GPU alone and between events. The latter need a few until the host's caches know the code.
+# Calls per round on the GPU alone and between events. The latter need a few calls to warm the host's caches.
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
-SLOW_CALL = 2e3  # microseconds of the host above which a round has fewer: an optimizer of many tensors, one by one
-MOST_HOST = 10_000  # microseconds that a GPU may wait for the host
-ROUNDS_WHERE_SLOWER = 12  # of the second measurement
+SLOW_CALL = 2e3  # host microseconds above which a round has fewer calls: an optimizer of many tensors, one by one
+MOST_HOST = 10_000  # longest time in microseconds that a GPU waits for the host
+ROUNDS_WHERE_SLOWER = 12  # rounds of the second measurement
 LIMIT = 1.05  # times PyTorch's time: above it a case counts as slower
 BINS = (0.5, 0.7, 0.9, 1.0, LIMIT, 1.2, 1.5)
-WORST = 12  # cases that are printed
-CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # the most that a case may have
+WORST = 12  # number of cases printed
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 12, 1 << 26  # largest number of elements of a case
 TIMES = {"gpu": "on the GPU", "events": "between events"}
 
-# One direction of one case, as it is written to the file: microseconds by implementation in "gpu" and "events", ours
-# over the best of PyTorch's in "gpu_ratio" and "events_ratio", and in "error" what was wrong with ours, if anything.
+# A record of one direction of a case: microseconds by implementation in "gpu" and "events", our time over the best of
+# PyTorch's in "gpu_ratio" and "events_ratio", and in "error" the fault of ours, or None.
 Row = dict[str, Any]
 
 
 def sweep_families(names: str) -> list[str]:
-    """The families in a list separated by commas; "all" stands for all of them."""
+    """Return the families in a comma-separated list; "all" stands for all of them."""
     wanted = list(FAMILIES) if names == "all" else names.split(",")
     unknown = [name for name in wanted if name not in FAMILIES]
     if unknown:
@@ -61,7 +61,7 @@ def sweep_families(names: str) -> list[str]:
 def drawn_cases(
     families: Sequence[str], cases: int, seed: int, device: torch.device, words: str | None = None
 ) -> Iterator[tuple[str, str, Callable[[], Passes]]]:
-    """Family, name and maker of each case, which depend on the seed, the family and the case's number alone.
+    """Yield family, name and maker of each case, which depend only on the seed, the family and the case's number.
 
     `words` keeps the cases whose name contains all of them.
     """
@@ -77,16 +77,16 @@ def drawn_cases(
 def run_sweep(
     drawn: Iterable[tuple[str, str, Callable[[], Passes]]],
     device: torch.device,
-    path: Path,
+    path: Path | None,
     console: Console,
     about: Mapping[str, Any],
     *,
     all_cores: bool = False,
 ) -> int:
-    """Measures the cases, prints a summary of each family and returns an exit status: 1 where one of ours was wrong.
+    """Measure the cases, print a summary of each family and return an exit status: 1 if one of ours was wrong.
 
-    The file at `path` is written anew after every case, so that a run which is cut off loses none; `about` stands at
-    its head.
+    The file at `path`, if given, is rewritten after every case, so that an interrupted run loses none; it starts with
+    `about`.
     """
     head = json.dumps({**describe(device), **about})[:-1]
     rows: list[Row] = []
@@ -96,31 +96,34 @@ def run_sweep(
         begin, first = time.perf_counter(), len(rows)
         slower: list[tuple[dict[str, Row], str, Callable[[], Passes]]] = []
         for _, name, make in cases:
-            found: dict[str, Row] = {}
+            case_rows: dict[str, Row] = {}
             with core():
-                _measure(found, name, make, device, ROUNDS)
-            rows += found.values()
-            if any(map(_is_slower, found.values())):
-                slower.append((found, name, make))
+                _measure(case_rows, name, make, device, ROUNDS)
+            rows += case_rows.values()
+            if any(map(_is_slower, case_rows.values())):
+                slower.append((case_rows, name, make))
             _write(path, head, rows)
         for again in slower:
             with core():
                 _measure(*again, device, ROUNDS_WHERE_SLOWER)
             _write(path, head, rows)
         print_summary(family, rows[first:], time.perf_counter() - begin, console)
-        console.print(f"results: {path}", markup=False)
+        if path is not None:
+            console.print(f"results: {path}", markup=False)
     return int(any(row["error"] is not None for row in rows))
 
 
-def _write(path: Path, head: str, rows: Sequence[Row]) -> None:
+def _write(path: Path | None, head: str, rows: Sequence[Row]) -> None:
+    if path is None:
+        return
     with atomic_file(path, "w") as file:
         file.write(head + ',\n"passes": [' + ",\n".join(map(json.dumps, rows)) + "]}\n")
 
 
 def _measure(rows: dict[str, Row], name: str, make: Callable[[], Passes], device: torch.device, rounds: int) -> None:
-    """Checks and times the passes of a case; of those that have rows already, the slower ones once more.
+    """Check and time the passes of a case; if they have rows already, measure the slower ones again.
 
-    One that fails has its error in its row.
+    If a pass fails, its row holds the error.
     """
 
     def row_of(direction: str) -> Row:
@@ -147,7 +150,7 @@ def _measure(rows: dict[str, Row], name: str, make: Callable[[], Passes], device
 
 
 def _time(row: Row, prepared: Prepared, device: torch.device, rounds: int) -> None:
-    """Enters the times of a pass, of each implementation the quickest so far, and their ratios."""
+    """Store the times of a pass, the fastest so far of each implementation, and their ratios."""
     calls = {peer: make() for peer, make in (prepared.timed or prepared.implementations).items()}
     for kind, times in zip(TIMES, compare(calls, device, rounds), strict=True):
         row[kind] = {name: min(value, row[kind].get(name, value)) for name, value in times.items()}
@@ -159,7 +162,7 @@ def _is_slower(row: Row) -> bool:
 
 
 def _ratio(*passes: Mapping[str, float]) -> float | None:
-    """Our time over the best of PyTorch's; of several passes, the sum of ours over the sum of their best."""
+    """Return our time over the best of PyTorch's; for several passes, the sum of ours over the sum of the best."""
     if not all(OURS in times and len(times) > 1 for times in passes):
         return None
     best = sum(min(value for name, value in times.items() if name != OURS) for times in passes)
@@ -167,14 +170,14 @@ def _ratio(*passes: Mapping[str, float]) -> float | None:
 
 
 def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Microseconds of each call on the GPU alone (nothing on a CPU) and between events: its quickest round's median.
+    """Return each call's microseconds on the GPU alone (nothing on a CPU) and between events: its best round's median.
 
-    Rounds go through the calls in turns, forwards and backwards, so that none always comes first, and without the
-    garbage collector, whose runs would fall to whichever call happens to be timed.
+    Rounds take the calls in turns, forwards and backwards, so that none always comes first. The garbage collector is
+    off, because its runs would affect whichever call is being timed.
     """
     alone: dict[str, list[float]] = {name: [] for name in calls}
     whole: dict[str, list[float]] = {name: [] for name in calls}
-    # The third call finds kernels compiled and launches kept.
+    # By the third call, kernels are compiled and launches cached.
     host = {name: min([_host(call, device) for _ in range(3)][-1], MOST_HOST) for name, call in calls.items()}
     collects = gc.isenabled()
     gc.disable()
@@ -195,7 +198,7 @@ def compare(calls: Mapping[str, Call], device: torch.device, rounds: int) -> tup
 
 
 def _host(call: Call, device: torch.device) -> float:
-    """Microseconds that a call keeps the host busy."""
+    """Return the microseconds that a call keeps the host busy."""
     timing.synchronize(device)
     begin = time.perf_counter()
     call()
@@ -203,9 +206,9 @@ def _host(call: Call, device: torch.device) -> float:
 
 
 def print_summary(family: str, rows: Sequence[Row], seconds: float, console: Console) -> None:
-    """How many passes lie in which range of ours / PyTorch's time, the slowest of them, and what was wrong.
+    """Print a histogram of our time over PyTorch's, the slowest passes, and errors.
 
-    Of cases, too, it says how many are slower: both passes together, of which a training step always has both.
+    It also counts slower cases, with both passes together, because a training step always runs both.
     """
     console.print(f"\n{family}: {len(rows)} passes in {seconds:.0f} s", style="bold", markup=False)
     for kind, words in TIMES.items():

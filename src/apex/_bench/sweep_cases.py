@@ -1,6 +1,7 @@
 """Random cases of each family for `apex bench --sweep`: shapes, dtypes, strides and alignments that models have.
 
-A family is a function of a `Draw` and a device that returns a case's name and what makes its passes, "fwd" and "bwd".
+A family is a function of a `Draw` and a device. It returns a case's name and a function that makes its passes, "fwd"
+and "bwd".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .list_passes import PASSES
 from .problems import make_parameters, prepared_steps
 from .registry import Prepared
 
-KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # of rows at which something was slow once, or which many have
+KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
 
 Passes = dict[str, Prepared]
 Drawn = tuple[str, Callable[[], Passes]]
@@ -42,19 +43,19 @@ class Draw(random.Random):
         self.most = most
 
     def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """A multiple of `multiple`, its logarithm evenly distributed."""
+        """Draw a multiple of `multiple` with a uniformly distributed logarithm."""
         value = math.exp(self.uniform(math.log(low), math.log(max(low, high))))
         return max(1, round(value / multiple)) * multiple
 
     def length(self, low: int, high: int) -> int:
-        """The length of a row: mostly a multiple of a power of two, seldom odd."""
+        """Draw the length of a row: mostly a multiple of a power of two, seldom odd."""
         high = min(high, self.most)
         known = min(self.choice(KNOWN_LENGTHS), high)
         drawn = self.size(low, high, self.choice((256, 128, 64, 8, 8, 8, 4, 1)))
         return known if self.random() < 0.1 else min(drawn, high)
 
     def rows(self, row_length: int) -> int:
-        """So many rows that a case has between 2^20 and `most` elements."""
+        """Draw a number of rows such that a case has between 2^20 and `most` elements."""
         most = max(1, self.most // row_length)
         return self.size(max(1, min(most, (1 << 20) // row_length)), most)
 
@@ -62,12 +63,12 @@ class Draw(random.Random):
         return self.choice((torch.bfloat16, torch.float16, torch.float32))
 
     def layout(self, dimensions: int) -> str:
-        """Mostly contiguous; else part of wider rows, one element off in memory, or the first dimensions exchanged."""
+        """Draw a layout: mostly contiguous, else a slice of wider rows, offset by an element, or transposed."""
         others = ["sliced", "oddly sliced", "offset"] + ["transposed"] * (dimensions > 2)
         return self.choice(others) if self.random() < 0.2 else ""
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, layout: str = "") -> Tensor:
-        """Normal values that lie in memory as `layout` says."""
+        """Return normal values in the memory layout `layout`."""
         generator = torch.Generator(device).manual_seed(self.getrandbits(32))
         outer, last, first = list(shape[:-1]), shape[-1], int(layout == "offset")
         if layout == "transposed":
@@ -78,7 +79,7 @@ class Draw(random.Random):
         return values.transpose(0, 1) if layout == "transposed" else values
 
     def parameters(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Weights and biases around one."""
+        """Return weights and biases around one."""
         return [self.tensor((size,), dtype, device).mul_(0.2).add_(1) for _ in range(count)]
 
 
@@ -88,9 +89,9 @@ def _name(dtype: torch.dtype, shape: Sequence[int], *words: object) -> str:
 
 
 def _both(prepare: Callable[[str], Prepared]) -> Passes:
-    """Forward and backward of a case, timed beside its peers but for compilers' and Liger-Kernel's.
+    """Prepare forward and backward of a case; compilers and Liger-Kernel are not timed.
 
-    Errors are also measured by the usual size of the values, whose rounding single elements inherit.
+    The tolerance also allows errors relative to the typical size of the values, whose rounding each element inherits.
     """
     passes = {way: prepare(way) for way in ("fwd", "bwd")}
     for each in passes.values():
@@ -105,9 +106,9 @@ def _both(prepare: Callable[[str], Prepared]) -> Passes:
 
 
 def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summed: int = 1) -> Passes:
-    """Both passes of a function of `leaves`; `eager` in float64 is right. `summed` rounded values are added.
+    """Prepare both passes of a function of `leaves`; `eager` in float64 is the reference; `summed` values are added.
 
-    Elements for which `kink` is nearly zero get no gradient.
+    Gradients of elements whose `kink` value is nearly zero are set to zero.
     """
     leaves = [leaf.requires_grad_() for leaf in leaves]
     gradient = torch.randn_like(ours(*leaves))
@@ -148,7 +149,7 @@ def _softmax(draw: Draw, device: torch.device) -> Drawn:
         eager = lambda x: torch.softmax(seen(x * 0.125), -1)  # noqa: E731
         ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
         passes = _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
-        # Probabilities near one, which the first causal queries have, are saved with an error of a quarter of eps.
+        # Probabilities near one, as for the first causal queries, are saved with an error of a quarter of eps.
         lost = 0.125 * torch.finfo(dtype).eps / 4
         passes["bwd"].expected = [replace(each, slack=each.slack + lost) for each in passes["bwd"].expected]
         return passes
@@ -260,7 +261,7 @@ def _focal_loss(draw: Draw, device: torch.device) -> Drawn:
 
 
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:
-    """An optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
+    """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
     algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
     algorithm, count = draw.choice(algorithms), draw.size(1, 300)
     shapes: list[tuple[int, ...]] = [(draw.size(1, max(2, draw.most // (2 * count)), 4),) for _ in range(count)]

@@ -1,9 +1,9 @@
-"""How long a call takes, in microseconds: on the device, by the clock on the wall, and on the host.
+"""The time of a call in microseconds: on the device, by the wall clock, and on the host.
 
-On a GPU the device time is the median over repetitions, each between two events and after a 256 MB buffer was zeroed,
-so that the call finds a cold L2 cache; the number of repetitions follows from an estimate and a time budget. A call
-that keeps the host busy for longer than the clearing takes is measured with gaps in it; the GPU time is therefore
-measured once more, behind a delay on the GPU during which the host queues the whole call.
+On a GPU the device time is the median over repetitions. Each is measured between two events and after a 256 MB buffer
+was zeroed, so that the call finds a cold L2 cache. The number of repetitions follows from an estimate and a time
+budget. If a call keeps the host busy for longer than the clearing takes, its time includes gaps; the GPU time is
+therefore measured once more, behind a delay on the GPU during which the host queues the whole call.
 While a GPU is timed the process stays on one core: see cores.py.
 """
 
@@ -24,17 +24,17 @@ HOST_CALLS = 20  # per batch: a GPU's queue holds about a thousand launches, and
 WALL_BATCH_SECONDS = 5e-3
 MOST_SAMPLES = 10_000
 DELAYED_SAMPLES = 50
-# Repetitions of slow calls end after this time, but not before there are a few.
+# Repetitions of slow calls end after this time, but at least a few are made.
 MOST_SECONDS = 0.5
 FEWEST_BATCHES = 2
 FEWEST_CALLS = 3
 FEWEST_DELAYED_SAMPLES = 5
-CYCLES_PER_MICROSECOND = 2000  # of the GPU's clock, so that a delay is rather too long than too short
+CYCLES_PER_MICROSECOND = 2000  # GPU clock, chosen so that a delay is too long rather than too short
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much time a measurement may take: milliseconds per warm-up and per round, and how many rounds and batches."""
+    """The time a measurement may take: milliseconds per warm-up and per round, and numbers of rounds and batches."""
 
     warmup: float
     repeat: float
@@ -49,13 +49,13 @@ QUICK = Effort(warmup=2, repeat=10, wall_rounds=1, host_batches=3)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device; the CPU has nothing to wait for."""
+    """Wait for the device; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_samples(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
-    """Microseconds of single calls on the device, after a warm-up."""
+    """Return microseconds of single calls on the device, after a warm-up."""
     return _event_samples(call, effort) if device.type == "cuda" else _clock_samples(call, effort)
 
 
@@ -78,7 +78,7 @@ def _event_samples(call: Callable[[], object], effort: Effort) -> list[float]:
 
 
 def event_samples(call: Callable[[], object], calls: int, delay: int = 0) -> list[float]:
-    """Microseconds of `calls` calls, each between two events and with a cold cache; `delay` cycles hide the host."""
+    """Return microseconds of `calls` calls, each between two events with a cold cache; `delay` cycles hide the host."""
     cache = torch.empty(CACHE_BYTES // 4, dtype=torch.int32, device="cuda")
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(calls)]
     for start, end in events:
@@ -93,7 +93,7 @@ def event_samples(call: Callable[[], object], calls: int, delay: int = 0) -> lis
 
 
 def _clock_samples(call: Callable[[], object], effort: Effort) -> list[float]:
-    """Single calls under the wall clock, until the budget is spent but at least three."""
+    """Time single calls by the wall clock until the budget is spent, at least three."""
     _repeat_for(call, effort.warmup)
     samples: list[float] = []
     stop = time.perf_counter() + effort.repeat / 1e3
@@ -105,7 +105,7 @@ def _clock_samples(call: Callable[[], object], effort: Effort) -> list[float]:
 
 
 def wall_samples(call: Callable[[], object], device: torch.device, effort: Effort) -> list[float]:
-    """Microseconds per iteration of a loop that waits for the device only at its end, one sample per loop."""
+    """Return microseconds per iteration of a loop that waits for the device only at its end, one sample per loop."""
     _repeat_for(call, effort.warmup)
     synchronize(device)
     begin = time.perf_counter()
@@ -128,7 +128,7 @@ def wall_samples(call: Callable[[], object], device: torch.device, effort: Effor
 
 
 def host_microseconds(call: Callable[[], object], device: torch.device, effort: Effort) -> float | None:
-    """Time the Python thread is busy per call while the GPU's work is queued; None on the CPU."""
+    """Return the time the Python thread is busy per call while the GPU's work is queued; None on the CPU."""
     if device.type == "cpu":
         return None
     samples: list[float] = []
@@ -149,7 +149,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device, effort: 
 
 
 def gpu_microseconds(call: Callable[[], object], device: torch.device, host: float | None) -> float | None:
-    """Time on the GPU alone, given the `host` microseconds of a call; None where there is no GPU to delay."""
+    """Return the time on the GPU alone for a call of `host` microseconds on the host; None without a GPU."""
     if device.type != "cuda" or host is None:
         return None
     delay = delay_cycles(host)
@@ -163,12 +163,12 @@ def gpu_microseconds(call: Callable[[], object], device: torch.device, host: flo
 
 
 def delay_cycles(host: float) -> int:
-    """GPU cycles that are rather longer than a call that keeps the host busy for `host` microseconds."""
+    """Return a delay in GPU cycles that is longer than a call that keeps the host busy for `host` microseconds."""
     return int(CYCLES_PER_MICROSECOND * (2 * host + 100))
 
 
 def copy_bandwidth(device: torch.device, effort: Effort) -> float:
-    """GB/s of a copy from device memory to device memory, counting the bytes read and the bytes written."""
+    """Return the GB/s of a copy within device memory, counting the bytes read and the bytes written."""
     size = CPU_COPY_BYTES if device.type == "cpu" else GPU_COPY_BYTES
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -176,7 +176,7 @@ def copy_bandwidth(device: torch.device, effort: Effort) -> float:
 
 
 def _repeat_for(call: Callable[[], object], milliseconds: float) -> None:
-    """Calls at least once and until the time is over."""
+    """Repeat a call until the time is over, at least once."""
     stop = time.perf_counter() + milliseconds / 1e3
     call()
     while time.perf_counter() < stop:

@@ -96,8 +96,10 @@ def bench(
     families: Annotated[
         list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write the results, as JSON.")] = None,
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw the results as well.")] = True,
+    output: Annotated[
+        Path | None, typer.Option(help="A JSON file or a folder to write to; nothing is written by default.")
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw a chart beside the output as well.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
     device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
     filter: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = None,
@@ -233,7 +235,7 @@ def memory(
         bool, typer.Option("--checkpointing", help="Blocks are computed again in the backward pass.")
     ] = False,
     device_limit: Annotated[
-        str | None, typer.Option(help="Find the largest batch that fits: 80GiB; this GPU's by default.")
+        str | None, typer.Option(help="Find the largest batch that fits, with a unit: 80GiB; this GPU's by default.")
     ] = None,
     measured: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,

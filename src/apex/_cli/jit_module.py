@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ __getattr__, __dir__ = lazy_attributes({builder})
 
 
 def write_module(name: str, sources: Sequence[str], *, gpu: bool, folder: Path) -> list[Path]:
-    """Writes NAME_builder.py and NAME.py to `folder` and returns their paths; overwrites nothing."""
+    """Write NAME_builder.py and NAME.py to `folder` and return their paths; existing files raise an error."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} cannot be the name of a module; use letters, digits and underscores")
     if not all(sources):
@@ -49,9 +50,9 @@ def write_module(name: str, sources: Sequence[str], *, gpu: bool, folder: Path) 
         "builder": "".join(part.capitalize() for part in name.split("_")) + "Builder",
         "base": "CUDAOpBuilder" if gpu else "CPUOpBuilder",
         "dot": "." if (folder / "__init__.py").exists() else "",
-        "sources": "[" + ", ".join(f'"{source}"' for source in sources) + "]",
+        "sources": "[" + ", ".join(json.dumps(source, ensure_ascii=False) for source in sources) + "]",
     }
     folder.mkdir(parents=True, exist_ok=True)
     for path, template in zip(paths, (BUILDER, LOADER), strict=True):
-        path.write_text(template.format(**words))
+        path.write_text(template.format(**words), encoding="utf-8")
     return paths

@@ -15,7 +15,7 @@ from .._memory.tasks import find_task, parse_shape
 from .._memory.training import OPT_LEVELS, Settings
 from .console import make_console, make_table, print_json_document, print_table
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "fixed", "activations", "peak")
 
 
@@ -52,11 +52,14 @@ def run_memory(
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "80GiB", "80GB", or a number."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", text.upper())
+    """Return the bytes of a size such as "80GiB", "80GB" or "80B"; a size without a unit raises a ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*((?:[KMG]I?)?B)?\s*", text.upper())
     if match is None:
-        raise ValueError(f"--device-limit {text!r} is not a size such as 80GiB, 80GB or a number of bytes")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+        raise ValueError(f"--device-limit {text!r} is not a size such as 80GiB, 80GB or 80B")
+    if match[2] is None:
+        number = match[1]
+        raise ValueError(f"--device-limit {text!r} has no unit: write {number}GiB, {number}GB or {number}B")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def gpu_memory() -> int | None:

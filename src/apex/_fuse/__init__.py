@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from . import attention, language, norms, optimizers, vision
-from .rule import RULES, FusedModule, Rule, compare, copied_arguments, replace, restore, unchanged_buffers
+from .rule import RULES, FusedModule, Rule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Looked", "Report", "fuse", "unfuse"]
+
+_COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
 RULES += [*norms.RULES, *language.RULES, *vision.RULES, *attention.RULES]
 
@@ -50,7 +52,7 @@ def fuse(
     choose: Callable[[str, nn.Module], bool] | None = None,
     verbose: bool = True,
 ) -> Report:
-    """Has the modules of a model, or an optimizer of torch.optim, compute with fused kernels; in place.
+    """Have the modules of a model, or an optimizer of torch.optim, compute with fused kernels; in place.
 
     Parameters, module names and state dicts stay; a module's new class is a subclass of the old one. `choose(name,
     module)` may leave modules out. Returns what was done with each module that has a fused counterpart, and prints it
@@ -60,6 +62,11 @@ def fuse(
     model is then called with it, and every replaced module computes its output and gradients both ways, from the input
     that it gets there. A replacement beyond the tolerance of the dtype is undone and named.
     """
+    if choose is not None and not callable(choose):
+        raise TypeError(
+            f"choose must be a function of a module's name and the module that returns whether to fuse it, or None, "
+            f"got {choose!r}"
+        )
     if isinstance(target, torch.optim.Optimizer):
         if check is not None or choose is not None:
             raise ValueError("check and choose are for models, not optimizers")
@@ -69,11 +76,13 @@ def fuse(
         report = Report([Looked("", kind, type(target).__name__, reason)])
     elif isinstance(target, nn.Module):
         arguments = None if check is None else _call_arguments(check)
-        rows = [_fuse_module(name, module, choose) for name, module in list(target.named_modules())]
-        report = Report(row for row in rows if row is not None)
+        report = Report()
         try:
+            for name, module in _modules(target):
+                row = _fuse_module(name, module, choose)
+                report += [] if row is None else [row]
             report = report if arguments is None else _checked(target, arguments, report)
-        except BaseException:  # of the call, say: leave the model as it was
+        except BaseException:  # of `choose` or of the model's call: leave the model as it was
             for row in report:
                 if not row.reason:
                     restore(target.get_submodule(row.name))
@@ -103,8 +112,24 @@ def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
         raise TypeError(f"target must be a torch.nn.Module or a torch.optim.Optimizer, got {type(target).__name__}")
 
 
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a model by name, without those inside of modules compiled by torch.jit."""
+    found: list[tuple[str, nn.Module]] = []
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if any(not outer or name.startswith(f"{outer}.") for outer in compiled):
+            continue
+        found.append((name, module))
+        if isinstance(module, torch.jit.ScriptModule):
+            compiled.append(name)
+    return found
+
+
 def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> Looked | None:
-    """None where no rule is about the module, or where it is fused already."""
+    """Fuse one module if a rule allows it; return None if no rule is about it, or if it is fused already."""
+    if isinstance(module, torch.jit.ScriptModule):
+        kind = getattr(module, "original_name", type(module).__name__)
+        return Looked(name, kind, "", _COMPILED)
     rules = [] if isinstance(module, FusedModule) else [rule for rule in RULES if rule.matches(module)]
     if not rules:
         return None
@@ -141,10 +166,10 @@ def _probe(module: Any, rule: Rule) -> str:
     if example.is_meta:
         return "its weights are on no device yet, so that it cannot be tried"
     try:
-        error, where = compare(module, (example,), {})
+        difference = trial(module, example)
     except Exception as problem:  # of a foreign module
         return f"it cannot be tried: {type(problem).__name__}: {problem}"
-    return "" if error <= 1 else f"its forward computes something else ({where} differs)"
+    return f"its forward computes something else ({difference})" if difference else ""
 
 
 def _checked(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report) -> Report:

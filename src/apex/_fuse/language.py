@@ -17,7 +17,7 @@ from ..ops._library import autocast_dtype
 from ..ops.glu import bias_glu, glu_pair
 from ..ops.glu.reference import ACTIVATIONS, activated
 from ..ops.rope import rotary_embedding_pair
-from .rule import Rule, has_hooks, names_used, random_input, unless_overridden
+from .rule import Rule, has_hooks, in_mode, names_used, random_input, unless_overridden
 
 
 class _Gated(NamedTuple):
@@ -47,13 +47,25 @@ def _has_layers(module: Any, family: _Gated) -> bool:
 
 
 def activation_name(activation: Any) -> str | None:
-    """Which activation of the gated units a function or module computes, by trying it; None if it is another one."""
+    """Return which activation of the gated units a function or module computes, by trying it; None if another one.
+
+    It is tried in training and in evaluation mode, with numbers up to 4 and with larger and tiny ones of both signs.
+    """
     if isinstance(activation, nn.Module) and (has_hooks(activation) or any(True for _ in activation.parameters())):
         return None
-    x = torch.linspace(-4, 4, 65, dtype=torch.float32, device=torch.Generator().device)
-    with torch.no_grad():
-        y = activation(x)
-        return next((name for name in ACTIVATIONS if torch.allclose(y, activated(x, name), atol=1e-5)), None)
+    host = torch.Generator().device
+    small = torch.linspace(-4, 4, 65, dtype=torch.float32, device=host)
+    sizes = torch.logspace(-6, 4, 41, dtype=torch.float32, device=host)
+    x = torch.cat((small, sizes, -sizes))
+    modules = activation if isinstance(activation, nn.Module) else nn.Identity()
+    results = []
+    for training in (True, False):
+        with torch.no_grad(), in_mode(modules, training):
+            results.append(activation(x))
+    for name in ACTIVATIONS:
+        if all(torch.allclose(y, activated(x, name), atol=1e-5) for y in results):
+            return name
+    return None
 
 
 def _glu_settings(module: Any) -> tuple[_Gated, str | None, Any]:
@@ -75,12 +87,13 @@ def _glu_reason(module: Any) -> str:
     used = set(names_used(type(module).forward))
     if not family.names <= used <= family.names | family.others:
         return "its forward uses other names: " + ", ".join(sorted(used ^ family.names))
+    if not hasattr(getattr(module, family.gate), "in_features"):
+        return f"the width of {family.gate} is not known, so that it cannot be tried"
     return "" if activation else f"its activation is none of {', '.join(ACTIVATIONS)}"
 
 
-def _glu_probe(module: Any) -> Tensor | None:
-    width = getattr(getattr(module, _glu_settings(module)[0].gate), "in_features", None)
-    return None if width is None else random_input(module, 2, width)
+def _glu_probe(module: Any) -> Tensor:
+    return random_input(module, 2, getattr(module, _glu_settings(module)[0].gate).in_features)
 
 
 def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -103,23 +116,40 @@ def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return down(hidden)
 
 
-def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Query and key [batch, heads, tokens, channels] rotated by tables [batch or 1, tokens, channels].
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> tuple[Tensor, Tensor]:
+    """Return query and key, [batch, heads, tokens, channels], rotated by tables [1, tokens, channels].
 
-    With `unsqueeze_dim=2` they are [batch, tokens, heads, channels]. PyTorch applies tables that differ in a batch.
+    If not `heads_first`, query and key are [batch, tokens, heads, channels].
     """
-    if cos.dim() == 3 and cos.shape[0] == 1 and unsqueeze_dim in (1, 2) and q.dim() == 4:
-        tables = cos[0][:, None, None], sin[0][:, None, None]
-        if unsqueeze_dim == 2:
-            return rotary_embedding_pair(q, k, tables, tensor_format="bshd")
-        query, key = rotary_embedding_pair(q.transpose(1, 2), k.transpose(1, 2), tables, tensor_format="bshd")
-        return query.transpose(1, 2), key.transpose(1, 2)
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    turned = [torch.cat((-second, first), -1) for first, second in (q.chunk(2, -1), k.chunk(2, -1))]
-    return q * cos + turned[0] * sin, k * cos + turned[1] * sin
+    tables = cos[0][:, None, None], sin[0][:, None, None]
+    if not heads_first:
+        return rotary_embedding_pair(q, k, tables, tensor_format="bshd")
+    query, key = rotary_embedding_pair(q.transpose(1, 2), k.transpose(1, 2), tables, tensor_format="bshd")
+    return query.transpose(1, 2), key.transpose(1, 2)
 
 
 _ROTATE = "apply_rotary_pos_emb"
+
+
+def _rotates_alike(function: Callable[..., Any], table_width: int) -> bool:
+    """Return whether `function` rotates as `rotate_pair` does, with tables of `table_width` for 8 channels.
+
+    Queries and keys are of usual size, large and tiny; outputs and gradients are compared.
+    """
+    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, table_width), (1, 5, table_width))
+    for scale in (1.0, 2.0**10, 2.0**-10):
+        q, k, cos, sin = (random_input(nn.Identity(), *shape) for shape in shapes)
+        q, k = ((scale * tensor).requires_grad_() for tensor in (q, k))
+        results = []
+        with torch.enable_grad():
+            for rotated in (function(q, k, cos, sin), rotate_pair(q, k, cos, sin, True)):
+                gradients = torch.autograd.grad(rotated, (q, k), (q.detach().cos(), k.detach().cos()))
+                results.append([*rotated, *gradients])
+        sizes = (scale, scale, 1.0, 1.0)  # of two outputs and two gradients
+        for one, other, size in zip(*results, sizes, strict=True):
+            if not torch.allclose(one, other, atol=1e-6 * size):
+                return False
+    return True
 
 
 def _rope_reason(module: Any) -> str:
@@ -129,21 +159,52 @@ def _rope_reason(module: Any) -> str:
         return "its forward is wrapped by a decorator"
     if list(inspect.signature(function).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return f"its {_ROTATE} takes other arguments"
-    q, k, cos, sin = (random_input(nn.Identity(), *s) for s in ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, 8), (1, 5, 8)))
     try:
-        same = all(map(torch.allclose, function(q, k, cos, sin), rotate_pair(q, k, cos, sin)))
-    except (RuntimeError, TypeError, ValueError):
+        same = _rotates_alike(function, 8)
+    except Exception:  # of a foreign function
         same = False
     return "" if same else f"its {_ROTATE} computes something else"
 
 
+def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, an `apply_rotary_pos_emb`, with a fused way for the calls that `rotate_pair` is for.
+
+    Calls with other arguments, with tables that differ in a batch or that are for some of the tokens go to `function`.
+    """
+    extras = list(inspect.signature(function).parameters.values())[4:]
+    defaults = {parameter.name: parameter.default for parameter in extras}
+    names, usual_dim = list(defaults), defaults.get("unsqueeze_dim", 1)
+    try:
+        takes_narrow = _rotates_alike(function, 4)
+    except Exception:  # of a foreign function, which may take no such tables
+        takes_narrow = False
+
+    def rotate(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **options: Any) -> Any:
+        given = {**dict(zip(names, rest, strict=False)), **options}
+        dim = given.pop("unsqueeze_dim", usual_dim)
+        if (
+            all(value is None for value in given.values())
+            and k is not None
+            and dim in (1, 2)
+            and q.dim() == k.dim() == 4
+            and cos.dim() == 3
+            and cos.shape[0] == 1
+            and cos.shape[1] == q.shape[3 - dim] == k.shape[3 - dim]
+            and (cos.shape[2] == q.shape[3] or (takes_narrow and cos.shape[2] < q.shape[3]))
+        ):
+            return rotate_pair(q, k, cos, sin, dim == 1)
+        return function(q, k, cos, sin, *rest, **options)
+
+    return rotate
+
+
 def _with_fused_rotation(original: type) -> Callable[..., Any]:
-    """The forward of an attention with another rotation in the place of the global function that it calls.
+    """Return the forward of an attention with another rotation in the place of the global function that it calls.
 
     Its own globals are copied, not changed: other models of the same library go on as they were.
     """
     method: Any = original.forward  # type: ignore[attr-defined]
-    names = {**method.__globals__, _ROTATE: rotate_pair}
+    names = {**method.__globals__, _ROTATE: _fused_rotation(method.__globals__[_ROTATE])}
     names.pop("__name__", None)  # by which torch.compile would find the module, with the function that was replaced
     made = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     made.__kwdefaults__ = method.__kwdefaults__
@@ -195,22 +256,36 @@ def _head_obstacle(module: Any) -> str:
     return ""
 
 
+def _takes_shifted(module: Any) -> bool:
+    """Return whether the loss function of a model reads `shift_labels`; older releases of transformers ignore it."""
+    return "shift_labels" in inspect.signature(module.loss_function).parameters
+
+
 class _HeadStandIn:
-    """What the forward of a causal language model takes for the model: the logits it gets are hidden states."""
+    """A stand-in for a causal language model in its own forward: the logits that it hands out are hidden states."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.vocab_size = model.config, model.config.vocab_size
         for name in ("model", "transformer"):
             if name in model._modules:
                 setattr(self, name, model._modules[name])
-        self.head = model._modules["lm_head"]
+        self.head, self.takes_shifted = model._modules["lm_head"], model.fused_settings
 
     def lm_head(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
-    def loss_function(self, logits: Tensor, labels: Tensor, ignore_index: int = -100, **options: Any) -> Tensor:
-        """The loss of the next token of each of the hidden states `logits`, with the options of ForCausalLMLoss."""
-        target, count = options.get("shift_labels"), options.get("num_items_in_batch")
+    def loss_function(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the loss of the next token of the hidden states `logits`. Arguments are those of ForCausalLMLoss."""
+        target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
         if target is None:
             target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
@@ -229,7 +304,7 @@ def _head_forward(original: type) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         outputs = method(_HeadStandIn(self), *args, **kwargs)
         if isinstance(outputs, tuple):
-            return outputs[0], *outputs[2:]
+            return outputs[0], None, *outputs[2:]
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
 
     return forward
@@ -250,7 +325,14 @@ RULES = [
         _glu_settings,
     ),
     Rule("rotary embedding", _uses_rotation, _rope_reason, _with_fused_rotation),
-    Rule("linear layer + cross-entropy", _has_head, _head_reason, _head_forward),
+    Rule(
+        "linear layer + cross-entropy",
+        _has_head,
+        _head_reason,
+        _head_forward,
+        settings=_takes_shifted,
+        omitted=("logits", "1"),
+    ),
     Rule(
         "cross-entropy",
         lambda module: isinstance(module, nn.CrossEntropyLoss),

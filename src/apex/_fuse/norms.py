@@ -14,7 +14,7 @@ from ..ops import norm
 from ..ops._library import autocast_dtype
 from ..ops._tolerance import TOLERANCES
 from ..ops.group_norm import group_norm
-from .rule import Rule, random_input, unless_overridden
+from .rule import Rule, names_reached, random_input, unless_overridden
 
 
 def norm_dtype(input: Tensor) -> torch.dtype:
@@ -51,24 +51,38 @@ def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor
     return group_norm(input.to(norm_dtype(input)), self.num_groups, self.weight, self.bias, self.eps, activation)
 
 
+# Names of an epsilon, and every name that the forward of a written RMS norm may use. An operation that is not here (a
+# clamp) or an attribute (`training`) may change what the norm computes for inputs that no trial draws.
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_WRITTEN_NAMES = frozenset({
+    *_EPSILONS, "weight", "with_scale", "torch", "Tensor", "nn", "functional", "F", "rms_norm", "mean", "pow", "square",
+    "sqrt", "rsqrt", "sum", "shape", "size", "mul", "to", "type", "type_as", "dtype", "float", "float16", "bfloat16",
+    "float32",
+})  # fmt: skip
+
+
 def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
-    """The forward of RMS norms that multiply by `offset` + weight, in float32 where there is an offset."""
+    """Return the forward of RMS norms that multiply by `offset` + weight, in float32 if the offset is not 0.
+
+    The setting of such a module is the name of its epsilon, which is read at every call.
+    """
 
     def plain(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         dtype = torch.promote_types(weight.dtype, hidden_states.dtype)
-        return norm.rms_norm(hidden_states, weight.shape, weight, self.fused_settings, out_dtype=dtype)
+        return norm.rms_norm(hidden_states, weight.shape, weight, getattr(self, self.fused_settings), out_dtype=dtype)
 
     def shifted(self: Any, hidden_states: Tensor) -> Tensor:
         weight = offset + (self.weight if self.weight.dtype == torch.float64 else self.weight.float())
-        return norm.rms_norm(hidden_states, weight.shape, weight, self.fused_settings)
+        return norm.rms_norm(hidden_states, weight.shape, weight, getattr(self, self.fused_settings))
 
     return lambda original: shifted if offset else plain
 
 
-def _written_eps(module: Any) -> float | None:
-    found = [getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)]
-    return float(found[0]) if len(found) == 1 and isinstance(found[0], (int, float)) else None
+def _written_eps(module: Any) -> str | None:
+    """Return the name of a module's epsilon, None if it has none or several."""
+    found = [name for name in _EPSILONS if hasattr(module, name)]
+    return found[0] if len(found) == 1 and isinstance(getattr(module, found[0]), (int, float)) else None
 
 
 def _is_written_rms_norm(module: Any) -> bool:
@@ -81,12 +95,14 @@ def _written_reason(module: Any) -> str:
         return "it has other parameters than one vector named weight"
     if _written_eps(module) is None:
         return "its epsilon is not found"
-    alone = len(inspect.signature(type(module).forward).parameters) == 2
-    return "" if alone else "its forward takes more than one tensor"
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return "its forward takes more than one tensor"
+    others = names_reached(type(module)) - _WRITTEN_NAMES
+    return "its forward also uses " + ", ".join(sorted(others)) if others else ""
 
 
 def _probe(module: Any) -> Tensor:
-    return random_input(module, 2, module.weight.shape[0])
+    return random_input(module, 2, 3, module.weight.shape[0])
 
 
 RULES = [

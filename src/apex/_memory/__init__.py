@@ -1,4 +1,4 @@
-"""What a training run needs of a GPU's memory."""
+"""Estimates of the GPU memory that a training run needs."""
 
 from __future__ import annotations
 

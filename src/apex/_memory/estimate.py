@@ -1,4 +1,4 @@
-"""The memory of a training step: estimated with tensors that have none, measured on a GPU, and the batch that fits."""
+"""The memory of a training step: estimated with fake tensors, measured on a GPU, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .tasks import find_task, parse_shape, task_of
 from .training import Settings, Task, trained
 
 MIB = 1 << 20
-# cuBLAS keeps a workspace for each thread that multiplies matrices, of which a training step has two: 32 MiB on compute
-# capability 9, else 8.125 MiB; and cuBLASLt has one of 1 MiB. Found on an H200 with PyTorch 2.11.
+# cuBLAS keeps a workspace for each thread that multiplies matrices, and a training step has two such threads: 32 MiB on
+# compute capability 9, else 8.125 MiB each; cuBLASLt has one of 1 MiB. Measured on an H200 with PyTorch 2.11.
 _WORKSPACE, _WORKSPACE_OF_HOPPER = 17 * MIB + 256 * 1024, 65 * MIB
-# Beside what tensors take: the driver's context and kernels (767 MiB on an H200), and what the allocator loses to gaps:
-# 1 to 22% of the peak in benchmarks/results/nvidia_h200-memory.json, 10% in the middle.
+# Memory beyond tensors: the driver's context and kernels (767 MiB on an H200), and the allocator's gaps:
+# 1 to 22% of the peak in benchmarks/results/nvidia_h200-memory.json, with a median of 10%.
 CONTEXT, GAPS = 768 * MIB, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one training step.
+    """The bytes that one training step needs.
 
-    `fixed` is all that is there when the optimizer begins its step: parameters, buffers, gradients, masters and their
-    gradients, optimizer state, and in `buckets` what is none of these, such as the flat buffers of
-    DistributedDataParallel and ZeRO. `activations` is what the forward pass keeps for the backward pass. `peak` is the
-    most at any time of a step, of `fixed`, activations and temporaries. All of these are tensors; `workspace` is what
-    cuBLAS allocates beside them. `margin` is for the driver's context and the allocator's gaps, and only a guess.
+    `fixed` is the memory in use when the optimizer begins its step: parameters, buffers, gradients, masters and their
+    gradients, optimizer state, and `buckets` for all other tensors, such as the flat buffers of DistributedDataParallel
+    and ZeRO. `activations` are the tensors that the forward pass saves for the backward pass. `peak` is the most at any
+    time of a step: `fixed`, activations and temporaries. All of these are tensors; `workspace` is cuBLAS's memory
+    besides. `margin` is a guess of the driver's context and the allocator's gaps.
     """
 
     parameters: int
@@ -49,18 +49,18 @@ class Memory:
 
     @property
     def margin(self) -> int:
-        """What a GPU needs beyond `peak` and `workspace`."""
+        """Return the bytes that a GPU needs beyond `peak` and `workspace`."""
         return CONTEXT + int(GAPS * self.peak)
 
     @property
     def total(self) -> int:
-        """What a GPU must have."""
+        """Return the bytes that a GPU must have."""
         return self.peak + self.workspace + self.margin
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Bytes that a real step took on a GPU, workspaces included: as `Memory`; and what the allocator had reserved."""
+    """The bytes that a real step took on a GPU, including workspaces: fields as in `Memory`, and `reserved` memory."""
 
     fixed: int
     activations: int
@@ -81,20 +81,19 @@ def estimate_memory(
     pipeline_parallel: int = 1,
     checkpointing: bool = False,
 ) -> Memory:
-    """What one process of a training run needs of its GPU's memory; nothing is computed and no GPU is needed.
+    """Estimate the GPU memory that one process of a training run needs; computes nothing and needs no GPU.
 
     - `factory`: a function that returns a model, or a model and its loss, a function of model, batch size and device;
-      or a name as `apex memory` takes it.
-    - `input_shapes`: the model's inputs where the factory returns no loss: "3x224x224", "1024:int64"; without the
-      batch.
+      or a name in the format of `apex memory`.
+    - `input_shapes`: the model's inputs if the factory returns no loss, without the batch: "3x224x224", "1024:int64".
     - `opt_level`, `optimizer`: "O0" to "O5"; a class of `apex.optimizers`, or MODULE:CLASS, and options:
       "FusedSGD,momentum=0.9".
     - `batch`: rows of a (micro-)batch of this process.
-    - `zero`: `DistributedFusedAdam` divides the state of FusedAdam among `world` processes.
-    - `tensor_parallel`, `pipeline_parallel`: sizes that `apex.transformer.parallel_state` has when the factory is
-      called, on the first of `world` ranks, which divide the rest of `world` among replicas. The first stage of a
+    - `zero`: `DistributedFusedAdam` shards the state of FusedAdam over `world` processes.
+    - `tensor_parallel`, `pipeline_parallel`: the sizes that `apex.transformer.parallel_state` has when the factory is
+      called, on the first of `world` ranks; the remaining factor of `world` is data parallel. The first stage of a
       pipeline keeps the activations of as many micro-batches as there are stages.
-    - `checkpointing`: the model's blocks are computed again in the backward pass.
+    - `checkpointing`: the backward pass recomputes the model's blocks.
     """
     inputs = [parse_shape(shape) for shape in input_shapes]
     task = find_task(factory, inputs) if isinstance(factory, str) else task_of(factory, inputs)
@@ -103,11 +102,11 @@ def estimate_memory(
 
 
 def estimate(task: Task, settings: Settings) -> Memory:
-    """The memory of a step with these settings."""
+    """Return the memory of a step with these settings."""
     with _world(settings), trained(task, settings) as training:
         storages = training.storages
         assert storages is not None
-        training.step()  # after which the optimizer has state
+        training.step()  # creates the optimizer's state
         storages.peak = before = storages.live
         seen: dict[str, Any] = {}
         training.step(
@@ -119,11 +118,11 @@ def estimate(task: Task, settings: Settings) -> Memory:
 
 
 def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
-    """What the same step takes on a GPU, measured in the third one."""
+    """Measure the memory of the same step on a GPU, in the third step."""
     if settings.world > 1 or settings.zero:
         raise ValueError("one process is measured, without ZeRO and with a world of 1")
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()  # of an earlier run, which would count as another's
+    torch._C._cuda_clearCublasWorkspaces()  # workspaces of an earlier run would be counted as memory of others
     others = torch.cuda.memory_allocated(device)
     with trained(task, settings, device) as training:
         for _ in range(2):
@@ -141,7 +140,7 @@ def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
 
 
 def largest_batch(task: Task, settings: Settings, limit: int) -> int | None:
-    """The largest batch whose step fits into `limit` bytes, to within 1%; 0 if no row does, None if any do."""
+    """Return the largest batch whose step fits into `limit` bytes, to within 1%; 0 if none does, None if all do."""
 
     def needed(batch: int) -> int:
         return estimate(task, dataclasses.replace(settings, batch=batch)).total
@@ -153,11 +152,11 @@ def largest_batch(task: Task, settings: Settings, limit: int) -> int | None:
         fits = max((batch for batch, total in known.items() if total <= limit), default=0)
         above = min((batch for batch, total in known.items() if total > limit), default=0)
         if fits > first and fits >= first + limit - known[first]:
-            return None  # as many rows as bytes were left, so that the loss does not look at the size of a batch
+            return None  # the batch has as many rows as bytes were left: the loss does not depend on the batch size
         step = max(1, fits // 100)
         if above and above - fits <= step:
             return fits
-        # Memory grows with the batch along a line, so that the next guess is mostly right.
+        # Memory is linear in the batch size, so that the next guess is mostly right.
         guess = max(fits + step, first + int((limit - known[first]) / slope))
         guess = guess if not above or guess < above else (fits + above) // 2
         known[guess] = needed(guess)
@@ -170,7 +169,7 @@ def _workspace() -> int:
 
 @contextlib.contextmanager
 def _world(settings: Settings) -> Iterator[None]:
-    """A process group of so many processes of which only this one exists; its collectives do nothing."""
+    """Initialize a fake process group of `settings.world` processes; its collectives do nothing."""
     sizes = (settings.tensor_parallel, settings.pipeline_parallel)
     if settings.world == 1 and not settings.zero:
         yield

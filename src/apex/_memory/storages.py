@@ -1,4 +1,4 @@
-"""The memory of tensors while code runs: which storages are alive, and the most that were at once."""
+"""The memory of tensors while code runs: live storages, and their peak size."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# PyTorch's allocator for GPUs gives out multiples of it.
+# PyTorch's GPU allocator returns multiples of this many bytes.
 BLOCK = 512
 _READ = torch.ops.aten._local_scalar_dense.default
 
 
 def rounded(size: int) -> int:
-    """What PyTorch's allocator for GPUs takes for so many bytes."""
+    """Return the bytes that PyTorch's GPU allocator takes for a request of `size` bytes."""
     return -(-size // BLOCK) * BLOCK
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor stands for one of the GPU that memory is counted for."""
+    """Return whether a tensor stands for a GPU tensor whose memory is counted."""
     return isinstance(tensor, FakeTensor)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of storages that operators return, from when they are first seen until they are freed.
+    """A dispatch mode that counts the bytes of storages that operators return, from first sight until they are freed.
 
-    `live` is the sum now and `peak` the largest there was, in bytes, each storage rounded up to a block of PyTorch's
-    allocator. Only tensors for which `counts` is true are looked at. A storage is counted once, however many tensors
-    are views of it. A number that code reads of a fake tensor is 0: an overflow flag, a loss to print.
+    `live` is the current sum and `peak` the largest, in bytes, each storage rounded up to a block of PyTorch's
+    allocator. Only tensors for which `counts` is true are counted. A storage is counted once, however many tensors view
+    it. Reading a number of a fake tensor, such as an overflow flag or a loss to print, gives 0.
     """
 
     def __init__(self, counts: Callable[[Tensor], bool] = is_fake) -> None:
@@ -51,7 +51,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def note(self, tensor: Tensor) -> None:
-        """Counts a tensor's storage, if it is not counted yet."""
+        """Count a tensor's storage, unless it is counted already."""
         if not self._counts(tensor):
             return
         storage = tensor.untyped_storage()
@@ -70,22 +70,22 @@ class LiveStorages(TorchDispatchMode):
 
 
 class Owners:
-    """Bytes of storages by what they are for; a storage counts for the first that names it."""
+    """Bytes of storages by purpose; a storage counts for the first purpose that names it."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
-        # The same as the sum of all, each storage rounded up to a block of PyTorch's allocator.
+        # The sum of all, each storage rounded up to a block of PyTorch's allocator.
         self.rounded = 0
 
     def add(self, tensors: Iterable[Tensor | None]) -> int:
-        """The bytes of storages that were not named before."""
-        found = 0
+        """Return the bytes of the tensors' storages that were not added before."""
+        total = 0
         for tensor in tensors:
             if tensor is None:
                 continue
             storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
             if storage._cdata not in self._seen:
                 self._seen.add(storage._cdata)
-                found += storage.nbytes()
+                total += storage.nbytes()
                 self.rounded += rounded(storage.nbytes())
-        return found
+        return total

@@ -1,4 +1,4 @@
-"""From the name of a factory or of a Hugging Face config to a model, its batches and its loss."""
+"""Tasks: a model, its batches and its loss, from the name of a factory or of a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch.utils import _pytree
 
 from .training import Loss, Task
 
-_LONGEST = 2048  # words of a batch's rows, unless an input shape says how many
+_LONGEST = 2048  # number of words in a row of a batch, unless an input shape gives it
 
 
 class Shape(NamedTuple):
-    """An input of a model, without its first dimension, which is the batch."""
+    """The shape of a model's input without its first dimension, the batch."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
     def make(self, batch: int, device: torch.device) -> Tensor:
-        """A batch of it: random numbers, or zeros, which are indices of any embedding."""
+        """Make a batch: random numbers, or zeros, which are valid indices of any embedding."""
         if self.dtype.is_floating_point:
             return torch.randn(batch, *self.sizes, dtype=self.dtype, device=device)
         return torch.zeros(batch, *self.sizes, dtype=self.dtype, device=device)
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that "3x224x224", "1024:int64" or "" (one number per row) says; float32 where it names no dtype."""
+    """Parse "3x224x224", "1024:int64" or "" (one number per row); without a dtype it is float32."""
     sizes, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     parts = sizes.split("x") if sizes else []
@@ -42,11 +42,11 @@ def parse_shape(text: str) -> Shape:
 
 
 def find_task(name: str, inputs: Sequence[Shape] = ()) -> Task:
-    """The task that MODULE:FACTORY, FILE.py:FACTORY, or the config of a transformers model is about.
+    """Return the task named by MODULE:FACTORY, FILE.py:FACTORY, or the config of a transformers model.
 
-    A factory takes no arguments and returns a model, which takes `inputs`, or a model and its loss, a
-    function of model, batch size and device. Without a loss the model's own counts (a number, or the attribute `loss`
-    of what it returns), else the mean of its outputs.
+    A factory takes no arguments and returns a model, which takes `inputs`, or a model and its loss, a function of
+    model, batch size and device. Without a loss the model's own is used (a number, or the attribute `loss` of its
+    result), else the mean of its outputs.
     """
     place, _, attribute = name.rpartition(":")
     if place:
@@ -59,7 +59,7 @@ def find_task(name: str, inputs: Sequence[Shape] = ()) -> Task:
 
 
 def task_of(factory: Any, inputs: Sequence[Shape]) -> Task:
-    """The task of a factory."""
+    """Return the task of a factory."""
 
     def make() -> tuple[nn.Module, Loss]:
         made = factory()
@@ -76,7 +76,7 @@ def task_of(factory: Any, inputs: Sequence[Shape]) -> Task:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss that a model returns, or the mean of what it returns."""
+    """Return the loss that a model returned, or the mean of its outputs."""
     found = output if isinstance(output, Tensor) and output.numel() == 1 else getattr(output, "loss", None)
     if found is not None:
         return found
@@ -88,7 +88,7 @@ def loss_of(output: Any) -> Tensor:
 
 def _factory(name: str, place: str, attribute: str) -> Any:
     path = Path(place)
-    folder = str(path.parent) if path.suffix == ".py" else ""  # of the file, or where the command was called
+    folder = str(path.parent) if path.suffix == ".py" else ""  # the file's folder, or the working directory
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
@@ -104,11 +104,11 @@ def _factory(name: str, place: str, attribute: str) -> Any:
 
 
 def _module_of(path: Path) -> Any:
-    """The module in a file, by its path: another may have its name already."""
+    """Import a file by its path, because another module may already have its name."""
     spec = importlib.util.spec_from_file_location(str(path.resolve()), path)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look the module up here
     spec.loader.exec_module(module)
     return module
 
@@ -137,6 +137,6 @@ def _hugging_face(config: Path, inputs: Sequence[Shape]) -> Task:
             model = transformers.AutoModelForCausalLM.from_config(settings)
         if model.main_input_name != "input_ids":
             raise ValueError(f"{config}: {type(model).__name__} takes {model.main_input_name}, not input_ids")
-        return model.float(), loss  # a config may name a dtype; amp casts
+        return model.float(), loss  # a config may name a dtype, but amp does the casts
 
     return make

@@ -1,4 +1,4 @@
-"""One training step as a script would write it, with real tensors or with fake ones that have no memory."""
+"""One training step as a script would write it, with real tensors or with fake tensors that have no memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .storages import LiveStorages, Owners, is_fake
 
 OPT_LEVELS = tuple(sorted(opt_levels))
 
-# Makes a model, and what makes a batch of a size on a device and computes the model's loss on it.
+# A `Task` makes a model and its `Loss`, which makes a batch of a given size on a device and computes the model's loss.
 Loss = Callable[[nn.Module, int, torch.device], Tensor]
 Task = Callable[[], tuple[nn.Module, Loss]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How it is trained.
+    """The settings of a training run.
 
     `optimizer` is a class of apex.optimizers, or MODULE:CLASS, and its options: "FusedSGD,momentum=0.9". With `zero`
-    its state is divided among `world` processes; without, the model is wrapped in DistributedDataParallel where there
-    are several. The stages of `pipeline_parallel` have as many batches in flight: their forward passes come first.
+    its state is sharded over `world` processes; otherwise the model is wrapped in DistributedDataParallel if there are
+    several. A pipeline has as many batches in flight as `pipeline_parallel` stages: their forward passes come first.
     """
 
     opt_level: str = "O0"
@@ -53,11 +53,11 @@ class Settings:
 
     @property
     def data_parallel(self) -> int:
-        """How many processes have the same parameters."""
+        """Return the number of processes that have the same parameters."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     def __post_init__(self) -> None:
-        """Raises for what no run can have."""
+        """Raise an error for impossible settings."""
         if self.opt_level not in OPT_LEVELS:
             raise ValueError(f"opt_level={self.opt_level!r} is not one of {', '.join(OPT_LEVELS)}")
         for name in ("batch", "world", "tensor_parallel", "pipeline_parallel"):
@@ -71,10 +71,10 @@ class Settings:
 
 
 class Training:
-    """A model, its optimizer and amp; `step` trains it. Fake unless a device is given.
+    """A model, its optimizer and amp; `step` trains it. Its tensors are fake unless a device is given.
 
-    Fake tensors are of the host's device, whose autocast has the rules of GPUs under apex.amp; a PyTorch without
-    support for GPUs cannot differentiate fake tensors of theirs.
+    Fake tensors are on the host's device, whose autocast has the rules of GPUs under apex.amp. A PyTorch without GPU
+    support cannot differentiate fake tensors on a GPU.
     """
 
     def __init__(self, task: Task, settings: Settings, device: torch.device | None = None) -> None:
@@ -100,14 +100,14 @@ class Training:
                 self.model = DistributedDataParallel(self.model)
 
     def _running(self) -> contextlib.AbstractContextManager[Any]:
-        """New tensors are fake inside, and storages are counted; with a device nothing is different."""
+        """Return a context that makes new tensors fake and counts storages; with a device it is empty."""
         stack = contextlib.ExitStack()
         for mode in () if self.storages is None else (self._fake, self.storages, _GpuOperators()):
             stack.enter_context(mode)
         return stack
 
     def _with_real_host(self) -> contextlib.AbstractContextManager[Any]:
-        """Counts of steps and tables are real inside; not of ZeRO, which allocates what is as large as a model."""
+        """Return a context with real step counts and tables, except for ZeRO, whose tables are as large as a model."""
         stack = contextlib.ExitStack()
         if self.storages is not None and not self.settings.zero:
             stack.enter_context(_disable_current_modes())
@@ -115,7 +115,7 @@ class Training:
         return stack
 
     def step(self, after_forward: Callable[[], Any] = int, before_update: Callable[[], Any] = int) -> None:
-        """One step; calls the functions after the forward passes, and before the optimizer updates the parameters."""
+        """Perform one step; call the functions after the forward passes and before the parameters are updated."""
         with self._running():
             count = self.settings.pipeline_parallel
             losses = [checked_loss(self._loss(self.model, self.settings.batch, self.device)) for _ in range(count)]
@@ -131,29 +131,29 @@ class Training:
             self.optimizer.zero_grad()
 
     def owners(self) -> dict[str, int]:
-        """Bytes of parameters, buffers, gradients, masters and optimizer state, and their sum in allocator's blocks."""
+        """Return bytes of parameters, buffers, gradients, masters and state, and their sum in allocator blocks."""
         owners, stash = Owners(), self.optimizer._amp_stash
         params = list(self.model.parameters())
         masters, state = stash.all_fp32_from_fp16_params, tensors_in(dict(self.optimizer.state))
-        found = {
+        sizes = {
             "parameters": owners.add(params),
             "buffers": owners.add(self.model.buffers()),
             "gradients": owners.add(param.grad for param in (*params, *masters)),
             "masters": owners.add(masters),
-            "state": owners.add(each for each in state if is_fake(each) or each.dim()),  # no counts on the host
+            "state": owners.add(each for each in state if is_fake(each) or each.dim()),  # without counts on the host
         }
-        return {**found, "rounded": owners.rounded}
+        return {**sizes, "rounded": owners.rounded}
 
 
 @contextlib.contextmanager
 def trained(task: Task, settings: Settings, device: torch.device | None = None) -> Iterator[Training]:
-    """A `Training`, fake unless a device is given; afterwards amp is off."""
+    """Yield a `Training`, fake unless a device is given, and shut amp down on exit."""
     if _amp_state.optimizers or _amp_state.models:
         raise RuntimeError(
             "amp.initialize was called in this process; estimate memory before it, after amp.shutdown(), or with the "
             "command `apex memory`"
         )
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback where shapes do not fit
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback if shapes do not fit
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -171,9 +171,9 @@ def trained(task: Task, settings: Settings, device: torch.device | None = None) 
 
 
 def _planning_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
-    """Ops on fake tensors allocate what their kernels need on a GPU: this machine's, or else an H200.
+    """Return a context that makes ops on fake tensors allocate as on a GPU: this machine's, or else an H200.
 
-    Without Triton they are PyTorch's operators.
+    Without Triton the ops run PyTorch's operators.
     """
     if _library.triton_problem() is not None:
         return _device.pretend(_device.INTERPRETER)
@@ -183,22 +183,22 @@ def _planning_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
 
 
 def checked_loss(loss: Any) -> Tensor:
-    """The loss; raises unless it is a tensor with one element that can be differentiated."""
+    """Return the loss; raise TypeError unless it is a tensor with one element that can be differentiated."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"the loss must be a tensor with one element that depends on the parameters, not {found}")
+        actual = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(f"the loss must be a tensor with one element that depends on the parameters, not {actual}")
     return loss
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested dicts, lists and tuples, and in the objects of apex that hold an optimizer's state."""
+    """Yield all tensors in nested dicts, lists and tuples, and in apex's objects that hold an optimizer's state."""
     for leaf in tree_leaves(value):
         held = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
         yield from (each for each in held if isinstance(each, Tensor))
 
 
 def _replace_by_fake_tensors(model: nn.Module) -> None:
-    """Puts fake tensors in the place of a model's tensors on the device "meta"; those that were one stay one."""
+    """Replace a model's tensors on the device "meta" by fake tensors; shared tensors stay shared."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake_of(tensor: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def _replace_by_fake_tensors(model: nn.Module) -> None:
 
 
 class _GpuOperators(torch.overrides.TorchFunctionMode):
-    """Calls PyTorch's GPU operators where its CPU ones keep other tensors: a mask of dropout has bytes."""
+    """A mode that calls PyTorch's GPU operators if the CPU's save other tensors: dropout's mask on a GPU is bytes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,9 +228,9 @@ class _GpuOperators(torch.overrides.TorchFunctionMode):
         if func is nn.functional.cross_entropy and _library.autocast_dtype(args[0]) == args[0].dtype == torch.float16:
             return _cross_entropy(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            kwargs = {**kwargs, "dropout_p": 0.0}  # on the host the scores would be kept; on GPUs a seed is
+            kwargs = {**kwargs, "dropout_p": 0.0}  # with dropout the host would save the scores; a GPU saves a seed
         if func is nn.functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
-            args = (*args[:10], 0.0, *args[11:])  # the same
+            args = (*args[:10], 0.0, *args[11:])  # no dropout, for the same reason
         return func(*args, **kwargs)
 
 
@@ -242,7 +242,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Without a float32 copy of float16 logits, nor of their gradient, where targets are numbers of classes."""
+    """Compute cross-entropy without float32 copies of float16 logits and gradients, if targets are class indices."""
     if target.is_floating_point() or args or kwargs.get("label_smoothing"):
         return nn.functional.cross_entropy(input, target, *args, **kwargs)
     kwargs.pop("label_smoothing", None)
@@ -250,7 +250,7 @@ def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Has the blocks of a model's longest ModuleList or Sequential compute their forward pass again in the backward."""
+    """Make the blocks of a model's longest ModuleList or Sequential recompute their forward pass in the backward."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(  # type: ignore[operator]
             gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -268,10 +268,10 @@ def checkpoint_blocks(model: nn.Module) -> None:
 
 
 def make_optimizer(settings: Settings, model: nn.Module) -> Any:
-    """The optimizer that the settings name, with a learning rate of 1e-3 unless they say another."""
-    name, *given = settings.optimizer.split(",")
+    """Make the optimizer that the settings name, with a learning rate of 1e-3 unless they give another."""
+    name, *texts = settings.optimizer.split(",")
     options: dict[str, Any] = {"lr": 1e-3}
-    for option in given:
+    for option in texts:
         key, _, value = option.partition("=")
         try:
             options[key.strip()] = ast.literal_eval(value.strip())

@@ -20,10 +20,10 @@ from .handle import _overflow_messages, disable_casts, scale_loss
 
 
 def shutdown() -> None:
-    """Ends amp: casts are off, models and optimizers are as if `initialize` had never been called.
+    """End amp: switch casts off and restore models and optimizers as if `initialize` had never been called.
 
-    Any thread may call it. PyTorch lets no thread change another's autocast: where `initialize` was called with O1 or
-    O4, operators outside of models are cast until that thread calls `shutdown` itself.
+    Any thread may call it. PyTorch lets no thread change another's autocast: in the thread that called `initialize`
+    with O1 or O4, operators outside of models are still cast until that thread calls `shutdown` itself.
     """
     release_all()
     _casting.switch_off()

@@ -1,6 +1,6 @@
-"""The one session of amp: everything that `initialize` sets up and `shutdown` undoes.
+"""The global state of amp: everything that `initialize` sets up and `shutdown` undoes.
 
-Clients read and write its attributes, so their names are the original's.
+Clients read and write its attributes, so they have the original's names.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class AmpState:
-    """What amp knows. `opt_properties` is absent until `initialize` was called.
+    """The state of amp's session; it has no `opt_properties` until `initialize` is called.
 
-    Models, optimizers and parameters are not kept alive by it. Objects of amp's other modules, which import this one,
-    are typed as Any.
+    It does not keep models, optimizers and parameters alive. Objects of amp's other modules, which import this one, are
+    typed as Any.
     """
 
     opt_properties: Any  # frontend.Properties
@@ -35,14 +35,15 @@ class AmpState:
         self.overflow_patience = 100
         self.models: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # _models.ModelRecord
         self.optimizers: WeakSet[Any] = WeakSet()
-        # By half-precision parameter of a model: its float32 master, an nn.Parameter. Where it has none, the float32
-        # values that it was rounded from, if known: from a checkpoint, or for an optimizer that makes its own masters.
+        # Maps a model's half-precision parameter to its float32 master, an nn.Parameter. For a parameter without a
+        # master, maps it to the float32 values that it was rounded from, if they are known: from a checkpoint, or for
+        # an optimizer that makes its own masters.
         self.masters: Any = WeakIdKeyDictionary()
-        # Called by shutdown in reverse order; each gives back what was changed in the process.
+        # Called by shutdown in reverse order; each undoes one change to the process.
         self.undo: list[Callable[[], None]] = []
 
     def reset(self) -> None:
-        """Calls what is in `undo`, newest first, and forgets the session."""
+        """Call the functions in `undo`, newest first, and forget the session."""
         while self.undo:
             self.undo.pop()()
         vars(self).pop("opt_properties", None)
@@ -56,16 +57,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def float32_values(param: Tensor, exact: Tensor) -> Tensor:
-    """A half-precision parameter in float32: the values of `exact` wherever they still round to the parameter's."""
+    """Return a half-precision parameter in float32: elements of `exact` if they round to it, else its own value."""
     return torch.where(exact.to(param.dtype) == param, exact, param.float())
 
 
 def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Tensor]], None]) -> list[Tensor]:
-    """The float32 tensors in `masters` of these parameters, the same ones in the same order on every rank.
+    """Return the float32 tensors in `masters` of these parameters, in the same order on every rank.
 
-    Masters are on all ranks. Exact values of parameters without a master are only on ranks that loaded a checkpoint:
-    the first rank decides for all, and the others get a tensor for each, or drop theirs. The caller then broadcasts the
-    values; `broadcast` gives tensors the values of the first rank.
+    All ranks have the masters. Only ranks that loaded a checkpoint have exact values of parameters without a master:
+    the first rank decides, and the others create or drop tensors accordingly. The caller then broadcasts the values.
+    `broadcast` gives tensors the values of the first rank.
     """
     known = _amp_state.masters
     params = list(params) if hasattr(_amp_state, "opt_properties") else []
@@ -82,7 +83,7 @@ def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Te
 
 
 def warn_or_err(msg: str) -> None:
-    """Raises, or warns where the user has set `_amp_state.hard_override`."""
+    """Raise RuntimeError, or only warn if the user has set `_amp_state.hard_override`."""
     if _amp_state.hard_override:
         warnings.warn(msg, stacklevel=3)
     else:
@@ -90,14 +91,14 @@ def warn_or_err(msg: str) -> None:
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Prints unless verbosity is 0; with `rank0`, in one process only."""
+    """Print unless verbosity is 0; with `rank0`, print on rank 0 only."""
     connected = rank0 and torch.distributed.is_available() and torch.distributed.is_initialized()
     if _amp_state.verbosity > 0 and not (connected and torch.distributed.get_rank()):
         print(msg)
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:
-    """The parameters that `optimizer` updates: float32 masters where amp made them.
+    """Yield the parameters that `optimizer` updates: float32 masters if amp made them.
 
     Works on any object with `param_groups`, whether amp has seen it or not.
     """

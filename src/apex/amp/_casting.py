@@ -1,13 +1,13 @@
-"""O1 and O4: PyTorch's autocast, switched on for the thread instead of for a block of code.
+"""O1 and O4: PyTorch's autocast, switched on for a thread instead of for a block of code.
 
-`initialize` switches it on, so that a loss that is computed outside the model is cast like the model's own operators.
-During backward passes and optimizer steps it is off.
+`initialize` switches it on, so that a loss computed outside the model is cast like the model's own operators. It is off
+during backward passes and optimizer steps.
 
-A model's forward pass runs in autocast blocks of its own (`run_cast`): so it is cast in other threads too, those of
-nn.DataParallel, and PyTorch may keep the copies of weights that it casts until the pass is over, which it does from
-2.11 on. Outside of models weights change between two uses, so autocast's cache is off there, and nowhere else. That
-tells a model that finds autocast off why: with the cache off the user switched it off on the thread where amp is on,
-and it stays off; with the cache on this is another thread, where nobody has switched it on yet.
+A model's forward pass runs in its own autocast blocks (`run_cast`). So it is also cast in other threads, such as those
+that nn.DataParallel starts, and PyTorch can cache cast weights until the pass is over, which it does from 2.11 on.
+Outside of models weights change between two uses, so autocast's cache is off there, and only there. A model that finds
+autocast off can therefore tell why. If the cache is off, the user switched autocast off in the thread where amp is on,
+and it stays off. If the cache is on, this is another thread, where autocast has not been switched on yet.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..ops.autocast import RuleKernels, casts_off, device_types, modes_here, res
 __all__ = ["active", "cast_as_here", "casts_off", "leave_thread", "run_cast", "suspended", "switch_off", "switch_on"]
 
 
-# Up to PyTorch 2.10 autocast also keeps copies made under no_grad, and weights used again would get no gradient.
+# Up to PyTorch 2.10 autocast also caches copies made under no_grad, and weights used again would get no gradient.
 _KEEPS_COPIES = torch.__version__ >= "2.11"
 
 
 class _Casting:
-    """Whether functions are cast in this process."""
+    """The process-wide state of casting: whether functions are cast, and with which settings."""
 
     def __init__(self) -> None:
         self.on = False
-        # Kept here for torch.compile, which would look into the function that finds them.
+        # Stored, because torch.compile would trace into the function that finds them.
         self.device_types: tuple[str, ...] = ()
         self.suspended = 0
         self.kernels: RuleKernels | None = None
-        # The thread that `switch_on` was called in, until it is left.
+        # The thread that called `switch_on`, until `leave_thread`.
         self.thread: threading.Thread | None = None
 
 
 class _OfThread(threading.local):
-    """This thread's autocast as `switch_on` left it, and what restores it; None where `switch_on` was not called."""
+    """The thread's autocast modes as set by `switch_on`, and a function that restores the former ones; else None."""
 
     modes: Any = None
     restore: Callable[[], None] | None = None
@@ -54,12 +54,12 @@ _thread = _OfThread()
 
 
 def active() -> bool:
-    """Whether functions are cast here and now."""
+    """Return whether functions are cast in this thread now."""
     return _state.on and not _state.suspended and any(map(torch.is_autocast_enabled, _state.device_types))
 
 
 def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
-    """Casts operators on this thread, and inside models on every thread, from now on."""
+    """Cast operators in this thread, and inside models in every thread, from now on."""
     if modes_here() != _thread.modes:
         _thread.restore = restored_by()
     if _state.kernels is None:
@@ -73,10 +73,10 @@ def switch_on(dtype: torch.dtype, *, allow_banned: bool = False) -> None:
 
 
 def leave_thread() -> None:
-    """Casts operators inside of models only.
+    """Restore the thread's former autocast, so that operators are cast inside of models only.
 
-    Where the thread's autocast is not what `switch_on` made of it, somebody else has set it since, and it is left as it
-    is: the end of an autocast block in which `switch_on` was called, or the beginning of one that came later.
+    If the thread's autocast is not as `switch_on` set it, somebody else has set it since: an autocast block around
+    `switch_on` ended, or a later one began. Then it is not changed.
     """
     if _thread.restore is not None and modes_here() == _thread.modes:
         _thread.restore()
@@ -85,7 +85,7 @@ def leave_thread() -> None:
 
 
 def switch_off() -> None:
-    """Ends all casts. Only a thread itself can switch its autocast off: a warning says where it stays on."""
+    """End all casts; warn if autocast stays on in another thread, because only that thread can switch it off."""
     leave_thread()
     if _state.thread not in (None, threading.current_thread()) and _state.thread.is_alive():
         warnings.warn(
@@ -101,7 +101,7 @@ def switch_off() -> None:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Nothing inside is cast, not even in models."""
+    """Switch all casts off inside the context, also in models."""
     _state.suspended += 1
     try:
         with casts_off(cache=torch.is_autocast_cache_enabled()):
@@ -111,7 +111,7 @@ def suspended() -> Iterator[None]:
 
 
 def cast_as_here(function: Callable[[], Any]) -> Callable[[], Any]:
-    """`function`, run under autocast as it is set here and now, wherever it is called."""
+    """Return a function that runs `function` under the autocast that is set now, wherever it is called."""
     set_as_here = restored_by()
 
     def run() -> Any:
@@ -126,17 +126,17 @@ def cast_as_here(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def run_cast(forward: Callable[..., Any], dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    """A model's forward pass under autocast, in whichever thread it runs, with copies of weights kept until its end."""
+    """Run a model's forward pass under autocast, in any thread; cast weights are cached until it ends."""
     if not _state.on or _state.suspended:
         return forward(*args, **kwargs)
     is_other_thread = torch.is_autocast_cache_enabled()
     names = [name for name in _state.device_types if is_other_thread or torch.is_autocast_enabled(name)]
-    # Copies made without grad mode would carry no gradient; keep none.
+    # Copies made without grad mode would carry no gradient, so they are not cached.
     return _under(names, forward, dtype, _KEEPS_COPIES and torch.is_grad_enabled(), args, kwargs)
 
 
 def _under(names: list[str], forward: Callable[..., Any], dtype: Any, cache: bool, args: Any, kwargs: Any) -> Any:
-    """A forward pass in PyTorch's own autocast blocks, which torch.compile knows, one for each device type."""
+    """Run a forward pass inside one torch.autocast block per device type, which torch.compile can trace."""
     if not names:
         return forward(*args, **kwargs)
     with torch.autocast(names[0], dtype=dtype, cache_enabled=cache):

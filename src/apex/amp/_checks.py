@@ -1,4 +1,4 @@
-"""Arguments of amp's functions: checked by name and value before anything changes."""
+"""Checks of the arguments of amp's functions, by name and value, before anything changes."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Scales are float32, and so are their reciprocals.
+# Scales and their reciprocals are float32.
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).smallest_normal, torch.finfo(torch.float32).max
 
 
 def is_flag(value: Any) -> bool:
-    """Whether a value can be a flag: a bool, an integer, a NumPy bool, or None for one that is not given."""
+    """Return whether a value can be a flag: a bool, an integer, a NumPy bool, or None for "not given"."""
     return value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_")
 
 
 def check_flags(**flags: Any) -> None:
-    """Raises for arguments, given by name, that are no flags (`is_flag`)."""
+    """Raise TypeError if any argument, passed by name, is no flag (`is_flag`)."""
     for name, value in flags.items():
         if not is_flag(value):
             raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises for what is not an integer of at least `least`."""
+    """Raise an error unless the value is an integer of at least `least`."""
     try:
         valid = not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
@@ -37,7 +37,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_type(name: str, value: Any, accepted: tuple[torch.dtype, ...] = ()) -> None:
-    """Raises unless the value is None, or one of the accepted dtypes; without any, a floating-point one."""
+    """Raise an error unless the value is None or an accepted dtype; by default all floating-point dtypes are."""
     if value is None:
         return
     names = ", ".join(map(str, accepted)) if accepted else "a floating-point torch.dtype, as torch.float16,"
@@ -48,25 +48,25 @@ def check_type(name: str, value: Any, accepted: tuple[torch.dtype, ...] = ()) ->
 
 
 def checked_number(name: str, value: Any, low: float, high: float, accepted: str) -> float:
-    """The value as a float; raises unless it is between `low` and `high`, which `accepted` says in words."""
+    """Return the value as a float; raise an error unless it is in [low, high], described by `accepted`."""
     try:
         if isinstance(value, (str, bytes, bool)):
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be {accepted}, not {value!r}") from None
-    if not low <= number <= high:  # NaN neither
+    if not low <= number <= high:  # also rejects NaN
         raise ValueError(f"{name} must be {accepted}, not {number}")
     return number
 
 
 def checked_scale(name: str, value: Any, or_else: str = "") -> float:
-    """The value as a float; raises unless it can be a loss scale."""
+    """Return the value as a float; raise an error unless it can be a loss scale."""
     return checked_number(name, value, _SMALLEST, _LARGEST, f"a positive number that is finite in float32{or_else}")
 
 
 def checked_loss_scale(name: str, value: Any) -> float | str:
-    """A loss scale as a number, or "dynamic"; numbers may come as strings."""
+    """Return a loss scale as a number, which may be passed as a string, or "dynamic"."""
     if isinstance(value, str) and value != "dynamic":
         try:
             value = float(value)
@@ -85,7 +85,7 @@ def check_scaling(
     backoff_factor: Any,
     names: dict[str, str] | None = None,
 ) -> None:
-    """Raises for numbers with which a dynamic scale could not work; `names` has what the caller calls arguments."""
+    """Raise an error for invalid settings of a dynamic scale; `names` maps argument names to the caller's names."""
     called = {"init_scale": "init_scale", "scale_factor": "scale_factor", "backoff_factor": "backoff_factor"}
     called.update(names or {})
     checked_scale(called["init_scale"], init_scale)
@@ -103,7 +103,7 @@ def check_scaling(
 
 
 def check_loss(loss: Any) -> None:
-    """Raises for a loss that is not a tensor of floating-point numbers."""
+    """Raise TypeError unless a loss is a floating-point tensor."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"loss must be a tensor, not {type(loss).__name__}")
     if not loss.is_floating_point():
@@ -111,7 +111,7 @@ def check_loss(loss: Any) -> None:
 
 
 def checked_optimizers(optimizers: Any) -> list[Any]:
-    """One optimizer, or a list or tuple of them, as a list; raises for what has no `param_groups`."""
+    """Return one optimizer, or a list or tuple of them, as a list; raise TypeError if one has no `param_groups`."""
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in listed:
         if not hasattr(optimizer, "param_groups"):

@@ -1,9 +1,9 @@
-"""`combine_grad`: the gradients of an optimizer in one flat buffer per dtype and device, unscaled there in one pass.
+"""`combine_grad`: an optimizer's gradients in one flat buffer per dtype and device, unscaled in one pass.
 
-Gradients move to their places when a backward pass is over. A user may break that sharing (`p.grad = ...`) at any time:
-what was moved away is moved back at the next backward pass, and the numbers do not depend on it. A parameter without a
-gradient keeps having none, as without combining; its place holds zeros. With `combine_ddp` the buffers are averaged
-over all processes before they are unscaled.
+Gradients move to the buffers at the end of a backward pass. A user may break that sharing (`p.grad = ...`) at any time;
+the next backward pass moves such gradients back, and the results do not depend on it. A parameter without a gradient
+keeps None, as without combining; its part of the buffer holds zeros. With `combine_ddp` the buffers are averaged over
+all processes before they are unscaled.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from torch import Tensor
 
 from .._distributed.collectives import start
 from .._distributed.comparison import differing
+from .._distributed.experts import refuse_experts
 from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
 
 
 class _FlatGradients(FlatBuffer):
-    """A buffer with a place for the gradient of each of some tensors of one dtype and device."""
+    """A flat buffer with a view for the gradient of each member; members have one dtype and device."""
 
     def __init__(self, members: list[Tensor], offsets: list[int], size: int) -> None:
         super().__init__(members, offsets, size)
         self.members = members
-        # The views in one dimension, for passes that count for each gradient.
+        # 1-D views, for passes that count non-finite elements of each gradient.
         self.parts = list(map(flat, self.views))
 
     def put(self, gradients: list[Tensor | None]) -> None:
-        """Copies gradients to their places, zeros where there is none."""
+        """Copy gradients into the buffer, and zeros for parameters without one."""
         moved, values = [], []
         for index, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
             if gradient is None:
@@ -46,31 +47,31 @@ class _FlatGradients(FlatBuffer):
             torch._foreach_copy_(moved, values)
 
     def give(self, has_gradient: list[bool]) -> None:
-        """Makes the places the gradients."""
+        """Make the buffer's views the members' gradients, or None for members without one."""
         for member, view, has in zip(self.members, self.views, has_gradient, strict=True):
             member.grad = view if has else None
 
     def moved_away(self) -> list[Tensor]:
-        """Members whose gradient is somewhere else."""
+        """Return the members whose gradient is outside of the buffer."""
         members = [(index, member) for index, member in enumerate(self.members) if member.grad is not None]
         return [member for index, member in members if member.numel() and not self.holds(index, member.grad)]
 
 
 class _GradientBuffers:
-    """Model parameters of one dtype and device, and their masters where they have any."""
+    """Buffers of model parameters of one dtype and device, and of their masters if they have any."""
 
     def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
         self._layout = offsets_of(params)
         self.params = params
         self.grads = _FlatGradients(params, *self._layout)
-        # The gradients that the optimizer uses. At the same offsets, so that one pass can go from buffer to buffer.
+        # Gradients that the optimizer uses, at the same offsets, so that one pass can go from buffer to buffer.
         self.target = _FlatGradients(masters, *self._layout) if masters else self.grads
         self._fresh: _FlatGradients | None = None
-        # Where the gradients of the last backward pass are.
+        # The buffer with the gradients of the last backward pass.
         self._source = self.grads
 
     def collect(self, accumulated: dict[Tensor, Tensor]) -> tuple[Tensor, list[bool]]:
-        """Puts the new gradients together; returns the buffer, and which parameters have one."""
+        """Copy the new gradients into a buffer; return it, and for each parameter whether it has a gradient."""
         new = [param.grad for param in self.params]
         self._source = self.grads
         if self.target is self.grads and any(param in accumulated for param in self.params):
@@ -79,7 +80,7 @@ class _GradientBuffers:
         return self._source.values, [gradient is not None for gradient in new]
 
     def unscale(self, present: list[bool], accumulated: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
-        """Unscales what was collected and adds earlier gradients; `present` says which parameters have a new one."""
+        """Unscale the collected gradients and add earlier ones; `present` flags parameters with a new gradient."""
         source, target = self._source, self.target
         if target is self.grads:
             earlier = [accumulated.get(param) for param in self.params]
@@ -97,10 +98,10 @@ class _GradientBuffers:
 
 
 class CombinedGradients:
-    """The buffers of one optimizer; made at the first backward pass, and anew when its parameters change."""
+    """The combined gradients of one optimizer; made at the first backward pass, and again if its parameters change."""
 
     def __init__(self, stash: AmpOptimizerState, check: bool = False, ddp_parts: int | None = None) -> None:
-        """`check` is for steps, which then refuse gradients that are somewhere else; `ddp_parts` for `combine_ddp`."""
+        """Store the options: `check` makes steps refuse gradients elsewhere, `ddp_parts` is for `combine_ddp`."""
         self._stash = stash
         self.check = check
         self._reduction = None if ddp_parts is None else _Reduction(ddp_parts)
@@ -108,12 +109,17 @@ class CombinedGradients:
         self._made_for: list[Any] = []
 
     def after_backward(self, scaler: LossScaler, reduces: bool = False) -> list[NonfiniteCounts]:
-        """Unscales the new gradients, or with `reduces` their mean, and adds them to what was there before."""
+        """Unscale the new gradients, or with `reduces` their mean over processes, and add them to earlier ones."""
         self._make()
         accumulated = self._stash.accumulated_grads
         collected = [each.collect(accumulated) for each in self._by_dtype]
         present = [has_gradient for _, has_gradient in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
+            refuse_experts(
+                (param for each in self._by_dtype for param in each.params),
+                "combine_ddp",
+                "Set optimizer.combine_ddp = False and call apex.transformer.finalize_model_grads before the step",
+            )
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
         pairs = zip(self._by_dtype, present, strict=True)
         counted = [each.unscale(has_gradient, accumulated, scaler) for each, has_gradient in pairs]
@@ -121,18 +127,18 @@ class CombinedGradients:
         return counted
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that hold the gradients of what the optimizer updates."""
+        """Return the buffers of the gradients that the optimizer uses."""
         self._make()
         return [each.target.values for each in self._by_dtype]
 
     def zero(self) -> None:
-        """Zeroes all gradients in place."""
+        """Set all gradients to zero in place."""
         for each in self._by_dtype:
             each.grads.values.zero_()
             each.target.values.zero_()
 
     def moved_away(self) -> list[Tensor]:
-        """What the optimizer is about to update with gradients that are not in the buffers."""
+        """Return the parameters that the optimizer updates whose gradients are outside of the buffers."""
         return [param for each in self._by_dtype for param in each.target.moved_away()]
 
     def _make(self) -> None:
@@ -153,14 +159,14 @@ class CombinedGradients:
 
 
 class _Reduction:
-    """The mean over all processes of flat buffers, each sent in `parts` messages that are under way together."""
+    """The mean of flat buffers over all processes, each sent in `parts` concurrent messages."""
 
     def __init__(self, parts: int) -> None:
         self.parts = parts
         self._checked: list[object] = []
 
     def is_needed(self) -> bool:
-        """Whether there are other processes. A script that runs alone needs no process group."""
+        """Return whether there are other processes. A script that runs alone needs no process group."""
         if dist.is_available() and dist.is_initialized():
             return True
         if dist.is_available() and dist.is_torchelastic_launched():
@@ -172,9 +178,9 @@ class _Reduction:
 
     @torch.no_grad()
     def reduce(self, buffers: Sequence[Tensor], present: Sequence[list[bool]]) -> list[list[bool]]:
-        """Averages the buffers in place; `present` says for which parameters this process has gradients.
+        """Average the buffers in place; `present` flags the parameters that have gradients in this process.
 
-        Returns for which parameters any process has.
+        Returns flags of the parameters that have gradients in any process.
         """
         self._check(buffers, present)
         if not buffers:
@@ -195,12 +201,12 @@ class _Reduction:
             work.wait()
         for buffer in buffers:
             buffer.mul_(1 / dist.get_world_size())
-        # Who has all gradients need not ask the device what others have.
+        # A process that has all gradients need not read the others' flags from the device.
         known = iter(flags if all(flags) else anywhere.bool().tolist())
         return [[next(known) for _ in each] for each in present]
 
     def _check(self, buffers: Sequence[Tensor], present: Sequence[list[bool]]) -> None:
-        """Raises, in all processes, where buffers are not alike."""
+        """Raise an error in all processes if their buffers differ in layout."""
         layout = [(str(buffer.dtype), buffer.numel(), len(each)) for buffer, each in zip(buffers, present, strict=True)]
         if layout == self._checked:
             return

@@ -1,4 +1,4 @@
-"""Tensors in nested containers."""
+"""Apply a function to tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 # isinstance with tuples of types: PyTorch up to 2.9 cannot compile unions there.
 def applier(value: Any, fn: Callable[[Any], Any], _inside: tuple[int, ...] = ()) -> Any:
-    """`fn` on every tensor in nested containers, and on whatever else has a `to` method; containers keep their type.
+    """Apply `fn` to every tensor, and every object with a `to` method, in nested containers; they keep their type.
 
-    Containers are dicts, lists, tuples, sets, deques, what is derived from them, other mappings, SimpleNamespaces, and
-    dataclasses that have no `to`. What is more than a built-in container or a named tuple is copied, with all that it
-    holds besides, only if `fn` changed something in it. `_inside` has the objects around `value`, to stop at circles.
+    Containers are dicts, lists, tuples, sets, deques and their subclasses, other mappings, SimpleNamespaces, and
+    dataclasses without a `to` method. Built-in containers and named tuples are always made again. Others are copied,
+    with all their other contents, only if `fn` changed something in them. `_inside` holds the ids of the objects around
+    `value`, to stop at cycles.
     """
     if isinstance(value, Tensor):
         return fn(value)
@@ -39,7 +40,7 @@ def applier(value: Any, fn: Callable[[Any], Any], _inside: tuple[int, ...] = ())
         return _with_items(value, _changes(value.items(), fn, _inside))
     if isinstance(value, (list, deque, UserList)):
         return _with_items(value, _changes(enumerate(value), fn, _inside))
-    if hasattr(value, "to"):  # batches with a method of their own
+    if hasattr(value, "to"):  # batches with their own method
         return fn(value)
     if isinstance(value, SimpleNamespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return value if id(value) in _inside else _with_attributes(value, fn, (*_inside, id(value)))
@@ -47,7 +48,7 @@ def applier(value: Any, fn: Callable[[Any], Any], _inside: tuple[int, ...] = ())
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether nothing has changed: built-in containers are made anew in any case."""
+    """Return whether two values are the same object, or built-in containers of the same objects."""
     if type(before) in (list, tuple):
         return all(map(_same, before, after))
     if type(before) in (dict, OrderedDict):
@@ -56,20 +57,20 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _changes(items: Iterable[tuple[Any, Any]], fn: Callable[[Any], Any], inside: tuple[int, ...]) -> dict[Any, Any]:
-    """The items that `fn` changes, as they are afterwards, by name or index."""
+    """Return the items that `fn` changes, after the change, by name or index."""
     applied = [(key, item, applier(item, fn, inside)) for key, item in items]
     return {key: after for key, before, after in applied if not _same(before, after)}
 
 
 def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
-    """A copy of a mapping or list with other items; a dict in place of a mapping that cannot be copied and changed."""
+    """Return a copy of a mapping or list with changed items; a dict if a mapping cannot be copied and changed."""
     if not changes:
         return original
     try:
         copied = copy.copy(original)
         for key, item in changes.items():
             copied[key] = item
-    except Exception:  # read-only mappings, and classes with a constructor of their own
+    except Exception:  # read-only mappings, and classes with their own constructor
         if not isinstance(original, Mapping):
             raise
         items = {**original, **changes}
@@ -81,7 +82,7 @@ def _with_items(original: Any, changes: dict[Any, Any]) -> Any:
 
 
 def _with_attributes(original: Any, fn: Callable[[Any], Any], inside: tuple[int, ...]) -> Any:
-    """A copy with other attributes, also where they are frozen; the original if nothing changes."""
+    """Return a copy with changed attributes, even if the object is frozen; the original if nothing changes."""
     if isinstance(original, SimpleNamespace):
         names = list(vars(original))
     else:
@@ -96,7 +97,7 @@ def _with_attributes(original: Any, fn: Callable[[Any], Any], inside: tuple[int,
 
 
 def to_type(dtype: torch.dtype, value: Any) -> Any:
-    """A floating-point tensor cast to `dtype`, any other tensor as it is; other objects cast themselves."""
+    """Cast a floating-point tensor to `dtype`; return other tensors unchanged; call `to` of other objects."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     return value.to(dtype)

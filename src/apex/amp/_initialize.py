@@ -1,4 +1,4 @@
-"""Models and optimizers made ready for an opt level: everything is checked first, and every change can be undone."""
+"""Preparation of models and optimizers for an opt level: all checks come first, and every change can be undone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def initialize_models_and_optimizers(
     cast_model_outputs: torch.dtype | None,
     combine: dict[str, Any] | None,
 ) -> Any:
-    """Checks everything first, then changes models and optimizers, all or none; returns them as they came.
+    """Check models and optimizers, then change all or none of them, and return them as passed, single or in lists.
 
-    `combine` has the options of `CombinedGradients`, or is None where gradients are not combined.
+    `combine` holds the options of `CombinedGradients`, or is None if gradients are not combined.
     """
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
@@ -38,7 +38,7 @@ def initialize_models_and_optimizers(
     _check_optimizers(model_list, optimizer_list, properties, combine is not None)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
-        # Not copies: casting gives the parameters other memory, and the masters take this one over.
+        # No copies: casting gives the parameters other memory, and the masters take over the old memory.
         originals = {
             param: param.detach()
             for optimizer in optimizer_list
@@ -58,14 +58,14 @@ def initialize_models_and_optimizers(
 
 
 def as_they_came(models: Any, optimizers: Any) -> Any:
-    """What `initialize` returns: models alone, or with optimizers; a list for a list or tuple."""
+    """Return models alone, or with optimizers, as `initialize` does; a tuple becomes a list."""
     models = list(models) if isinstance(models, tuple) else models
     optimizers = list(optimizers) if isinstance(optimizers, tuple) else optimizers
     return models if optimizers is None else (models, optimizers)
 
 
 def release(models: list[Any], optimizers: list[Any]) -> None:
-    """Undoes `initialize` for models, optimizers, and others that update these models' half-precision weights."""
+    """Undo `initialize` for models, optimizers, and other optimizers of these models' half-precision weights."""
     params = {id(param) for model in models for param in model.parameters() if param.dtype in HALF}
     released = []
     for optimizer in list(_amp_state.optimizers):
@@ -86,12 +86,12 @@ def release(models: list[Any], optimizers: list[Any]) -> None:
 
 
 def release_all() -> None:
-    """Gives back every model and optimizer."""
+    """Undo `initialize` for every model and optimizer."""
     release(list(_amp_state.models), list(_amp_state.optimizers))
 
 
 def as_lists(models: Any, optimizers: Any) -> tuple[list[Any], list[Any]]:
-    """Models and optimizers, however they came."""
+    """Return models and optimizers, passed singly or in lists, as two lists."""
     if isinstance(models, nn.Module):
         models = [models]
     elif not isinstance(models, list | tuple):
@@ -127,7 +127,7 @@ def _check_models(models: list[nn.Module], properties: Any) -> None:
 
 
 def _check_whole(models: list[nn.Module]) -> None:
-    """Refuses sharded models: shards cannot be cast under their owner, and an overflow in one is not known to all."""
+    """Raise an error for sharded models: shards cannot be cast, and an overflow in one is not known to all ranks."""
     for model in models:
         wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
         for name, param in model.named_parameters():
@@ -153,9 +153,9 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties
 
 
 def _check_models_are_updated(models: list[nn.Module], optimizers: list[Any]) -> None:
-    """Raises where optimizers have parameters, but none of the models'.
+    """Raise an error if optimizers have parameters, but none that belongs to the models.
 
-    One that updates something else beside them is right: the centers of a center loss have their own optimizer.
+    An optimizer may update other parameters besides: the centers of a center loss have their own optimizer.
     """
     known = {id(param) for model in models for param in model.parameters()}
     updated = [param for optimizer in optimizers for param in _model_params(optimizer)]
@@ -168,7 +168,7 @@ def _check_models_are_updated(models: list[nn.Module], optimizers: list[Any]) ->
 
 
 def _check_zero_optimizer(optimizer: Any, properties: Any, combines: bool) -> None:
-    """Raises for what an optimizer that takes gradients during backward passes (ZeRO) cannot do."""
+    """Raise an error for options that an optimizer which takes gradients during backward passes (ZeRO) lacks."""
     kind = type(optimizer).__name__
     if combines:
         raise RuntimeError(
@@ -184,7 +184,7 @@ def _check_zero_optimizer(optimizer: Any, properties: Any, combines: bool) -> No
 
 
 def _model_params(optimizer: Any) -> list[Tensor]:
-    """The model's parameters that an optimizer updates, also where masters have taken their place."""
+    """Return the model's parameters that an optimizer updates, directly or through masters."""
     stash = getattr(optimizer, "_amp_stash", None)
     masters = {} if stash is None else dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
     return [masters.get(param, param) for group in optimizer.param_groups for param in group["params"]]

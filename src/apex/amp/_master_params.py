@@ -1,7 +1,7 @@
-"""Float32 master parameters of an optimizer, and what amp keeps beside it: `optimizer._amp_stash`.
+"""Float32 master parameters of an optimizer, and amp's state of the optimizer: `optimizer._amp_stash`.
 
-Three kinds of parameters: half-precision ones of the model that have a float32 master (the master takes their place in
-the optimizer's groups), float32 ones (their own masters), and half-precision ones without a master (O3).
+There are three kinds of parameters: half-precision ones of the model with a float32 master, which replaces them in the
+optimizer's groups; float32 ones, which are their own masters; and half-precision ones without a master (O3).
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from ._containers import applier
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that makes the update: what LARC has inside, or the optimizer itself."""
+    """Return the optimizer that performs the update: the one inside LARC, or the optimizer itself."""
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else getattr(optimizer, "optim", optimizer)
 
 
 def takes_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer takes gradients from parameters during backward passes, and keeps its own masters (ZeRO)."""
+    """Return whether an optimizer takes gradients during backward passes and keeps its own masters (ZeRO)."""
     return bool(getattr(innermost(optimizer), "_takes_gradients", False))
 
 
 def _takes_found_inf(inner: Any) -> bool:
-    """Whether a step can be turned off by a flag on the device, without waiting for it."""
+    """Return whether a flag on the device can turn a step off, without waiting for it."""
     if not getattr(inner, "_step_supports_amp_scaling", False):
         return False
-    # A subclass with a step of its own, written for the original, knows nothing of flags.
+    # A subclass with its own step, written for the original, ignores such flags.
     return not hasattr(inner, "_model_params") or type(inner).step.__module__.startswith("apex.")
 
 
 class AmpOptimizerState:
-    """Amp's data on one optimizer: `optimizer._amp_stash`."""
+    """Amp's state of one optimizer: `optimizer._amp_stash`."""
 
     def __init__(self, optimizer: Any) -> None:
-        # The optimizer that makes the update: what LARC has inside, or the optimizer itself.
+        # The optimizer that performs the update: the one inside LARC, or the optimizer itself.
         self.inner = innermost(optimizer)
         self.lazy_init_called = False
-        # Whether masters have taken over what happened to the parameters since initialize.
+        # Whether masters have taken over changes made to the parameters since initialize.
         self.saw_first_backward = False
-        # Whether the next step is to be skipped.
+        # Whether the next step will be skipped.
         self.already_patched = False
         self.params_have_scaled_gradients = False
-        # Whether a `scale_loss` of this optimizer has begun and not ended: its gradients are scaled.
+        # Whether a `scale_loss` of this optimizer is active: its gradients are scaled.
         self.inside_scale_loss = False
         self.has_masters = False
-        # 1 on the device if gradients overflowed since the last step; for optimizers that take such a flag.
+        # 1 on the device if gradients overflowed since the last step; only for optimizers that accept such a flag.
         self.found_inf: Tensor | None = None
         self.takes_found_inf = _takes_found_inf(self.inner)
         # Parallel lists: a model's half-precision parameters and their masters.
@@ -58,34 +58,34 @@ class AmpOptimizerState:
         self.all_fp32_from_fp16_params: list[Tensor] = []
         # Parameters that the optimizer updates directly.
         self.all_fp32_from_fp32_params: list[Tensor] = []
-        # Half-precision parameters that will get a master when they are trained.
+        # Half-precision parameters that get a master as soon as they are trained.
         self.frozen: list[Tensor] = []
-        # Gradients that were there before the backward pass that is under way.
+        # Gradients that existed before the current backward pass.
         self.accumulated_grads: dict[Tensor, Tensor] = {}
-        # The optimizer unscales gradients itself, and takes those of half-precision parameters as they are.
+        # The optimizer unscales gradients itself, and reads half-precision parameters' gradients directly.
         self.optimizer_unscales = False
-        # The optimizer takes gradients from parameters during backward passes, and keeps its own masters (ZeRO).
+        # The optimizer takes gradients during backward passes and keeps its own masters (ZeRO).
         self.takes_gradients = takes_gradients(optimizer)
         # The optimizer's combined gradient buffers, `_combined.CombinedGradients`, which imports this module.
         self.combined: Any = None
-        # The optimizer's own attributes that amp's took the place of.
+        # The optimizer's own attributes that amp replaced.
         self.replaced: dict[str, Any] = {}
 
     @property
     def all_fp32_params(self) -> list[Tensor]:
-        """The parameters that the optimizer updates."""
+        """Return the parameters that the optimizer updates."""
         return self.all_fp32_from_fp16_params + self.all_fp32_from_fp32_params
 
     @property
     def model_params(self) -> list[Tensor]:
-        """The parameters that a backward pass gives gradients to."""
+        """Return the parameters that receive gradients in a backward pass."""
         return self.all_fp16_params + self.all_fp32_from_fp32_params
 
 
 def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor, Tensor]) -> list[Tensor]:
-    """Sorts parameters into the lists of the stash; returns what belongs in the optimizer's groups: masters, if any.
+    """Sort parameters into the lists of the stash; return those for the optimizer's groups, masters if they exist.
 
-    `originals` holds values from before the model was cast, which are more exact than its parameters are now.
+    `originals` holds values from before the model was cast, which are more exact than its current parameters.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     chosen = []
@@ -102,7 +102,7 @@ def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor,
 
 
 def adopt_frozen(optimizer: Any, trained: Container[Tensor] = ()) -> None:
-    """Makes masters for parameters that were frozen: those that require gradients now, or are in `trained`."""
+    """Make masters for frozen parameters that now require gradients or are in `trained`."""
     stash: AmpOptimizerState = optimizer._amp_stash
     chosen = {id(param) for param in stash.frozen if param.requires_grad or param in trained}
     if not chosen:
@@ -117,14 +117,14 @@ def adopt_frozen(optimizer: Any, trained: Container[Tensor] = ()) -> None:
 
 @torch.no_grad()
 def adopt_changes(stash: AmpOptimizerState) -> None:
-    """Gives masters the values of parameters that were changed since `initialize`, without waiting for the device.
+    """Give masters the values of parameters that changed since `initialize`, without waiting for the device.
 
-    Wrappers and scripts broadcast parameters between initialize and the first backward pass, which is where upstream
-    made the masters. An element that is still the rounding of its master keeps the digits of the master.
+    Wrappers and scripts broadcast parameters between initialize and the first backward pass, when upstream makes the
+    masters. If a parameter's element is still the rounded value of its master, the master's element is kept.
     """
     stash.saw_first_backward = True
     for param, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
-        # Through `.data`: a master may share its count of changes with the parameter, which a forward pass has saved.
+        # Through `.data`: a master may share its version counter with a parameter that a forward pass has saved.
         master.data.copy_(float32_values(param, master))
 
 
@@ -141,10 +141,10 @@ def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value:
 
 
 def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype, ...]) -> dict[str, Any]:
-    """An optimizer's state of one parameter, with tensors of the types `of` cast, in lists (LBFGS) too."""
+    """Return an optimizer's state of one parameter with tensors of the dtypes `of` cast, also in lists (LBFGS)."""
 
     def cast(value: Any) -> Any:
-        # Half precision cannot hold a count of steps.
+        # Half precision cannot hold a step count.
         fits = isinstance(value, Tensor) and (value.dim() > 0 or dtype not in HALF)
         return value.to(dtype) if fits and value.dtype in of else value
 
@@ -152,12 +152,12 @@ def cast_state(state: dict[str, Any], dtype: torch.dtype, of: tuple[torch.dtype,
 
 
 def half_params(optimizer: Any) -> list[Tensor]:
-    """The half-precision parameters that an optimizer updates directly."""
+    """Return the half-precision parameters that an optimizer updates directly."""
     return [param for group in optimizer.param_groups for param in group["params"] if param.dtype in HALF]
 
 
 def cast_states(optimizer: Any, params: list[Tensor]) -> None:
-    """Brings state to the type that parameters have been cast to: to half precision for O3, and back after it."""
+    """Cast state to the current dtype of its parameters: to half precision for O3, and back afterwards."""
     inner = innermost(optimizer)
     if hasattr(inner, "_model_params"):
         return  # a fused optimizer keeps float32 state
@@ -171,7 +171,7 @@ def cast_states(optimizer: Any, params: list[Tensor]) -> None:
 
 
 def note_model_params(stash: AmpOptimizerState) -> None:
-    """Lets a fused optimizer write a model's parameters in the pass that updates their masters."""
+    """Make a fused optimizer write a model's parameters in the pass that updates their masters."""
     if hasattr(stash.inner, "_model_params"):
         stash.inner._model_params = dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
         stash.inner._takes_model_grads = stash.optimizer_unscales

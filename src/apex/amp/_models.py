@@ -1,7 +1,6 @@
-"""A model under amp: its parameters in another type, and a forward pass that casts.
+"""A model under amp: its parameters cast, and a forward pass that casts.
 
-Nothing is derived from the model's class and nothing replaced in it: registries of subclasses and checks of a type see
-what they saw before.
+The model's class is neither subclassed nor changed: registries of subclasses and type checks see the original class.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from . import _casting
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier, to_type
+from ._pretrained import save_dtypes_of_parameters, save_dtypes_of_state_dict
 
 
 @dataclass(frozen=True)
 class ForwardCasts:
-    """To what a forward pass casts its inputs, its functions and its outputs; None for nothing."""
+    """Dtypes that a forward pass casts its inputs, its functions and its outputs to; None for no cast."""
 
     inputs: torch.dtype | None = None
     functions: torch.dtype | None = None
     outputs: torch.dtype | None = None
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A forward pass."""
+        """Run a forward pass with these casts."""
         if self.inputs is not None:
             cast_input = functools.partial(to_type, self.inputs)
             args, kwargs = applier(args, cast_input), applier(kwargs, cast_input)
@@ -47,7 +47,7 @@ _NO_CASTS = ForwardCasts()
 
 @dataclass
 class ModelRecord:
-    """What a model was before amp."""
+    """The state of a model before amp, and functions that restore it."""
 
     dtypes: dict[str, torch.dtype]
     forward: CastForward | None = None
@@ -55,7 +55,7 @@ class ModelRecord:
 
 
 def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.dtype | None) -> None:
-    """Casts a model and its forward pass as the properties say."""
+    """Cast a model and its forward pass as the properties say."""
     record = _amp_state.models[model] = ModelRecord({name: tensor.dtype for name, tensor in floats_of(model)})
     cast_type = properties.cast_model_type or None
     if cast_type is not None:
@@ -67,17 +67,18 @@ def prepare_model(model: nn.Module, properties: Any, cast_model_outputs: torch.d
     # The forward pass of a scripted model cannot be replaced; autocast on the thread is all that O1 needs.
     if casts != _NO_CASTS and not isinstance(model, torch.jit.ScriptModule):
         own = vars(model).get("forward")
-        if isinstance(own, CastForward):  # the model is a copy of one under amp, and has its casts
+        if isinstance(own, CastForward):  # the model is a copy of a model under amp and has its casts
             own = own.own
         record.forward = forward = CastForward(model, casts, own)
         vars(model).update(forward=forward, _replicate_for_data_parallel=forward.replicate)
         record.undo.append(_uncast_forward)
     if cast_type in HALF:
-        record.undo.append(_keep_state_dict_in_float32(model))
+        save_dtypes_of_state_dict(model)
+        record.undo += [save_dtypes_of_parameters, _keep_state_dict_in_float32(model)]
 
 
 def release_model(model: nn.Module) -> None:
-    """Gives a model back as it was before amp, with the values it has now."""
+    """Restore a model as it was before amp; it keeps its current values."""
     record = _amp_state.models.get(model)
     while record is not None and record.undo:
         record.undo.pop()(model)
@@ -85,19 +86,19 @@ def release_model(model: nn.Module) -> None:
 
 
 def dtype_before(model: nn.Module) -> Callable[[str, Tensor], torch.dtype]:
-    """The type that a parameter had before amp, by name."""
+    """Return a function that gives a parameter's dtype before amp, by name."""
     record = _amp_state.models.get(model)
     return lambda name, tensor: tensor.dtype if record is None else record.dtypes.get(name, tensor.dtype)
 
 
 def floats_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers that are floating-point numbers."""
+    """Return the model's floating-point parameters and buffers with their names."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tensor) for name, tensor in tensors if tensor.is_floating_point()]
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """Casts parameters and buffers in place; batch norms with parameters stay as they are if they are to be kept."""
+    """Cast parameters and buffers in place; with `keep_batchnorm` leave out batch norms that have parameters."""
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
             continue
@@ -115,7 +116,7 @@ def _uncast(model: nn.Module) -> None:
 
 
 def _flatten_rnns(model: nn.Module) -> None:
-    """Puts the weights of each RNN side by side again, as cuDNN has them, which would copy them at every call."""
+    """Make the weights of each RNN contiguous again; otherwise cuDNN would copy them at every call."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -130,9 +131,9 @@ def _cast_tensor(tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 class CastForward:
-    """The forward pass of a model under amp, kept among the model's own attributes: its class stays what it is.
+    """The forward pass of a model under amp, stored among the model's own attributes; its class is not changed.
 
-    `own` is the forward pass that the model had there before, from torch.compile for example; None for its class's.
+    `own` is the forward pass stored there before, for example by torch.compile, or None if the class's was used.
     The model is not kept alive. Copies of it (`copy.deepcopy`, pickle, nn.DataParallel) run with their own weights.
     """
 
@@ -148,21 +149,21 @@ class CastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward pass without casts; `inspect.signature` asks for it."""
+        """Return the forward pass without casts; `inspect.signature` reads it."""
         if self.own is not None:
             return self.own
         model = self.model()
         if model is None:
             raise ReferenceError("this is the forward pass of a model that is gone; keep the model, and call it")
-        return functools.partial(type(model).forward, model)  # looked up now: a lazy or sharded model changes its class
+        return functools.partial(type(model).forward, model)  # looked up now: lazy and sharded models change class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         casts = self.casts
         if self.is_copy and casts.inputs is not None and not self._has_weights_of(casts.inputs):
-            casts = dataclasses.replace(casts, inputs=None)  # a copy that was cast since, as by `.float()`
+            casts = dataclasses.replace(casts, inputs=None)  # the copy was cast since, for example by `.float()`
         return casts.run(self.__wrapped__, args, kwargs)
 
-    __code__ = __call__.__code__  # torch.export asks where a forward pass is defined
+    __code__ = __call__.__code__  # torch.export reads where a forward pass is defined
 
     def _has_weights_of(self, dtype: torch.dtype) -> bool:
         return any(param.dtype == dtype for param in self.model().parameters())  # type: ignore[union-attr]
@@ -171,7 +172,7 @@ class CastForward:
         return CastForward, (self.model(), self.casts, self.own, True)
 
     def replicate(self) -> nn.Module:
-        """Takes the place of the model's `_replicate_for_data_parallel`, whose result shares its attributes."""
+        """Replace the model's `_replicate_for_data_parallel`, whose result shares the model's attributes."""
         model: Any = self.model()
         replica = type(model)._replicate_for_data_parallel(model)
         vars(replica)["forward"] = CastForward(replica, self.casts, self.own)
@@ -182,7 +183,7 @@ def _uncast_forward(model: nn.Module) -> None:
     forward = _amp_state.models[model].forward
     assert forward is not None
     own = forward.own
-    forward.casts = _NO_CASTS  # for a user's forward pass that has wrapped it since
+    forward.casts = _NO_CASTS  # in case a user's forward pass has wrapped it since
     vars(model).pop("_replicate_for_data_parallel", None)
     if vars(model).get("forward") is forward:
         del vars(model)["forward"]
@@ -190,15 +191,15 @@ def _uncast_forward(model: nn.Module) -> None:
             vars(model)["forward"] = own
 
 
-# State dicts of models in half precision are saved in float32, from the masters where there are any, and give these
-# their exact values when they are loaded: a checkpoint of O2 fits a float32 model, and a run continues to the bit.
+# State dicts of half-precision models are saved in float32, from the masters if there are any. Loading one gives the
+# masters their exact values: a checkpoint of O2 fits a float32 model, and a run continues to the bit.
 
 
 def _keep_state_dict_in_float32(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Hooks into saving and loading of the model and of every module in it; the result removes the hooks."""
+    """Hook into saving and loading of every module of the model; return a function that removes the hooks."""
     handles: list[Any] = []
     for module in model.modules():
-        # Functions of this module, not closures, so that a model can be pickled.
+        # Module-level functions, not closures, so that a model can be pickled.
         handles.append(module._register_state_dict_hook(_saving))
         handles.append(module.register_load_state_dict_pre_hook(_loading))
 
@@ -232,7 +233,7 @@ def _loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> 
             if isinstance(master, nn.Parameter):
                 master.copy_(incoming)
                 continue
-            # Frozen for now, or not in an optimizer yet. What rounding would lose comes from a run that trained it.
+            # Frozen, or not in an optimizer yet. Digits that rounding would lose come from a run that trained it.
             exact = incoming.to(value.device, torch.float32, copy=True)
             if torch.equal(exact.to(value.dtype).float(), exact):
                 _amp_state.masters.pop(value, None)

@@ -1,4 +1,4 @@
-"""An optimizer under amp: masters in its groups, and methods that know of scaled gradients and skipped steps."""
+"""An optimizer under amp: masters in its groups, and methods that handle scaled gradients and skipped steps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _ABSENT = object()
 def process_optimizer(
     optimizer: Any, properties: Any, originals: dict[Tensor, Tensor], combine: dict[str, Any] | None
 ) -> None:
-    """Makes an optimizer ready. `originals` are its parameters from before they were cast.
+    """Prepare an optimizer for amp. `originals` are its parameters' values from before they were cast.
 
-    `combine` has the options of `CombinedGradients`, or is None where gradients are not combined.
+    `combine` holds the options of `CombinedGradients`, or is None if gradients are not combined.
     """
     stash = optimizer._amp_stash = AmpOptimizerState(optimizer)
     stash.has_masters = bool(properties.master_weights) and not stash.takes_gradients
@@ -50,7 +50,7 @@ def process_optimizer(
         "_post_amp_backward": post_amp_backward,
     }
     attributes = {name: MethodType(function, optimizer) for name, function in methods.items()}
-    # Clients switch it off for optimizers whose parameters are not the same in all processes.
+    # Clients set `combine_ddp` to False for optimizers whose parameters differ between processes.
     for name, value in {**attributes, "combine_ddp": combine is not None and combine["ddp_parts"] is not None}.items():
         stash.replaced[name] = vars(optimizer).get(name, _ABSENT)
         setattr(optimizer, name, value)
@@ -59,7 +59,7 @@ def process_optimizer(
 
 
 def _keep_exact_weights(stash: AmpOptimizerState, originals: dict[Tensor, Tensor]) -> None:
-    """Lets an optimizer make its own masters, when it first needs them, from the weights before they were cast."""
+    """Let an optimizer make its own masters, when it first needs them, from the weights before they were cast."""
     for param in stash.all_fp32_from_fp32_params:
         if param in originals and param.dtype in HALF and param.requires_grad:
             _amp_state.masters[param] = originals[param]
@@ -72,7 +72,7 @@ def _take_exact_value(param: Tensor) -> Tensor | None:
 
 
 def release_optimizer(optimizer: Any) -> None:
-    """Gives an optimizer back as it was before amp: model parameters in its groups, with the masters' values."""
+    """Restore an optimizer as it was before amp: its groups hold the model's parameters, with the masters' values."""
     stash: AmpOptimizerState = vars(optimizer).pop("_amp_stash")
     for name, value in stash.replaced.items():
         vars(optimizer).pop(name, None)
@@ -95,11 +95,11 @@ def release_optimizer(optimizer: Any) -> None:
 
 
 def _masters_are_made(self: Any) -> None:
-    """Does nothing: masters are made by initialize. Clients call this before they load a checkpoint or list masters."""
+    """Do nothing: initialize makes the masters. Clients call this before they load a checkpoint or list masters."""
 
 
 def _trained(optimizer: Any, state_dict: Any) -> set[Tensor]:
-    """Parameters for which a state dict has state. They get a master first, so that it is loaded in float32."""
+    """Return the parameters that have state in a state dict; they need a master first, to load it in float32."""
     keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return {param for param, key in zip(params, keys, strict=False) if state_dict["state"].get(key)}

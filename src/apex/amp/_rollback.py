@@ -1,4 +1,4 @@
-"""Everything that `initialize` may change, noted before it does, so that a call that fails leaves no trace."""
+"""A record of everything that `initialize` may change, so that a call that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._master_params import innermost, takes_gradients
 
 @contextlib.contextmanager
 def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iterator[None]:
-    """Gives models, optimizers and the session their former state back if what is inside raises.
+    """Restore models, optimizers and the session if the body of the context raises.
 
-    Tensors keep their old memory until the end, so that a float32 weight comes back with all of its digits.
+    Tensors keep their old memory until the end, so that float32 weights are restored exactly.
     """
-    # Optimizers of the session as well: they are released if they have masters for one of the models.
+    # Also the session's optimizers: they are released if they have masters for one of the models.
     optimizers = [*optimizers, *(known for known in _amp_state.optimizers if known not in optimizers)]
     restore = [_snapshot(container) for container in _containers(models, optimizers)]
     restore += [_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)]
@@ -33,7 +33,7 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
 
 
 def _containers(models: list[nn.Module], optimizers: list[Any]) -> Iterator[Any]:
-    """The dicts, lists and sets whose contents may change, attributes of objects before what these attributes hold."""
+    """Yield the dicts, lists and sets whose contents may change; an object's attributes before their contents."""
     yield from (vars(_amp_state), _amp_state.undo, _amp_state.models, _amp_state.masters, _amp_state.optimizers)
     for record in _amp_state.models.values():
         yield record.undo
@@ -41,8 +41,8 @@ def _containers(models: list[nn.Module], optimizers: list[Any]) -> Iterator[Any]
             yield vars(record.forward)
     for module in (module for model in models for module in model.modules()):
         yield vars(module)
-        # Whoever registered a hook refers to the dict that has it. A model may have something else of such a name:
-        # transformers with gradient checkpointing has a list.
+        # A hook's handle refers to the dict that holds the hook, so the dict must be kept. Other attributes may have
+        # such a name: transformers with gradient checkpointing has a list.
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 yield value
@@ -52,7 +52,7 @@ def _containers(models: list[nn.Module], optimizers: list[Any]) -> Iterator[Any]
 
 
 def _snapshot(container: Any) -> Callable[[], None]:
-    """What gives a dict, list or set the contents that it has now."""
+    """Return a function that restores the current contents of a dict, list or set."""
     contents = list(container.items() if hasattr(container, "items") else container)
 
     def restore() -> None:
@@ -63,12 +63,12 @@ def _snapshot(container: Any) -> Callable[[], None]:
 
 
 def _tensors(models: list[nn.Module], optimizers: list[Any]) -> list[Tensor]:
-    found = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     for optimizer in optimizers:
-        found.extend(param for group in optimizer.param_groups for param in group["params"])
+        tensors.extend(param for group in optimizer.param_groups for param in group["params"])
         if hasattr(optimizer, "_amp_stash"):
-            found.extend(optimizer._amp_stash.all_fp16_params)
-    return list({id(tensor): tensor for tensor in found}.values())
+            tensors.extend(optimizer._amp_stash.all_fp16_params)
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _snapshot_tensor(tensor: Tensor) -> Callable[[], None]:

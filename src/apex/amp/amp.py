@@ -1,4 +1,4 @@
-"""User functions with casts, and `init`, the older way to switch casting on."""
+"""Casts of user functions, and `init`, the older way to switch casting on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .opt import AmpHandle, NoOpHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# (module, name, cast) of functions to be replaced while casts are on.
+# (module, name, cast) of functions to replace while casts are on.
 _registered: list[tuple[Any, str, str]] = []
 
 
-# What arguments are cast to; None for the widest type among them.
+# The dtype that arguments are cast to; None for the widest dtype among them.
 _DTYPES = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "promote": None}
 
 
 def _widest(values: Any) -> torch.dtype | None:
-    """The type that floating-point tensors in nested containers promote to; None without any."""
+    """Return the dtype that floating-point tensors in nested containers promote to; None if there are none."""
     dtypes = []
 
     def note(value: Any) -> Any:
@@ -39,10 +39,10 @@ def _widest(values: Any) -> torch.dtype | None:
 
 
 def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
-    """`function` with its floating-point arguments cast (a key of `_DTYPES`) while casts are on.
+    """Return `function` with its floating-point arguments cast (a key of `_DTYPES`) while casts are on.
 
-    A function of PyTorch then runs without autocast, in the type that was chosen for it. What a user's own function
-    calls inside is cast as everywhere.
+    A function of PyTorch then runs without autocast, in the chosen dtype. Operators that a user's own function calls
+    are cast by autocast as usual.
     """
     without_casts = _is_of_torch(function)
 
@@ -63,7 +63,7 @@ def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a function is an operator of PyTorch, or made of them: `torch.einsum`, `F.softmax`, `Tensor.add`."""
+    """Return whether a function is a PyTorch operator or made of them: `torch.einsum`, `F.softmax`, `Tensor.add`."""
     owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
     homes = getattr(function, "__module__", None), getattr(owner, "__module__", None), getattr(owner, "__name__", None)
     home = next(filter(None, homes), None)
@@ -72,22 +72,22 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def half_function(fn: F) -> F:
-    """Decorator: floating-point arguments become float16 while casts are on."""
+    """Decorate a function so that its floating-point arguments become float16 while casts are on."""
     return _wrapped(fn, "half")  # type: ignore[return-value]
 
 
 def bfloat16_function(fn: F) -> F:
-    """Decorator: floating-point arguments become bfloat16 while casts are on."""
+    """Decorate a function so that its floating-point arguments become bfloat16 while casts are on."""
     return _wrapped(fn, "bfloat16")  # type: ignore[return-value]
 
 
 def float_function(fn: F) -> F:
-    """Decorator: floating-point arguments become float32 while casts are on."""
+    """Decorate a function so that its floating-point arguments become float32 while casts are on."""
     return _wrapped(fn, "float")  # type: ignore[return-value]
 
 
 def promote_function(fn: F) -> F:
-    """Decorator: floating-point arguments become the widest type among them while casts are on."""
+    """Decorate a function so that its floating-point arguments get the widest dtype among them while casts are on."""
     return _wrapped(fn, "promote")  # type: ignore[return-value]
 
 
@@ -102,27 +102,27 @@ def _register(module: Any, name: str, cast: str) -> None:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """`module.name` gets float16 arguments; call it before `initialize`."""
+    """Make `module.name` take float16 arguments; call it before `initialize`."""
     _register(module, name, "half")
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """`module.name` gets bfloat16 arguments; call it before `initialize`."""
+    """Make `module.name` take bfloat16 arguments; call it before `initialize`."""
     _register(module, name, "bfloat16")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """`module.name` gets float32 arguments; call it before `initialize`."""
+    """Make `module.name` take float32 arguments; call it before `initialize`."""
     _register(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """`module.name` gets arguments of the widest type among them; call it before `initialize`."""
+    """Make `module.name` take arguments of the widest dtype among them; call it before `initialize`."""
     _register(module, name, "promote")
 
 
 def apply_registrations(dtype: torch.dtype) -> None:
-    """Replaces functions that were registered or moved to another list, all or none; shutdown gives them back."""
+    """Replace all functions that were registered or moved to another list, or none; shutdown restores them."""
     undo: list[Callable[[], None]] = []
     try:
         for module, name, cast in [*_registered, *lists.changes(dtype)]:
@@ -147,9 +147,9 @@ def init(
     *,
     patch_type: torch.dtype = torch.float16,
 ) -> AmpHandle | NoOpHandle:
-    """Switches casting on for this thread and returns a handle: the interface from before `initialize`.
+    """Switch casting on for this thread and return a handle: the interface that preceded `initialize`.
 
-    With `allow_banned`, functions that are refused in half precision (`binary_cross_entropy`) run in float32.
+    With `allow_banned`, functions that otherwise raise in half precision (`binary_cross_entropy`) run in float32.
     """
     check_flags(enabled=enabled, enable_caching=enable_caching, verbose=verbose, allow_banned=allow_banned)
     check_type("patch_type", patch_type, (torch.float16, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""A function of upstream's that scripts import, mostly unused; editors offer it for completion."""
+"""An upstream function that scripts import, mostly unused; editors offer it for completion."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
-    """Those names that `module` has."""
+    """Return the names in `attrs` that `module` has."""
     return [name for name in attrs if hasattr(module, name)]

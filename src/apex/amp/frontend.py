@@ -1,4 +1,4 @@
-"""Opt levels, their properties, `initialize`, and the loss scales of a session in a checkpoint."""
+"""Opt levels, their properties, `initialize`, and loss scales in a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .scaler import LossScaler
 
 
 class Properties:
-    """The settings of a session: what an opt level sets and a user may override; `options` holds them all."""
+    """The settings of a session: an opt level sets them and a user may override them; `options` holds them all."""
 
     options: dict[str, Any]
 
@@ -93,7 +93,7 @@ class Properties:
 
 
 class _Level:
-    """An opt level: calling it sets its properties."""
+    """An opt level; calling it sets its properties."""
 
     brief = ""
     more = ""
@@ -117,7 +117,7 @@ def _settings(level: str, cast: Any, patch: Any, batchnorm: Any, masters: Any, s
 
 
 class O0(_Level):
-    """Everything in float32."""
+    """Training entirely in float32."""
 
     brief = "O0:  Pure FP32 training."
     more = "The model is cast to float32 and nothing else happens: the baseline for accuracy.\n"
@@ -125,7 +125,7 @@ class O0(_Level):
 
 
 class O1(_Level):
-    """Autocast: functions that gain from float16 run in it."""
+    """Autocast: functions that benefit from float16 run in it."""
 
     brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
     more = "Weights stay in float32; matrix products and convolutions run in float16, what needs range in float32.\n"
@@ -141,7 +141,7 @@ class O2(_Level):
 
 
 class O3(_Level):
-    """Everything in float16."""
+    """Training entirely in float16."""
 
     brief = "O3:  Pure FP16 training."
     more = "The model is cast to float16 and nothing else happens: the baseline for speed.\n"
@@ -166,7 +166,7 @@ class O5(_Level):
     settings = _settings("O5", torch.bfloat16, None, True, True, 1.0)
 
 
-# What `initialize` calls arguments of LossScaler.
+# Arguments of LossScaler, and their names in `initialize`.
 _NAMES = {
     "init_scale": "dynamic_init_scale",
     "scale_factor": "scale_growth_factor",
@@ -204,25 +204,25 @@ def initialize(
     check_combined_tensors: bool | None = None,
     overflow_patience: int = 100,
 ) -> Any:
-    """Prepares models and optimizers for mixed precision; returns them as they came, one or lists.
+    """Prepare models and optimizers for mixed precision and return them as they were passed, single or in lists.
 
     `opt_level` chooses the properties (docs/amp.md says which for what); arguments that are not None override single
-    ones. The model alone is returned if `optimizers` is None.
+    ones. If `optimizers` is None, only the models are returned.
 
     - `cast_model_type`, `keep_batchnorm_fp32`, `master_weights`: see O2, O3 and O5.
     - `patch_torch_functions`, `patch_torch_functions_type`: see O1 and O4.
-    - `loss_scale`: a number, or "dynamic": starting at `dynamic_init_scale`, times `scale_growth_factor` after
-      `scale_window` steps without overflow, times `scale_backoff_factor` after one, between `min_loss_scale` and
-      `max_loss_scale`. After `overflow_patience` skipped steps in a row with the scale at its minimum (or below 1,
-      without one) an error is raised.
-    - `cast_model_outputs`: the type of the models' outputs, float32 by default where the model is cast.
-    - `num_losses`: how many losses have a scale of their own (`loss_id` of `scale_loss`); 0 for models alone, whose
-      optimizer a later call brings.
-    - `combine_grad`: gradients lie in one buffer per type; `check_combined_tensors` checks at every step that they
-      still do. With `combine_ddp`, which implies `combine_grad`, `scale_loss` averages these buffers over all
-      processes, each in `ddp_replica_count` messages, before it unscales them: no DistributedDataParallel is needed.
-    - `user_cast_preferred`: functions that the user registered to be cast keep their registration in O1. They always
-      do; the argument is accepted for scripts that ask for it.
+    - `loss_scale`: a number, or "dynamic". A dynamic scale starts at `dynamic_init_scale`. It is multiplied by
+      `scale_growth_factor` after `scale_window` steps without overflow, and by `scale_backoff_factor` after an
+      overflow, and stays between `min_loss_scale` and `max_loss_scale`. An error is raised after `overflow_patience`
+      skipped steps in a row with the scale at its minimum (or below 1, without one).
+    - `cast_model_outputs`: the dtype of the models' outputs, float32 by default if the model is cast.
+    - `num_losses`: the number of losses with their own scale (`loss_id` of `scale_loss`); 0 to prepare models alone,
+      if a later call brings the optimizer.
+    - `combine_grad`: gradients lie in one buffer per dtype; `check_combined_tensors` checks this at every step. With
+      `combine_ddp`, which implies `combine_grad`, `scale_loss` averages these buffers over all processes, each in
+      `ddp_replica_count` messages, before it unscales them: no DistributedDataParallel is needed.
+    - `user_cast_preferred`: functions registered by the user keep their registered cast in O1. They always do; the
+      argument is accepted for scripts that pass it.
     - `verbosity`: 0 prints nothing.
     """
     check_flags(enabled=enabled)
@@ -273,7 +273,7 @@ def initialize(
         )
         scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]
         params = (param for model in as_lists(models, None)[0] for param in model.parameters())
-        # Not to the meta device, where a scale would lose its value.
+        # Never to the meta device: a scale would lose its value.
         device = next((param.device for param in params if not param.is_meta), None)
         if device is not None:
             for scaler in scalers:
@@ -314,14 +314,12 @@ def _print_options(properties: Properties) -> None:
         maybe_print(f"{name:22} : {value}", True)
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------------
-
-# What the count of steps is kept in.
+# The largest step count that its dtype, int32, can hold.
 _LARGEST_COUNT = 2**31 - 1
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Every loss scaler's scale and count of steps since it changed: `loss_scaler0`, `loss_scaler1`, ..."""
+    """Return every loss scaler's scale and number of steps since it changed: `loss_scaler0`, `loss_scaler1`, ..."""
     result: dict[str, Any] = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(_amp_state.loss_scalers):
         result[f"loss_scaler{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
@@ -329,10 +327,10 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Loads what `state_dict` returned; changes nothing if it does not fit.
+    """Load a result of `state_dict`; change nothing if it does not fit.
 
-    A scale that comes from another opt level is not taken where it would do harm: a static scale stays as `initialize`
-    was told, and a dynamic one does not start from 1, the scale of levels without loss scaling. A warning says so.
+    A scale saved under another opt level is ignored, with a warning, if it would do harm: a static scale stays as set
+    by `initialize`, and a dynamic scale does not start from 1, the scale of levels without loss scaling.
     """
     if not hasattr(_amp_state, "opt_properties"):
         raise RuntimeError("amp.load_state_dict was called before amp.initialize; initialize first, then load")
@@ -351,13 +349,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     saved = {name: _checked_entry(name, state_dict[name], list(scalers)) for name in names}
     for name, (scale, count) in saved.items():
         scalers[name]._loss_scale = _chosen_scale(name, scale, scalers[name])
-        # A count beyond the window, of a static scale or a longer window, would keep the scale from ever growing.
+        # A count beyond the window, from a static scale or a longer window, would prevent the scale from ever growing.
         beyond = scalers[name].dynamic and count >= scalers[name]._scale_seq_len
         scalers[name]._unskipped = 0 if beyond else min(count, _LARGEST_COUNT)
 
 
 def _checked_entry(name: str, entry: Any, known: list[str]) -> tuple[float, int]:
-    """Scale and count of one entry; raises for what no scaler could have saved."""
+    """Return scale and step count of one entry; raise an error if no scaler could have saved it."""
     if name not in known or not isinstance(entry, Mapping) or set(entry) != {"loss_scale", "unskipped"}:
         raise RuntimeError(
             f"error in loading amp's state_dict: {name!r} holds {entry!r}; expected are 'loss_scale' and 'unskipped' "

@@ -1,9 +1,9 @@
-"""`scale_loss`, and what amp does around an optimizer's backward passes and steps.
+"""`scale_loss`, and amp's work around an optimizer's backward passes and steps.
 
-Gradients are unscaled, steps with an overflow skipped, masters copied to the model. The functions behind `scale_loss`
-become methods of the optimizer, which clients call and replace: `scale_loss` calls `_prepare_amp_backward` before and
-`_post_amp_backward` after the backward pass; the user calls `step` and `zero_grad`. The handles of the older interface
-are in `opt.py`.
+Gradients are unscaled, steps with an overflow are skipped, masters are copied to the model. The functions behind
+`scale_loss` become methods of the optimizer, which clients call and replace. `scale_loss` calls `_prepare_amp_backward`
+before and `_post_amp_backward` after the backward pass; the user calls `step` and `zero_grad`. The handles of the older
+interface are in `opt.py`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from ._checks import check_flags, check_loss, checked_optimizers
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
-from .scaler import LossScaler, NonfiniteCounts, OverflowMessages, names_of_parameters
+from .scaler import LossScaler, NonfiniteCounts, _overflow_messages, names_of_parameters
 
-_overflow_messages = OverflowMessages()
 _ORIGINAL_UPDATE = LossScaler.update_scale
 _NO_CONTEXT = contextlib.nullcontext()
 
 
-# For what a training step that is compiled calls in Python: there is nothing in it for a graph. As
-# torch.compiler.disable, which would import the compiler here; torch.optim does so when an optimizer is made.
+# Excludes functions from compiled training steps: a graph gains nothing from them. torch.compiler.disable would import
+# the compiler here; torch.optim imports it when an optimizer is made.
 _outside_graphs = torch._disable_dynamo
 
 
@@ -47,10 +46,11 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields the loss times its scale, to be differentiated inside; afterwards gradients are unscaled and checked.
+    """Yield the loss times its scale, for the backward pass inside; afterwards unscale and check the gradients.
 
-    With `delay_unscale` they stay scaled, for more backward passes to add to them: give it to all but the last before a
-    step. `delay_overflow_check` leaves the scale as it is. `loss_id` names the scale where `initialize` made several.
+    With `delay_unscale` the gradients stay scaled, so that more backward passes can add to them: pass it to all but the
+    last one before a step. `delay_overflow_check` leaves the scale unchanged. `loss_id` is the index of the loss scale
+    if `initialize` made several.
     """
     del model
     if not hasattr(_amp_state, "opt_properties"):
@@ -63,7 +63,7 @@ def scale_loss(
         yield loss
         return
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        check_loss(loss)  # raises, as the next ones
+        check_loss(loss)  # raises, like the next checks
     if type(delay_unscale) is not bool or type(delay_overflow_check) is not bool:
         check_flags(delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check)
     count = len(_amp_state.loss_scalers)
@@ -92,7 +92,7 @@ def scale_loss(
                 "before that one ends: end the first before the second begins, scale the sum of the losses, or give "
                 "delay_unscale=True to the inner one"
             )
-        # The outer one has put earlier gradients aside, and sees to these when it ends.
+        # The outer scale_loss has put earlier gradients aside, and handles these gradients when it ends.
         stashes = [stash for stash in stashes if not stash.inside_scale_loss]
     scaler.to(loss.device)
     prepared = []
@@ -125,18 +125,18 @@ def scale_loss(
 @_outside_graphs
 @torch.no_grad()
 def _after_backward(optimizers: list[Any], scaler: LossScaler, loss_id: int | None) -> None:
-    """Unscales gradients and, but where `loss_id` is None, adapts the scale to what was found."""
+    """Unscale gradients and, unless `loss_id` is None, adapt the scale to the overflow flag."""
     if scaler.dynamic:
         scaler.clear_overflow_state()
     counts: list[NonfiniteCounts] = []
     for optimizer in optimizers:
-        counts += optimizer._post_amp_backward(scaler) or ()  # a client's own returns None
+        counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
     if loss_id is not None:
         _update_scale(scaler, loss_id, [optimizer._amp_stash for optimizer in optimizers], counts)
 
 
 def _refuse_unknown(optimizers: list[Any]) -> None:
-    """Raises for optimizers that amp does not know, copies perhaps: a step of theirs would leave the model as it is."""
+    """Raise an error for optimizers unknown to amp, such as copies: their steps would not change the model."""
     for optimizer in optimizers:
         if not hasattr(optimizer, "_amp_stash"):
             raise RuntimeError(
@@ -145,7 +145,7 @@ def _refuse_unknown(optimizers: list[Any]) -> None:
 
 
 def _autocast_off() -> contextlib.AbstractContextManager[None]:
-    """Autocast off on this thread; with O2, O3 and O5 it is off already, and there is nothing to do."""
+    """Return a context that switches autocast off in this thread; a null context if it is off already (O2, O3, O5)."""
     is_off = not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
     return _NO_CONTEXT if is_off else _casting.casts_off()
 
@@ -153,8 +153,8 @@ def _autocast_off() -> contextlib.AbstractContextManager[None]:
 def _update_scale(
     scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
 ) -> None:
-    """Adapts the scale, and has the optimizers skip their next step if gradients overflowed."""
-    if type(scaler).update_scale is not _ORIGINAL_UPDATE:  # a client's own, which may ask other processes
+    """Adapt the scale, and make the optimizers skip their next step if gradients overflowed."""
+    if type(scaler).update_scale is not _ORIGINAL_UPDATE:  # a client's own function, which may ask other processes
         waiting, skips = stashes, scaler.update_scale()
     else:
         scaler.update_scale_on_device()
@@ -162,7 +162,7 @@ def _update_scale(
             return
         waiting, found_inf = [], scaler._overflow_buf
         for stash in stashes:
-            # Of a captured step what an optimizer changed is put back on the device.
+            # In a captured step, `_undone_if` restores on the device what an optimizer without a flag changed.
             if not stash.takes_found_inf and (_recording.current is None or not _recording.current.captures):
                 waiting.append(stash)
             else:
@@ -173,22 +173,20 @@ def _update_scale(
         for stash in waiting:
             stash.already_patched = True
     if scaler.dynamic:
-        _overflow_messages.note(scaler, loss_id, counts)
+        found_inf, floor = scaler._overflow_buf, scaler._min_loss_scale
+        _overflow_messages.note(found_inf, scaler._scale, floor, loss_id, counts)
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Runs what is inside without O1's casts."""
+    """Run the body of the context without O1's casts."""
     with _casting.suspended():
         yield
 
 
-# Before and after the backward pass -----------------------------------------------------------------------------------
-
-
 @_outside_graphs
 def prepare_amp_backward(self: Any) -> None:
-    """Puts unscaled gradients aside, so that a backward pass with another scale does not add to them."""
+    """Put unscaled gradients aside, so that a backward pass with another scale does not add to them."""
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
         return
@@ -200,7 +198,7 @@ def prepare_amp_backward(self: Any) -> None:
     for param in stash.all_fp16_params:
         if stash.optimizer_unscales and param.grad is not None:
             stash.accumulated_grads[param] = param.grad
-        param.grad = None  # what was there is in the master's gradient already
+        param.grad = None  # earlier gradients are already in the master's gradient
     for param in stash.all_fp32_from_fp32_params:
         if param.grad is not None:
             stash.accumulated_grads[param] = param.grad
@@ -210,14 +208,14 @@ def prepare_amp_backward(self: Any) -> None:
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
-    """Puts back the gradients that were put aside, after a backward pass that failed."""
+    """Restore the gradients that were put aside, after a backward pass that failed."""
     for param in stash.model_params if stash.accumulated_grads else ():
         param.grad = stash.accumulated_grads.get(param)
     stash.accumulated_grads = {}
 
 
 def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
-    """Unscales the new gradients, adds them to what was there before, and tells the scaler of overflow."""
+    """Unscale the new gradients, add them to earlier ones, and report overflow to the scaler."""
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
         inner = stash.inner
@@ -231,7 +229,7 @@ def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
 
 
 class _Scales(NamedTuple):
-    """The scales of new gradients, of earlier ones, and of what they become; tensors are float32 [1]."""
+    """The scales of new gradients, of earlier ones, and of their sum; tensors are float32 [1]."""
 
     new: float | Tensor
     earlier: float | Tensor
@@ -239,17 +237,17 @@ class _Scales(NamedTuple):
 
 
 def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
-    """Unscales new gradients and adds earlier ones, in a pass for each dtype and device, without waiting for it.
+    """Unscale new gradients and add earlier ones, in a pass for each dtype and device, without waiting for it.
 
-    Gradients of half-precision parameters go to their masters; where the optimizer unscales them itself they stay where
-    they are, and are brought to one scale.
+    Gradients of half-precision parameters go to their masters. If the optimizer unscales gradients itself, they stay on
+    the parameters and are brought to one scale.
     """
     scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
     halves, masters, own = stash.all_fp16_params, stash.all_fp32_from_fp16_params, stash.all_fp32_from_fp32_params
     if scales is not None:
         own, halves, masters = halves + own, [], []
     accumulated, stash.accumulated_grads = stash.accumulated_grads, {}
-    # (parameter, gradient, where the result goes, earlier gradient) of every pass.
+    # (parameter, gradient, tensor for the result, earlier gradient) of every pass.
     passes: defaultdict[Any, list[tuple[Tensor, Tensor, Tensor, Any]]] = defaultdict(list)
     sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
     not_renewed: list[Tensor] = []
@@ -278,9 +276,9 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     if scales is not None and not_renewed:
         scale(not_renewed, not_renewed, scales.kept / scales.earlier)
 
-    found = []
+    nonfinite = []
     for (adds, in_place, _, device), members in passes.items():
-        # Where the optimizer divides by the scale and nothing asks for overflow, they stay as they are.
+        # If the optimizer divides by the scale and no overflow check is needed, gradients stay unchanged.
         if scales is not None and scales.earlier is scales.new and not adds and not scaler.dynamic:
             continue
         params, grads, outputs, earlier_grads = map(list, zip(*members, strict=True))
@@ -292,14 +290,14 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
             override = None if scales is None else scales.new / scales.kept
             scaler.unscale(grads, outputs, None, in_place, override, nonfinite_counts=counts)
         if counts is not None:
-            found.append(NonfiniteCounts(params, counts))
+            nonfinite.append(NonfiniteCounts(params, counts))
     for target, new, before in sparse:
         target.grad = new if before is None else before + new
-    return found
+    return nonfinite
 
 
 def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a sparse gradient in another dtype, whose values can be changed in place."""
+    """Return a copy of a sparse gradient in another dtype; its values can be changed in place."""
     grad = grad.coalesce()
     values = grad.values().to(dtype, copy=True)
     options: Any = {"dtype": dtype, "device": values.device, "is_coalesced": True, "check_invariants": False}
@@ -307,10 +305,10 @@ def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
-    """The scale of gradients that an optimizer unscales itself, `most_recent_scale`.
+    """Return the scales of gradients that an optimizer unscales itself, and set its `most_recent_scale`.
 
-    It is the smallest of the backward passes before a step: half precision could not hold the gradients of one loss at
-    the larger scale of another.
+    This is the smallest scale of the backward passes before a step: half precision could not hold the gradients of one
+    loss at the larger scale of another.
     """
     number = scaler.known_scale()
     new = scaler._scale if number is None else number
@@ -323,15 +321,12 @@ def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
     return _Scales(new, earlier, kept)
 
 
-# The step -------------------------------------------------------------------------------------------------------------
-
-
 class _Overflow(Exception):
-    """Ends a step from inside of a closure whose gradients overflowed."""
+    """An overflow in a closure, raised to end the step that called it."""
 
 
 def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The optimizer's `step`, skipped after an overflow; afterwards the model has the values of the masters."""
+    """Return the optimizer's `step`, skipped after an overflow; afterwards the model has the masters' values."""
 
     @functools.wraps(step)
     def amp_step(self: Any, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +351,7 @@ def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @_outside_graphs
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A step: skipped, turned off on the device by `found_inf`, or as it is."""
+    """Perform a step; it is skipped after an overflow, or turned off on the device by `found_inf`."""
     stash: AmpOptimizerState = optimizer._amp_stash
     inner, found_inf, result = stash.inner, stash.found_inf, None
     if stash.already_patched:
@@ -382,12 +377,12 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
             masters_to_model(optimizer)
     stash.found_inf = None
     for master in stash.all_fp32_from_fp16_params:
-        master.grad = None  # a model's zero_grad does not reach it
+        master.grad = None  # a model's zero_grad does not clear it
     return result
 
 
 def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A captured step of an optimizer that takes no flag: what it changed is put back where `found_inf` is set."""
+    """Perform a captured step of an optimizer without an overflow flag; undo its changes if `found_inf` is set."""
     states = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
     changed = [param.detach() for group in inner.param_groups for param in group["params"]] + states
     before = [tensor.clone() for tensor in changed]
@@ -398,7 +393,7 @@ def _undone_if(found_inf: Tensor, inner: Any, step: Callable[..., Any], *args: A
 
 
 def masters_to_model(self: Any) -> None:
-    """Gives the model's parameters the values of their masters."""
+    """Copy the masters' values to the model's parameters."""
     stash: AmpOptimizerState = self._amp_stash
     if stash.all_fp16_params:
         masters = [master.detach() for master in stash.all_fp32_from_fp16_params]
@@ -406,7 +401,7 @@ def masters_to_model(self: Any) -> None:
 
 
 def _calls_closure_first(optimizer: Any) -> bool:
-    """Whether a step is known to call its closure once, before anything else: then amp can do so in its place."""
+    """Return whether a step is known to call its closure once, before anything else: then amp can call it instead."""
     module = getattr(getattr(type(optimizer), "step", None), "__module__", "")
     return module.startswith(("torch.optim.", "apex.")) and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -414,14 +409,14 @@ def _calls_closure_first(optimizer: Any) -> bool:
 def _step_with_closure(
     optimizer: Any, step: Callable[..., Any], closure: Callable[[], Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """A step that calls its closure when and as often as it likes (SAM, LBFGS); an overflow in it undoes the step."""
+    """Perform a step that calls its closure at any time (SAM, LBFGS); an overflow in it undoes the step."""
     stash: AmpOptimizerState = optimizer._amp_stash
     may_skip = any(scaler.dynamic for scaler in _amp_state.loss_scalers)
     params = [param.detach() for param in stash.all_fp32_params] if may_skip else []
     before = [param.clone() for param in params]
     state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()} if may_skip else {}
     loss = None
-    cast_closure = _casting.cast_as_here(closure)  # a step runs without casts
+    cast_closure = _casting.cast_as_here(closure)  # a step itself runs without casts
 
     def watched() -> Any:
         nonlocal loss
@@ -442,12 +437,12 @@ def _step_with_closure(
         optimizer.state.update(state)
         masters_to_model(optimizer)
         stash.already_patched = True
-        _step(optimizer, step)  # is skipped
+        _step(optimizer, step)  # skipped, because of `already_patched`
         return loss
 
 
 def _check_gradients(stash: AmpOptimizerState) -> None:
-    """Raises where a step would be of no use, or where `check_combined_tensors` finds gradients that moved."""
+    """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
     if stash.combined is not None and stash.combined.check:
         moved = stash.combined.moved_away()
         if moved:
@@ -470,7 +465,7 @@ def _check_gradients(stash: AmpOptimizerState) -> None:
 
 
 def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """The optimizer's `zero_grad`, which clears the gradients of the model's half-precision parameters as well."""
+    """Return the optimizer's `zero_grad`, which also clears the gradients of the model's half-precision parameters."""
 
     @functools.wraps(zero_grad)
     def amp_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -482,10 +477,10 @@ def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
         wants_zeros = not (getattr(stash.inner, "set_grad_none", True) if set_to_none is None else set_to_none)
         if wants_zeros and stash.combined is not None:
             stash.combined.zero()
-        # The next backward pass would drop zeros that nobody asked for unread: masters have the sums.
+        # The next backward pass drops model gradients unread, because masters hold the sums: zeros only on request.
         asked = set_to_none is not None or stash.combined is not None or stash.optimizer_unscales
         gradients = []
-        for param in stash.all_fp16_params:  # which are not in the optimizer's groups
+        for param in stash.all_fp16_params:  # they are not in the optimizer's groups
             if param.grad is not None and wants_zeros and asked:
                 param.grad = param.grad.detach()
                 gradients.append(param.grad)

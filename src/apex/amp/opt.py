@@ -17,7 +17,7 @@ from .scaler import LossScaler
 
 @contextlib.contextmanager
 def scaled_loss(loss: Tensor, optimizer: Any, scaler: LossScaler) -> Iterator[Tensor]:
-    """Yields the loss times the scale, to be differentiated inside; afterwards unscales all gradients in place."""
+    """Yield the loss times the scale, for the backward pass inside; afterwards unscale all gradients in place."""
     check_loss(loss)
     scaler.to(loss.device)
     with _casting.casts_off():
@@ -30,7 +30,7 @@ def scaled_loss(loss: Tensor, optimizer: Any, scaler: LossScaler) -> Iterator[Te
 
 
 class OptimWrapper:
-    """An optimizer with one loss scale per loss; `scale_loss` is called once for each of them before a step."""
+    """An optimizer with one loss scale per loss; `scale_loss` is called once per loss before a step."""
 
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int) -> None:
         checked_optimizers(optimizer)
@@ -44,7 +44,7 @@ class OptimWrapper:
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yields the scaled loss; afterwards the gradients of this loss are unscaled and added to the earlier ones."""
+        """Yield the scaled loss; afterwards unscale the gradients of this loss and add the earlier ones."""
         if not self._amp_handle.is_active():
             yield loss
             return
@@ -73,7 +73,7 @@ class OptimWrapper:
         return self._loss_scaler[self._loss_idx]
 
     def step(self, closure: Any = None) -> Any:
-        """A step, unless the gradients of any loss overflowed."""
+        """Perform a step, unless the gradients of any loss overflowed."""
         if not self._amp_handle.is_active():
             return self._optimizer.step(closure=closure)
         self._loss_idx = 0
@@ -88,7 +88,7 @@ class OptimWrapper:
             return None
         return self._optimizer.step()
 
-    # `state_dict`, `zero_grad` and the like are the optimizer's.
+    # `state_dict`, `zero_grad` and so on come from the optimizer.
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
@@ -103,7 +103,7 @@ class OptimWrapper:
 
 
 class AmpHandle:
-    """The handle that `amp.init` returns: casts are on as long as it is active."""
+    """The handle that `amp.init` returns: casts are on while it is active."""
 
     def __init__(self, loss_scale: float | str = "dynamic", enable_caching: bool = True, verbose: bool = False) -> None:
         self._enable_caching = enable_caching
@@ -114,7 +114,7 @@ class AmpHandle:
         self._wrappers: list[Any] = []
 
     def is_active(self) -> bool:
-        """Whether casts are on."""
+        """Return whether casts are on."""
         return self._is_active
 
     @contextlib.contextmanager
@@ -127,12 +127,12 @@ class AmpHandle:
             self._is_active = True
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with a loss scale per loss."""
+        """Return an optimizer with a loss scale per loss."""
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Iterator[Tensor]:
-        """Yields the scaled loss; the optimizer's next step is skipped if its gradients overflow."""
+        """Yield the scaled loss; skip the optimizer's next step if its gradients overflow."""
         if not self.is_active():
             yield loss
             return
@@ -145,22 +145,22 @@ class AmpHandle:
 
     @property
     def has_cache(self) -> bool:
-        """Whether copies of weights are kept; they are, inside a model's forward pass."""
+        """Return whether cast weights are cached; they are, inside a model's forward pass."""
         return self._enable_caching
 
     @property
     def cache(self) -> dict[Any, Any]:
-        """Always empty: PyTorch keeps the copies."""
+        """Return an empty dict: PyTorch caches the cast weights."""
         return self._cache
 
     def remove_cache(self, param: Tensor) -> None:
-        """Does nothing: no copy of a weight outlives a forward pass."""
+        """Do nothing: no cast weight is cached after a forward pass."""
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
-        """Ends casting for good, also inside models."""
+        """End casting permanently, also inside models."""
         _casting.switch_off()
         self._is_active = False
 
@@ -180,7 +180,7 @@ def _skip_next_step(optimizer: Any) -> None:
 
 
 class NoOpHandle(AmpHandle):
-    """The handle of `amp.init(enabled=False)`: everything is as without amp."""
+    """The handle of `amp.init(enabled=False)`, which has no effect."""
 
     def __init__(self) -> None:
         super().__init__(1.0, enable_caching=False)

@@ -1,6 +1,6 @@
-"""A function of upstream's that scripts import, mostly unused; editors offer it for completion."""
+"""An upstream function that scripts import, mostly unused; editors offer it for completion."""
 
 
 def has_old_rnns() -> bool:
-    """Whether recurrent layers are those of PyTorch 0.4: no."""
+    """Return False: recurrent layers are not from PyTorch 0.4."""
     return False

@@ -1,8 +1,8 @@
-"""The loss scale: on the device of the loss, so that a training step never has to wait for it.
+"""The loss scale, kept on the device of the loss, so that a training step never waits for it.
 
-A dynamic scale is halved when gradients overflow and doubled after a window of steps without; the numbers are those of
-the original, step for step. Reading `loss_scale()` waits for the device, using `scale_tensor()` does not. Messages
-about skipped steps are printed when the overflow flag has arrived on the host.
+A dynamic scale is halved when gradients overflow and doubled after a window of steps without overflow; its values are
+equal to the original's, step for step. Reading `loss_scale()` waits for the device, using `scale_tensor()` does not.
+Messages about skipped steps are printed when the overflow flag has arrived on the host.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LossScaler:
         self._scale_seq_len = scale_window
         self._growth_factor = scale_factor
         self._backoff_factor = 1 / scale_factor if backoff_factor is None else backoff_factor
-        # The host knows a scale that never changes, and need not ask the device for it.
+        # The host knows a static scale and need not read it from the device.
         self._static_scale = None if self.dynamic else start
         self._scale = torch.full((1,), start, dtype=torch.float32, device=HOST)
         self._successes = torch.zeros(1, dtype=torch.int32, device=HOST)
@@ -74,10 +74,8 @@ class LossScaler:
     def _bounds_hold(self, value: float) -> bool:
         return (self._min_loss_scale or 0.0) <= value <= self._max_loss_scale
 
-    # What clients read and write --------------------------------------------------------------------------------------
-
     def loss_scale(self) -> float:
-        """The scale as a number; waits for the device if it is dynamic."""
+        """Return the scale as a number; waits for the device if the scale is dynamic."""
         return self._scale.item() if self._static_scale is None else self._static_scale
 
     @property
@@ -107,56 +105,52 @@ class LossScaler:
     def _has_overflow(self, value: bool) -> None:
         self._overflow_buf.fill_(float(value))
 
-    # Without waiting for the device -----------------------------------------------------------------------------------
-
     def to(self, device: torch.device) -> None:
-        """Moves the scale to where losses are."""
+        """Move the scale to `device`, where losses are."""
         self._has_moved = True
         if self._scale.device != device:
             self._scale, self._successes, self._overflow_buf = (
-                tensor.to(device, non_blocking=device != HOST)  # a copy on the host is read, and so waited for
+                tensor.to(device, non_blocking=device != HOST)  # a copy to the host is read at once, so it must wait
                 for tensor in (self._scale, self._successes, self._overflow_buf)
             )
 
     def known_scale(self) -> float | None:
-        """A static scale as a number; None while a graph is recorded, between whose replays it may be changed."""
+        """Return a static scale as a number; None while a graph is recorded, because replays may use another scale."""
         return self._static_scale if _recording.current is None else None
 
     def scale_tensor(self) -> Tensor:
-        """The scale, float32 [1]."""
+        """Return the scale, float32 [1]."""
         return self._scale
 
     def clear_overflow_state(self) -> None:
-        """Forgets the last overflow; in new memory, because a step that is queued may still have to read the flag."""
+        """Reset the overflow flag, in new memory, because a queued step may still have to read the old flag."""
         self._overflow_buf = torch.zeros_like(self._scale)
 
     def update_scale_on_device(self) -> None:
-        """Adapts a dynamic scale to the overflow flag."""
+        """Adapt a dynamic scale to the overflow flag."""
         if not self.dynamic:
             self._successes += 1
             return
-        found = self._overflow_buf.to(self._scale)  # clients put flags of other types in its place
+        found_inf = self._overflow_buf.to(self._scale)  # clients replace it with flags of other dtypes
         torch._amp_update_scale_(
-            self._scale, self._successes, found, self._growth_factor, self._backoff_factor, self._scale_seq_len
+            self._scale, self._successes, found_inf, self._growth_factor, self._backoff_factor, self._scale_seq_len
         )
         if self._in_bounds:
             self._scale.clamp_(min=self._min_loss_scale or None, max=self._max_loss_scale)
         else:
-            self._bound_changed(found)
+            self._bound_changed(found_inf)
 
     def _bound_changed(self, found: Tensor) -> None:
-        """Bounds of a scale that was set by hand beyond them: the floor when it is lowered, the ceiling when raised."""
+        """Bound a scale that was set by hand beyond its bounds: the floor applies if lowered, the ceiling if raised."""
         lowered = self._scale.clamp(min=self._min_loss_scale or None, max=torch.inf)
         raised = self._scale.clamp(max=self._max_loss_scale)
         grown = (found == 0) & (self._successes == 0)
         self._scale.copy_(torch.where(found != 0, lowered, torch.where(grown, raised, self._scale)))
 
     def update_scale(self) -> bool:
-        """Adapts a dynamic scale to the overflow flag; returns whether to skip the step, which waits for the device."""
+        """Adapt a dynamic scale to the overflow flag; return whether to skip the step, which waits for the device."""
         self.update_scale_on_device()
         return self.dynamic and self._has_overflow
-
-    # Gradients --------------------------------------------------------------------------------------------------------
 
     def unscale(
         self,
@@ -168,7 +162,7 @@ class LossScaler:
         *,
         nonfinite_counts: Tensor | None = None,
     ) -> None:
-        """`master_grads[i] = model_grads[i] / scale`, noting overflow.
+        """Compute `master_grads[i] = model_grads[i] / scale` and note overflow.
 
         `nonfinite_counts`, int32 [gradients, 2], counts infinite and NaN elements.
         """
@@ -196,10 +190,10 @@ class LossScaler:
         nonfinite_counts: Tensor | None = None,
         checks_sum: bool = False,
     ) -> None:
-        """`master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`, noting overflow of the model's.
+        """Compute `master_grads[i] = model_grads[i] / scale + stashed_master_grads[i]`; note overflow of `model_grads`.
 
-        `scale_override` has the scales of all three, numbers or tensors. With `checks_sum`, for gradients that stay in
-        half precision, a sum that is too large for them is an overflow too.
+        `scale_override` holds the scales of all three, numbers or tensors. With `checks_sum`, for gradients that stay
+        in half precision, a sum too large for their dtype is an overflow too.
         """
         grads_scale, stashed_scale, out_scale = (None, 1.0, 1.0) if scale_override is None else scale_override
         flag = self._found_inf_on(model_grads)
@@ -219,7 +213,7 @@ class LossScaler:
         self._add_found_inf(flag)
 
     def unscale_python(self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float) -> None:
-        """The original's way without kernels; the same as `unscale` with that scale."""
+        """Unscale with the given scale; the original's variant without kernels, here equal to `unscale`."""
         self.unscale(model_grads, master_grads, scale_override=scale)
 
     def unscale_with_stashed_python(
@@ -230,15 +224,15 @@ class LossScaler:
         a: float,
         b: float,
     ) -> None:
-        """`master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`, noting overflow of the model's."""
+        """Compute `master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`; note overflow of the first."""
         flag = self._found_inf_on(model_grads)
         axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
         self._add_found_inf(flag)
 
     def _inverse(self, override: Any) -> float | Tensor:
-        """1 / scale, float32 [1]; rounded once, as a division of doubles that is rounded to float32 would be.
+        """Return 1 / scale, float32 [1], rounded once, like a division of doubles that is rounded to float32.
 
-        1.0 where the host knows that it is.
+        Returns 1.0 if the host knows that the scale is 1.
         """
         if override is None:
             if self.known_scale() == 1.0:
@@ -249,7 +243,7 @@ class LossScaler:
         return override.to(self._scale).reciprocal().reshape(1)
 
     def _found_inf_on(self, grads: Sequence[Tensor]) -> Tensor | None:
-        """The flag that a pass over the gradients sets, on their device; None for a static scale."""
+        """Return the flag, on the gradients' device, that a pass over them sets; None for a static scale."""
         device = grads[0].device if grads else self._scale.device
         if not self._has_moved:
             self.to(device)
@@ -259,20 +253,20 @@ class LossScaler:
         return flag if flag.device == device else torch.zeros_like(flag, device=device)
 
     def _add_found_inf(self, flag: Tensor | None) -> None:
-        """Takes over a flag that was set on another device."""
+        """Merge a flag that was set on another device."""
         if flag is not None and flag is not self._overflow_buf:
             self._overflow_buf = torch.maximum(self._overflow_buf, flag.to(self._overflow_buf))
 
 
 class NonfiniteCounts(NamedTuple):
-    """Parameters, and how many elements of their gradients are infinite and NaN: int32 [parameters, 2]."""
+    """Parameters, and the number of infinite and of NaN elements in their gradients: int32 [parameters, 2]."""
 
     params: list[Tensor]
     counts: Tensor
 
 
 class _Report(NamedTuple):
-    """Overflow flag, scale and counters after one backward pass, on their way to the host."""
+    """Overflow flag, scale and counters after one backward pass, being copied to the host."""
 
     loss_id: int
     floor: float | None
@@ -282,7 +276,7 @@ class _Report(NamedTuple):
 
 
 def _copy_to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-    """A copy in the host's memory, and what tells, without waiting, whether it is there."""
+    """Return a copy in host memory, and a function that tells, without waiting, whether the copy is complete."""
     if tensor.is_cpu:
         return tensor, lambda: True
     values = tensor.to(HOST, non_blocking=True)
@@ -292,23 +286,43 @@ def _copy_to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
 
 
 class OverflowMessages:
-    """Overflow flags of backward passes on their way to the host, and the messages that follow from them."""
+    """Overflow flags of backward passes that are being copied to the host, and the resulting messages.
 
-    def __init__(self) -> None:
+    - `names`: returns the names of parameters in messages, by their id;
+    - `patience`: returns how many skipped steps in a row, with the scale at its floor, are tolerated;
+    - `setting` and `bfloat16`: how users change the patience, and how they train in bfloat16.
+    """
+
+    def __init__(
+        self,
+        names: Callable[[], dict[int, str]],
+        patience: Callable[[], int],
+        setting: str,
+        bfloat16: str,
+    ) -> None:
+        self._names, self._patience, self._setting, self._bfloat16 = names, patience, setting, bfloat16
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all flags and counts."""
         self._pending: deque[_Report] = deque()
-        # By loss: how many steps in a row were skipped, and how many of them with the scale at its floor.
+        # By loss: number of steps skipped in a row, and how many of them with the scale at its floor.
         self._skipped: dict[int, tuple[int, int]] = {}
 
-    def note(self, scaler: LossScaler, loss_id: int, counted: list[NonfiniteCounts]) -> None:
-        """Sends to the host what it will want to say if the gradients overflowed."""
-        found_inf = scaler._overflow_buf
-        if not self._pending and found_inf.is_cpu and not scaler._has_overflow:
+    def note(
+        self, found_inf: Tensor, scale: Tensor, floor: float | None, loss_id: int, counted: list[NonfiniteCounts]
+    ) -> None:
+        """Send a step's overflow flag to the host, with the data for a message in case the flag is set.
+
+        `scale` is the loss scale after the step, float32 [1], and `floor` its smallest possible value.
+        """
+        if not self._pending and found_inf.is_cpu and not found_inf.item():
             self._skipped[loss_id] = 0, 0
             return
         counters = [each.counts.to(found_inf.device, torch.float32).flatten() for each in counted]
-        values = torch.cat((found_inf.float(), scaler._scale, *counters))
+        values = torch.cat((found_inf.float().reshape(1), scale.to(found_inf.device).reshape(1), *counters))
         params = [param for each in counted for param in each.params]
-        send = functools.partial(self._send, values, loss_id, scaler._min_loss_scale, params)
+        send = functools.partial(self._send, values, loss_id, floor, params)
         recording = _recording.current
         if recording is not None and recording.captures:
             recording.after += [send, self.read]
@@ -321,15 +335,11 @@ class OverflowMessages:
             self.read()
 
     def read(self) -> None:
-        """Reports what has arrived; events of earlier steps are asked, which must not be while a graph is captured."""
+        """Report the flags that have arrived; do nothing during graph capture, which forbids querying events."""
         if _recording.current is not None and _recording.current.captures:
             return
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())
-
-    def clear(self) -> None:
-        """Forgets everything."""
-        self.__init__()  # type: ignore[misc]
 
     def _report(self, report: _Report) -> None:
         overflowed, scale, *counters = report.values.tolist()
@@ -339,42 +349,43 @@ class OverflowMessages:
         skipped, at_floor = self._skipped.get(report.loss_id, (0, 0))
         floor = 1.0 if report.floor is None else report.floor
         skipped, at_floor = skipped + 1, at_floor + 1 if scale <= floor else 0
-        gives_up = at_floor >= _amp_state.overflow_patience
+        gives_up = at_floor >= self._patience()
         self._skipped[report.loss_id] = skipped, 0 if gives_up else at_floor
-        nonfinite = _nonfinite_parameters(report.params, counters)
+        nonfinite = _nonfinite_parameters(report.params, counters, self._names())
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to {scale}")
         maybe_print(f"  {nonfinite}")
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
-                "look at the parameters named above, lower the learning rate, clip gradients, or use bfloat16 (O4, O5)"
+                f"look at the parameters named above, lower the learning rate, clip gradients, or use {self._bfloat16}"
             )
         if gives_up:
             raise FloatingPointError(
                 f"gradients overflowed in {at_floor} steps in a row with loss scale {scale}, which cannot be lowered "
                 f"any further: {nonfinite}. The loss or the model itself produces values that are not finite "
-                "(amp.initialize(overflow_patience=...) sets how many such steps are tolerated)"
+                f"({self._setting} sets how many such steps are tolerated)"
             )
 
 
-def _nonfinite_parameters(params: list[Tensor], counters: list[float]) -> str:
-    """Which parameters have gradients that are not finite, and how."""
+def _nonfinite_parameters(params: list[Tensor], counters: list[float], names: dict[int, str]) -> str:
+    """Return a sentence that names the parameters whose gradients are not finite, with the counts of inf and nan."""
     if not params:
         return "which gradients are not finite is not known: the optimizer has divided them among processes"
-    found = []
-    names = names_of_parameters()
+    descriptions = []
     for index, param in enumerate(params):
         infinite, unknown = (int(count) for count in counters[2 * index : 2 * index + 2])
         if infinite or unknown:
             name = names.get(id(param), f"a tensor of shape {tuple(param.shape)}")
             kinds = [f"{count} {kind}" for count, kind in ((infinite, "inf"), (unknown, "nan")) if count]
-            found.append(f"{name} ({', '.join(kinds)})")
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return f"{len(found)} of {len(params)} gradients are not finite: {', '.join(found[:_NAMED])}{more}"
+            descriptions.append(f"{name} ({', '.join(kinds)})")
+    if not descriptions:
+        return f"all {len(params)} gradients of this process are finite: the overflow was in another process"
+    more = f" and {len(descriptions) - _NAMED} more" if len(descriptions) > _NAMED else ""
+    return f"{len(descriptions)} of {len(params)} gradients are not finite: {', '.join(descriptions[:_NAMED])}{more}"
 
 
 def names_of_parameters() -> dict[int, str]:
-    """What messages call the parameters of all models, by their id."""
+    """Return the names of the parameters of all models, by their id, for messages."""
     models = list(_amp_state.models)
     names: dict[int, str] = {}
     for index, model in enumerate(models):
@@ -384,3 +395,12 @@ def names_of_parameters() -> dict[int, str]:
             if param in _amp_state.masters:
                 names.setdefault(id(_amp_state.masters[param]), prefix + name)
     return names
+
+
+# The messages of amp's global session.
+_overflow_messages = OverflowMessages(
+    names_of_parameters,
+    lambda: _amp_state.overflow_patience,
+    setting="amp.initialize(overflow_patience=...)",
+    bfloat16="bfloat16 (O4, O5)",
+)

@@ -1,4 +1,4 @@
-"""A function of upstream's that scripts import, mostly unused; editors offer it for completion."""
+"""An upstream function that scripts import, mostly unused; editors offer it for completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def is_fp_tensor(x: Any) -> bool:
-    """Whether `x` is a tensor of floating-point numbers, or a list or tuple of nothing else."""
+    """Return whether `x` is a floating-point tensor, or a list or tuple of only such tensors."""
     if isinstance(x, list | tuple):
         return all(map(is_fp_tensor, x))
     return isinstance(x, Tensor) and x.is_floating_point()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..amp._amp_state import HALF
+from ..amp._amp_state import HALF, AmpState
 from ..amp._models import ForwardCasts, _cast_model
+from ..amp.scaler import NonfiniteCounts, OverflowMessages
 from ..logging import get_dist_logger
+from ..ops.multi_tensor import scale
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper
 
@@ -69,6 +72,9 @@ def autocast_criterion(criterion: Any, dtype: torch.dtype) -> Any:
 
 class Masters:
     """float32 copies of an optimizer's half-precision parameters, which are in its groups in their place."""
+
+    # Reading them needs no other process.
+    is_local = True
 
     def __init__(self, optimizer: Any, exact: dict[Tensor, Tensor]) -> None:
         """`exact` has values from before parameters were cast."""
@@ -136,14 +142,31 @@ def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) ->
 class MixedOptimizer(OptimizerWrapper):
     """An optimizer with a loss scale (`scaler`), with master weights, with both or with neither.
 
-    With `log_zeros` every step logs how many elements of this process's gradients are zero.
+    With `log_zeros` every step logs how many elements of this process's gradients are zero. A skipped step prints a
+    message; `overflow_patience` such steps in a row, with the scale at its smallest, are an error.
     """
 
     log_zeros = False
+    overflow_patience = AmpState().overflow_patience
 
     def __init__(self, optim: Any, scaler: GradScaler | None = None, masters: Any = None) -> None:
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
+        # Whether a loss has been scaled since the last step.
+        self._has_scaled = False
+        self._found_inf: Tensor | None = None
+        self._nonfinite: list[NonfiniteCounts] = []
+        own: Any = weakref.ref(self)  # no reference cycle: an optimizer that nobody uses is gone at once
+        self._messages = OverflowMessages(
+            lambda: own()._names_by_id(),
+            lambda: own().overflow_patience,
+            setting="optimizer.overflow_patience",
+            bfloat16='Booster(mixed_precision="bf16")',
+        )
+
+    def _names_by_id(self) -> dict[int, str]:
+        named = zip(self.parameters, self.names or (), strict=False)
+        return {id(param): name for param, name in named if name is not None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -151,30 +174,85 @@ class MixedOptimizer(OptimizerWrapper):
             self.masters.add(self.optim, self.optim.param_groups[-1], {})
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        self._messages.read()
+        self._has_scaled = True
         return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        self._has_scaled = True
+        super().backward_by_grad(tensor, grad, inputs, retain_graph)
+
+    def unscale_grad(self) -> None:
+        if self.scaler is not None and not (self._is_unscaled or self._has_scaled) and self._has_gradients():
+            raise RuntimeError(
+                "the optimizer has gradients that do not come from a scaled loss, and a step would divide them by the "
+                f"loss scale, {self.scaler.get_scale()}: call booster.backward(loss, optimizer) or "
+                "optimizer.backward(loss) in place of loss.backward(), once before every step"
+            )
+        super().unscale_grad()
+
+    def _has_gradients(self) -> bool:
+        if self._is_zero:
+            return bool(self.optim._gradients.tensors())
+        models = () if self.masters is None else self.masters.read()
+        return any(param.grad is not None for param in (*self.parameters, *models))
 
     def _unscale(self) -> None:
         if self.masters is not None:
             self.masters.take_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optim)
+            flags = self.scaler._per_optimizer_states[id(self.optim)]["found_inf_per_device"]
+            self._found_inf = next(iter(flags.values()))
+            self._nonfinite = [] if self._is_zero else self._count_nonfinite(self._found_inf)
         if self.log_zeros:
             zeros = sum(int((param.grad == 0).sum()) for param in self.parameters if param.grad is not None)
             get_dist_logger().info(f"{zeros} elements of gradients are zero")
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        if (self.scaler or self.masters) is not None and (args or kwargs.get("closure") is not None):
+    def _count_nonfinite(self, found_inf: Tensor) -> list[NonfiniteCounts]:
+        """Count infinite and NaN elements of gradients, on the device; reads gradients only if `found_inf` is set."""
+        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for param in self.parameters:
+            if param.grad is not None:
+                gradient = getattr(param.grad, "_local_tensor", param.grad)
+                gradient = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+                params, gradients = by_device.setdefault(gradient.device, ([], []))
+                params.append(param)
+                gradients.append(gradient)
+        counted = []
+        for device, (params, gradients) in by_device.items():
+            counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device)
+            is_fine = (found_inf == 0).to(device, torch.float32).reshape(1)
+            flag = torch.zeros_like(is_fine)
+            scale(gradients, gradients, 1.0, overflow=flag, nonfinite_counts=counts, noop=is_fine)
+            counted.append(NonfiniteCounts(params, counts))
+        return counted
+
+    def _step(self, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        if (self.scaler or self.masters) is not None and (args or closure is not None):
             raise ValueError("step takes no closure with a loss scale or master weights: its gradients would miss them")
-        result = self.optim.step(*args, **kwargs) if self.scaler is None else self.scaler.step(self.optim)
-        if self.scaler is not None:
+        if self.scaler is None:
+            result = super()._step(closure, *args, **kwargs)
+        else:
+            result = self.scaler.step(self.optim, **kwargs)
             self.scaler.update()
         if self.masters is not None:
             self.masters.update_model()
         return result
 
+    def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = super().step(closure, *args, **kwargs)
+        self._has_scaled = False
+        if self.scaler is not None and self._found_inf is not None:
+            floor, found_inf, counts = getattr(self.scaler, "min_scale", None), self._found_inf, self._nonfinite
+            self._found_inf, self._nonfinite = None, []
+            self._messages.note(found_inf, self.scaler._scale, floor, 0, counts)  # type: ignore[arg-type]
+        return result
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._is_unscaled and self.scaler is not None:  # gradients were clipped, and are dropped without a step
             self.scaler._per_optimizer_states.pop(id(self.optim), None)
+        self._has_scaled = False
         super().zero_grad(*args, **kwargs)
         if self.masters is not None:
             self.masters.forget_gradients()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._host import HOST
-from ..transformer._resharding.gathered import of_all_stages, part, pipeline_group, whole
+from ..transformer._resharding.gathered import of_all_stages, part, whole
 from ._zero import load_plain_state
-from .wrappers import OptimizerWrapper, unwrapped
+from .wrappers import OptimizerWrapper, masters_of, unwrapped
 
 # Models ---------------------------------------------------------------------------------------------------------------
 
@@ -25,19 +25,12 @@ def chunks_of(model: Any) -> list[nn.Module]:
     return [unwrapped(chunk) for chunk in getattr(model, "chunks", [model])]
 
 
-def _masters_of(model: Any) -> Any:
-    """What keeps float32 values of the parameters of a boosted model, if they are in half precision."""
-    for each in (model, *getattr(model, "chunks", ())):
-        while isinstance(each, nn.Module):
-            if vars(each).get("masters") is not None:
-                return vars(each)["masters"]
-            each = getattr(each, "module", None)
-    return None
+def names_in(chunks: list[nn.Module], has_stages: bool) -> list[dict[str, str]]:
+    """Return, for each chunk, the name in the whole model of each entry of its state dict.
 
-
-def names_in(chunks: list[nn.Module]) -> list[dict[str, str]]:
-    """For each chunk, the name in the whole model of each entry of its state dict; all processes call it."""
-    if pipeline_group() is None and len(chunks) == 1:
+    If other processes have other pipeline stages (`has_stages`), all of them call it.
+    """
+    if not has_stages and len(chunks) == 1:
         return [{key: key for key in chunks[0].state_dict()}]
     from ..transformer._resharding.whole import WholeModel
 
@@ -51,10 +44,23 @@ def names_in(chunks: list[nn.Module]) -> list[dict[str, str]]:
     return found
 
 
+def _has_stages(boosted: Any) -> bool:
+    """Whether other processes have other pipeline stages of a boosted model, or parts of its optimizer.
+
+    Process groups do not tell: a model that is not split may be trained after one that is.
+    """
+    return bool(getattr(boosted, "has_stages", False))
+
+
+def _of_all_stages(boosted: Any, value: Any) -> list[Any]:
+    """Return what each pipeline stage gives as `value`, in their order; this one's alone if there are no stages."""
+    return of_all_stages(value) if _has_stages(boosted) else [value]
+
+
 def _entries(model: Any) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
     """Chunk, key, name in the whole model, value and parameter, which buffers have none of, of state dicts."""
     chunks = chunks_of(model)
-    for chunk, names in zip(chunks, names_in(chunks), strict=True):
+    for chunk, names in zip(chunks, names_in(chunks, _has_stages(model)), strict=True):
         params = dict(chunk.named_parameters(remove_duplicate=False))
         for key, value in chunk.state_dict().items():
             yield chunk, key, names[key], value, params.get(key)
@@ -65,7 +71,7 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
 
     With `copies` no tensor is one of the model.
     """
-    masters = _masters_of(model)
+    masters = masters_of(model)
     exact = {} if masters is None else masters.read()
     found: dict[str, Any] = {}
     # A parameter that has several names is one tensor.
@@ -78,7 +84,7 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
             if param is not None:
                 done[param] = value
         found[name] = value
-    return {name: value for stage in of_all_stages(found) for name, value in stage.items()}
+    return {name: value for stage in _of_all_stages(model, found) for name, value in stage.items()}
 
 
 def _identity(value: Any, param: Any) -> Any:
@@ -93,7 +99,7 @@ def _identity(value: Any, param: Any) -> Any:
 @torch.no_grad()
 def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -> None:
     """Loads whole tensors, part by part; raises, with `strict`, if some are missing or not the model's."""
-    masters = _masters_of(model)
+    masters = masters_of(model)
     own: dict[str, list[tuple[nn.Module, str, Any, Any]]] = {}
     aliases: dict[Any, set[str]] = {}
     for chunk, key, name, value, param in _entries(model):
@@ -118,7 +124,7 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]], strict: bool) -
         if masters is not None:
             masters.write({param: value for param, value in exact.items() if param is not None})
             exact.clear()
-    if strict and (missing or (unexpected and pipeline_group() is None)):
+    if strict and (missing or (unexpected and not _has_stages(model))):
         raise RuntimeError(
             f"the checkpoint does not fit the model: missing {sorted(missing)[:5]}, unexpected "
             f"{sorted(unexpected)[:5]}; strict=False loads what fits"
@@ -149,7 +155,7 @@ def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[s
             states.append((names[key], state))
         groups.append({**group, "params": states})
     joined: dict[str, Any] = {"state": {}, "param_groups": [], "scaler": optimizer.scaler_state()}
-    for same in zip(*of_all_stages(groups), strict=True):
+    for same in zip(*_of_all_stages(optimizer, groups), strict=True):
         members = [member for group in same for member in group["params"]]
         first = len(joined["state"])
         joined["state"].update({first + index: state for index, (_, state) in enumerate(members)})

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..amp._amp_state import HALF
+from ..contrib.optimizers._zero.arena import laid_out_like
 from ..contrib.optimizers._zero.checkpoints import gather
-from ..contrib.optimizers._zero.state import PARAM, start_from
+from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops.multi_tensor import Lists, rules
+from ..ops.multi_tensor.flat import flat
 from ..optimizers import FusedAdam, FusedSGD
 
 BYTES_OF_A_GRADIENT = 4
@@ -87,20 +90,33 @@ def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> No
 
 
 class ExactWeights:
-    """The values, in the precision of the state, that a ZeRO optimizer keeps of half-precision parameters."""
+    """The weights that a ZeRO optimizer keeps in its divided state, and writes to the model after every step."""
 
     def __init__(self, optimizer: DistributedFusedAdam) -> None:
         self._optimizer = optimizer
 
     def read(self) -> dict[Tensor, Tensor]:
-        """Whole tensors by parameter, in the host's memory; all processes call it."""
+        """Return the exact values of half-precision parameters, whole, in the host's memory.
+
+        All processes call it.
+        """
+        if not any(param.dtype in HALF for param in self._optimizer.parameters()):
+            return {}
         self._optimizer._settle()
         return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
 
     def write(self, values: dict[Tensor, Tensor]) -> None:
-        """Other values for some parameters, in all processes."""
+        """Set the values of some parameters; the others keep theirs. All processes call it."""
+        if not self._optimizer._has_state:  # it will start from what the model has
+            return
         self._optimizer._settle()
         for state in self._optimizer._states:
-            start_from(state, [values.get(param, param.detach()) for param in state.arena.params])
+            shard = state.read(PARAM).clone()
+            for part in state.arena.parts:
+                param = state.arena.params[part.param]
+                if param in values:
+                    source = flat(laid_out_like(values[param], param))
+                    shard[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
+            state.write(PARAM, shard)
         self._optimizer._parameters.updated()
         self._optimizer.param_sync()

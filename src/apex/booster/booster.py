@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..amp._checks import check_loss
 from ..checkpoint._ranks import is_first
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
-from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
+from .wrappers import ModelWrapper, OptimizerWrapper, check_boosted, check_model, unwrapped
 
 __all__ = ["Booster"]
 
@@ -81,18 +82,18 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """All five, ready for training: use these, not those that were given.
+        """Return all five, ready for training: use these, not those that were given.
 
-        A scheduler goes on working that was made on the optimizer before. Parameter groups and state of the optimizer
-        stay what they were.
+        The model comes back in a `ModelWrapper`, in every precision. A scheduler that was made on the optimizer before
+        goes on working. Parameter groups and state of the optimizer stay what they were.
         """
-        if isinstance(optimizer, OptimizerWrapper):
-            raise ValueError("the optimizer has been boosted already; give the one that it was made from")
+        _check_given(model, optimizer)
         precision = self.mixed_precision
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
+        boosted: Any = optimizer
         if self.plugin is None:
             model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
         else:
@@ -101,16 +102,19 @@ class Booster:
             model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*given)
             if precision is not None and not takes:
                 model, boosted, criterion = precision.configure(model, boosted, criterion)
+        if not isinstance(model, ModelWrapper):
+            model = ModelWrapper(model)
         if isinstance(boosted, OptimizerWrapper):
             boosted.watched.append(optimizer)
             if boosted.names is None:
                 boosted.names = [name_of.get(id(param)) for param in params]
-            if isinstance(model, ModelWrapper):
-                model._optimizer = weakref.ref(boosted)
+            model._optimizer = weakref.ref(boosted)
         return model, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
-        """A backward pass, from the loss times its scale."""
+        """Run a backward pass from the loss times its scale; `optimizer` is the one that `boost` returned."""
+        check_loss(loss)
+        check_boosted(optimizer)
         optimizer.backward(loss)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
@@ -137,6 +141,8 @@ class Booster:
         assert isinstance(self.plugin, PipelinePluginBase), (
             f"execute_pipeline needs a plugin with pipelines (HybridParallelPlugin), not {type(self.plugin).__name__}"
         )
+        if optimizer is not None:
+            check_boosted(optimizer)
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
 
     def enable_lora(
@@ -167,6 +173,29 @@ class Booster:
         adapted = unwrapped(model)
         CheckpointIO()._write(
             lambda path: adapted.save_pretrained(str(path), safe_serialization=use_safetensors), checkpoint, False
+        )
+
+
+def _check_given(model: Any, optimizer: Any) -> None:
+    """Raise unless `boost` can train `model` with `optimizer`."""
+    if isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__} and optimizer a {type(optimizer).__name__}: they are in the wrong "
+            "order; call boost(model, optimizer, ...)"
+        )
+    check_model(model)
+    if optimizer is None:
+        return
+    if isinstance(optimizer, OptimizerWrapper):
+        raise ValueError("the optimizer has been boosted already; give the one that it was made from")
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
+    known = {id(param) for param in model.parameters()}
+    updated = [param for group in optimizer.param_groups for param in group["params"]]
+    if known and updated and not any(id(param) in known for param in updated):
+        raise ValueError(
+            f"none of the parameters of the optimizer ({type(optimizer).__name__}) belongs to the model "
+            f"({type(model).__name__}), which would not be trained; make the optimizer from model.parameters()"
         )
 
 

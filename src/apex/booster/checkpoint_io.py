@@ -14,7 +14,7 @@ from ..checkpoint import _huggingface
 from ..checkpoint._ranks import is_first, raise_everywhere
 from ..checkpoint._sharded import path_or_backup, raising_everywhere
 from ._whole import chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
-from .wrappers import OptimizerWrapper
+from .wrappers import OptimizerWrapper, check_model
 
 __all__ = ["CheckpointIO"]
 
@@ -45,6 +45,7 @@ class CheckpointIO:
         training; `wait_for_saves` waits for it, and so does the next save or load.
         `gather_dtensor` must be True.
         """
+        check_model(model)
         _check_gathered(gather_dtensor)
         state = whole_model(model, copies=use_async)
         config = getattr(chunks_of(model)[0], "config", None)
@@ -69,6 +70,7 @@ class CheckpointIO:
 
         Files of a folder are read one after the other, or all at once with `low_cpu_mem_mode=False`, by `num_threads`.
         """
+        check_model(model)
         self.wait_for_saves()
         path = path_or_backup(Path(checkpoint))
         load_tensors(model, _huggingface.read_model(path, low_cpu_mem_mode, num_threads), strict)
@@ -84,7 +86,9 @@ class CheckpointIO:
         use_async: bool = False,
     ) -> None:
         """Saves an optimizer's state, with the loss scale, as `save_model` does a model."""
-        assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
+        assert isinstance(optimizer, OptimizerWrapper), (
+            f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
+        )
         _check_gathered(gather_dtensor)
         state = whole_optimizer(optimizer, copies=use_async)
 
@@ -100,7 +104,9 @@ class CheckpointIO:
         self, optimizer: Any, checkpoint: str | Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
         """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
-        assert isinstance(optimizer, OptimizerWrapper), "the optimizer must be the one that boost returned"
+        assert isinstance(optimizer, OptimizerWrapper), (
+            f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
+        )
         self.wait_for_saves()
         path = path_or_backup(Path(checkpoint))
         load_optimizer_state(optimizer, _huggingface.read_optimizer(path, num_threads))

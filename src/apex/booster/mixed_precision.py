@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..amp import _casting
+from ..amp._amp_state import _amp_state
+from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
@@ -133,7 +138,17 @@ class FP8MixedPrecision(BF16MixedPrecision):
         from .. import fp8
 
         emulate = self.options["emulate"] or all(map(on_host, model.parameters()))
-        self.converted += fp8.convert(model, **{**self.options, "emulate": emulate})
+        report = fp8.convert(model, **{**self.options, "emulate": emulate})
+        self.converted += report
+        if all(row.reason for row in report) and is_first():
+            counts = Counter(row.reason for row in report)
+            reasons = "; ".join(f"{count} of {len(report)}: {reason}" for reason, count in counts.items())
+            warnings.warn(
+                "fp8: no layer of the model multiplies in float8, so that it trains in bfloat16: "
+                f"{reasons or 'it has no linear layer'}. FP8MixedPrecision takes the arguments of apex.fp8.convert, "
+                "such as smallest_weight",
+                stacklevel=5,  # the call of boost
+            )
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         each_of(model, self.prepare)
@@ -190,7 +205,10 @@ _SCALING = {
 
 
 class FP16ApexMixedPrecision(Precision):
-    """`fp16_apex`: `apex.amp` at any opt level; arguments are those of `apex.amp.initialize`."""
+    """`fp16_apex`: `apex.amp` at any opt level; arguments are those of `apex.amp.initialize`.
+
+    O1 and O4 cast inside of the boosted model and criterion, and nowhere else.
+    """
 
     def __init__(
         self,
@@ -229,10 +247,13 @@ class FP16ApexMixedPrecision(Precision):
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         from .. import amp
 
-        if optimizer is None:
-            return amp.initialize(model, **self.options), None, criterion
-        model, optimizer = amp.initialize(model, optimizer, **self.options)
-        return model, AmpOptimizer(optimizer), criterion
+        models, optimizer = amp.initialize(model, [] if optimizer is None else optimizer, **self.options)
+        properties = _amp_state.opt_properties
+        if properties.patch_torch_functions:
+            # On the thread, autocast would cast everything that is computed here, other models included.
+            _casting.leave_thread()
+            criterion = autocast_criterion(criterion, properties.patch_torch_functions_type)
+        return models, AmpOptimizer(optimizer) if optimizer else None, criterion
 
 
 class AmpOptimizer(OptimizerWrapper):
@@ -266,6 +287,16 @@ class AmpOptimizer(OptimizerWrapper):
             nothing = torch.zeros((), dtype=torch.float32, device=self.parameters[0].device)
             with amp.scale_loss(nothing, self.optim):
                 pass
+
+    def _gradients(self) -> list[Tensor]:
+        if not self.optim._amp_stash.optimizer_unscales:
+            return super()._gradients()
+        return [param.grad for param in self.optim._amp_stash.model_params if param.grad is not None]
+
+    def _grad_norm(self, norm_type: float) -> Tensor:
+        norm, stash = super()._grad_norm(norm_type), self.optim._amp_stash
+        # An optimizer made with materialize_master_grads=False has scaled gradients until its step.
+        return norm / stash.inner.most_recent_scale if stash.optimizer_unscales else norm
 
     def scaler_state(self) -> dict[str, Any]:
         from .. import amp

@@ -1,4 +1,4 @@
-"""Bases of tests that run in several processes."""
+"""Base classes of tests that run in several processes."""
 
 from .distributed_test_base import (
     DistributedTestBase,

@@ -1,6 +1,6 @@
-"""Tests in several processes: each test of a class runs in every process of a group that is there when it starts.
+"""Tests in several processes: each test of a class runs in every process of an initialized process group.
 
-They stand on PyTorch's own base class, which needs the package `expecttest`.
+The classes derive from PyTorch's own base class, which needs the package `expecttest`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 
-def has_ucc() -> bool:
-    """Whether PyTorch has UCC, with a driver that it works with."""
-    if not (dist.is_available() and dist.is_ucc_available() and torch.cuda.is_available()):
+def _driver_supports_ucc() -> bool:
+    """Return whether there is an NVIDIA driver from 470.42.01 on, the first with CUDA 11.4, that UCC works with."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return False
-    return _driver_version() >= (470, 42, 1)
+    return torch._C._cuda_getDriverVersion() >= 11040  # type: ignore[attr-defined]
 
 
-def _driver_version() -> tuple[int, ...]:
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ()
-    return tuple(int(part) for part in text.split()[0].split("."))
+# Upstream's names, which test suites import to decide what to skip.
+HAS_TORCH_UCC: bool = dist.is_available() and dist.is_ucc_available()
+HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER: bool = _driver_supports_ucc()
 
 
 class DistributedTestBase(MultiProcessTestCase):
-    """Starts `world_size` processes for a test, and in each of them a process group and, with GPUs, one GPU.
+    """A test case that starts `world_size` processes per test, each with a process group and, with GPUs, one GPU.
 
     A subclass may set `DISTRIBUTED_BACKEND`, override `world_size`, and prepare files or the environment for all
     processes in `_setup_pre_spawn`. Without a GPU the backend is gloo, with two processes.
@@ -50,7 +44,7 @@ class DistributedTestBase(MultiProcessTestCase):
         self._spawn_processes()
 
     def _setup_pre_spawn(self) -> None:
-        """Called before processes start."""
+        """Prepare the test; called before processes start."""
 
     def tearDown(self) -> None:
         if torch.cuda.is_initialized():
@@ -59,22 +53,22 @@ class DistributedTestBase(MultiProcessTestCase):
 
     @property
     def world_size(self) -> int:
-        """How many processes there are: one per GPU, four at most, or two without GPUs."""
+        """Return the number of processes: one per GPU, four at most, or two without GPUs."""
         return min(torch.cuda.device_count(), 4) or 2
 
     @property
     def init_method(self) -> str:
-        """Where the processes meet: a file."""
+        """Return the URL of the file through which the processes find each other."""
         return f"file://{self.file_name}"
 
     @property
     def destroy_pg_upon_exit(self) -> bool:
-        """False: the group is destroyed here, and PyTorch's base class need not try again."""
+        """Return False: `_run` destroys the group, so that PyTorch's base class need not."""
         return False
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
-        """What each of the processes does."""
+        """Run the test in one of the processes."""
         self = cls(test_name)
         self.rank = rank
         self.file_name = file_name
@@ -95,24 +89,24 @@ class DistributedTestBase(MultiProcessTestCase):
 
 
 class GlooDistributedTestBase(DistributedTestBase):
-    """Tests with gloo."""
+    """Base of tests with gloo."""
 
     DISTRIBUTED_BACKEND = "gloo"
 
 
 class NcclDistributedTestBase(DistributedTestBase):
-    """Tests with NCCL; with gloo where there is no GPU."""
+    """Base of tests with NCCL, or gloo if there is no GPU."""
 
     DISTRIBUTED_BACKEND = "nccl"
 
 
 class UccDistributedTestBase(DistributedTestBase):
-    """Tests with UCC; skipped where PyTorch lacks it or the driver is older than 470.42.01."""
+    """Base of tests with UCC; skipped if PyTorch lacks it or the driver is older than 470.42.01."""
 
     DISTRIBUTED_BACKEND = "ucc"
 
     def setUp(self) -> None:
-        if not has_ucc():
+        if not (HAS_TORCH_UCC and HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER):
             self.skipTest("needs a PyTorch with UCC and a GPU driver of version 470.42.01 or newer")
         super().setUp()
 
@@ -128,5 +122,5 @@ class UccDistributedTestBase(DistributedTestBase):
 
     @property
     def init_method(self) -> str:
-        """Where the processes meet: the address in the environment."""
+        """Return the URL that makes the processes use the address in the environment."""
         return "env://"

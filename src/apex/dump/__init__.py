@@ -1,4 +1,4 @@
-"""What every module of a model computed in one step, in a file, and where two such files begin to differ."""
+"""Dumps of every module's results in one step to a file, and comparison of two such files."""
 
 from ._compare import Comparison, Difference, compare
 from .dump import HDF5FileOperation, HookerAndDumper

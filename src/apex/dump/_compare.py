@@ -1,4 +1,4 @@
-"""Where two dumps begin to differ: the same records of both, in the order of execution."""
+"""Comparison of two dumps: finds where they begin to differ, in the order of execution."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .dump import import_h5py
 
-# The relative error up to which results in a dtype count as equal: some roundings, and sums in another order.
+# The largest relative error of results that count as equal, by dtype: some roundings, and sums in another order.
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
-_COARSEST = 0.5  # of dtypes that are coarser still, such as float8
+_COARSEST = 0.5  # for dtypes that are coarser still, such as float8
 
 Key = tuple[str, str, str, int]  # module, kind, dataset and number of the call
 Dump = str | os.PathLike[str]
@@ -25,7 +25,7 @@ Dump = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of both dumps: the norm of its error over that of its values, what is allowed, and the largest error."""
+    """A tensor of both dumps: its relative error (by norms), the tolerance for it, and the largest absolute error."""
 
     order: int
     module: str
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All tensors that both dumps have, in the order of execution, and the keys of those that only one has."""
+    """All tensors that both dumps have, in the order of execution, and the keys of tensors that only one has."""
 
     rows: list[Difference]
     only_in_first: list[Key]
@@ -52,73 +52,87 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first tensor, by execution, that differs beyond its tolerance."""
+        """Return the first tensor, by execution, that differs beyond its tolerance, or None."""
         return next((row for row in self.rows if row.exceeds), None)
 
 
 def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | None = None) -> Comparison:
-    """Holds the dump `second` against `first`, module for module.
+    """Compare the dump `second` with `first`, module for module.
 
-    `second` may be the dumps of several processes, as a list or a pattern such as "O2-*-rank_dump.hdf5", that had equal
-    parts of the batch and a loss that is a mean: outputs are put together, gradients averaged. Without a `tolerance`
-    an error may be as large as the coarsest dtype explains that either dump had up to there.
+    `second` may be the dumps of several processes, as a list or a pattern such as "O2-*-rank_dump.hdf5". These must
+    have had equal parts of the batch and a loss that is a mean: outputs are concatenated, gradients averaged. Without a
+    `tolerance`, the allowed error follows from the coarsest dtype that either dump has had so far.
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
     if isinstance(second, (str, os.PathLike)):
         second = sorted(glob.glob(os.fspath(second))) or [second]
     expected, parts = _read(first), [_read(file) for file in second]
-    # What every process has recorded.
-    found = {key: value for key, value in parts[0].items() if all(key in part for part in parts)}
+    # Records that every process has.
+    common = {key: value for key, value in parts[0].items() if all(key in part for part in parts)}
     rows, allowed = [], 0.0
     for key, (order, layer, values, dtype) in expected.items():
-        if key in found:
+        if key in common:
             module, kind, *_ = key
-            dtypes = (dtype, found[key][3])
+            dtypes = (dtype, common[key][3])
             allowed = max(allowed, *(TOLERANCES.get(name, _COARSEST if "float" in name else 0.0) for name in dtypes))
             errors = _errors(values, _joined([part[key][2] for part in parts], kind))
             limit = allowed if tolerance is None else tolerance
             rows.append(Difference(order, module, layer, kind, dtypes, *errors, limit))
     if not rows:
         raise ValueError(f"{os.fspath(first)} and {os.fspath(second[0])} have no module in common: other models?")
-    return Comparison(rows, [k for k in expected if k not in found], [k for k in found if k not in expected])
+    return Comparison(rows, [k for k in expected if k not in common], [k for k in common if k not in expected])
 
 
 def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
-    """Order, class, values and dtype of every tensor, by module, kind, dataset and the number of the call."""
+    """Return order, class, values and dtype of every tensor, by module, kind, dataset and the number of the call."""
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no dump {os.fspath(path)!r}")
     try:
         file = import_h5py().File(path, "r")
     except OSError as error:
         raise ValueError(f"{os.fspath(path)!r} is no HDF5 file: {error}") from error
-    found: dict[Key, tuple[int, str, Any, str]] = {}
+    records: dict[Key, tuple[int, str, Any, str]] = {}
     calls: Counter[tuple[str, str, str]] = Counter()
     with file:
-        for group in sorted(file.values(), key=lambda group: int(group.name[1:].partition("_")[0])):
+        for group in sorted(_members(file), key=lambda group: int(group.name[1:].partition("_")[0])):
             layer, attributes = group.name.partition("_")[2], group.attrs
-            for dataset, stored in group.items():
+            for stored in _members(group):
+                dataset = stored.name.rpartition("/")[2]
                 kind = attributes.get("kind", "backward" if dataset.startswith("grad") else "forward")
-                name = (attributes.get("module", layer), kind, dataset)  # Ascend's files name classes alone
+                name = (attributes.get("module", layer), kind, dataset)  # Ascend's files only name classes
                 scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
                 key = (*name, calls[name])
                 values = torch.from_numpy(stored[...])
-                found[key] = len(found), layer, values if scale == 1 else values / scale, dtype
+                records[key] = len(records), layer, values if scale == 1 else values / scale, dtype
                 calls[name] += 1
-    return found
+    return records
+
+
+def _members(group: Any) -> list[Any]:
+    """Return the members of an HDF5 group; raise ValueError for links and for data in other files."""
+    h5py, members = import_h5py(), []
+    for name in group:
+        is_own = isinstance(group.get(name, getlink=True), h5py.HardLink)
+        member = group[name] if is_own else None
+        if not is_own or (isinstance(member, h5py.Dataset) and (member.external or member.is_virtual)):
+            place = f"{group.name.rstrip('/')}/{name}"
+            raise ValueError(f"{place!r} of {group.file.filename!r} points to data elsewhere, which a dump never does")
+        members.append(member)
+    return members
 
 
 def _joined(parts: list[Tensor], kind: str) -> Any:
-    """What one process would have: outputs one below the other, gradients of the mean loss."""
+    """Return the tensor that one process would have: concatenated outputs, or gradients of the mean loss."""
     if len(parts) == 1:
         return parts[0]
-    if kind == "parameter" or not parts[0].ndim:  # or a mean over each part of the batch
+    if kind == "parameter" or not parts[0].ndim:  # a number is a mean over each process's part of the batch
         return sum(parts) / len(parts)
     return torch.cat(parts) / (len(parts) if kind == "backward" else 1)
 
 
 def _errors(first: Tensor, second: Tensor) -> tuple[float, float, str]:
-    """Relative and largest error, and what else is to be said."""
+    """Return the relative error, the largest error, and a note."""
     if first.shape != second.shape:
         return math.inf, math.inf, f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
     wide = [values.to(torch.promote_types(values.dtype, torch.float64)) for values in (first, second)]

@@ -1,8 +1,8 @@
-"""Recording a step: every module's output and the gradients, in the order in which they were computed.
+"""Dumps of a step: every module's output and the gradients, in the order of computation.
 
-A file has one HDF5 group for each record, called `0007_Linear`: a running number and the class. Its attributes say the
-module's name in the model (`module`) and what was recorded (`kind`: forward, backward or parameter). Its datasets are
-`feat_output` (and `feat_input`), `grad_output` or `grad`, with a number behind where there are several tensors.
+A file has one HDF5 group for each record, called `0007_Linear`: a running number and the class. Its attributes are the
+module's name in the model (`module`) and the `kind` of the record: forward, backward or parameter. Its datasets are
+`feat_output` (and `feat_input`), `grad_output` or `grad`, with a number appended if there are several tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def import_h5py() -> Any:
-    """The package that reads and writes HDF5 files."""
+    """Import the package that reads and writes HDF5 files."""
     try:
         import h5py
     except ModuleNotFoundError as error:
@@ -28,7 +28,7 @@ def import_h5py() -> Any:
 
 
 class HDF5FileOperation:
-    """A file of dumps; `is_cover` empties it first."""
+    """A dump file; `is_cover` empties it first."""
 
     def __init__(self, file_path: str, is_cover: bool = True) -> None:
         self.file_path = str(file_path)
@@ -36,7 +36,7 @@ class HDF5FileOperation:
             import_h5py().File(self.file_path, "w").close()
 
     def read_data(self) -> None:
-        """Prints the names, dtypes and shapes of everything in the file."""
+        """Print the names, dtypes and shapes of everything in the file."""
 
         def show(name: str, item: Any) -> None:
             dtype = item.attrs.get("dtype", getattr(item, "dtype", ""))
@@ -48,7 +48,7 @@ class HDF5FileOperation:
     def write_data(
         self, groupName: str, datasetName: str, data_dump: Any, attributes: Mapping[str, Any] | None = None
     ) -> None:
-        """Adds the tensors of `data_dump` to a group, which gets `attributes`; dtypes that NumPy lacks as float32."""
+        """Add the tensors of `data_dump` to a group and set its `attributes`; dtypes NumPy lacks become float32."""
         tensors = [leaf for leaf in tree_leaves(data_dump) if isinstance(leaf, Tensor)]
         with import_h5py().File(self.file_path, "a") as file:
             group = file.require_group(groupName)
@@ -62,9 +62,9 @@ class HDF5FileOperation:
 
 
 class HookerAndDumper:
-    """Records steps of a model, from `register_hooks` to `remove_hooks`, each in a file that begins with `file_path`.
+    """A recorder of a model's steps from `register_hooks` to `remove_hooks`; file names begin with `file_path`.
 
-    `inputs` also records what modules are given. Modules are changed in no way, and may work in place.
+    `inputs` also records the modules' inputs. Modules are not changed and may work in place.
     """
 
     def __init__(self, file_path: str = "", *, inputs: bool = False) -> None:
@@ -74,7 +74,7 @@ class HookerAndDumper:
         self._names: dict[nn.Module, str] = {}
 
     def register_hooks(self, model: nn.Module, epoch: int, step: int, *, loss_scale: float = 1.0) -> str:
-        """Records from now on; returns the file's path, with the rank of one of several processes in its name."""
+        """Start recording and return the file's path, which contains the rank if there are several processes."""
         if self.handles:
             raise RuntimeError(f"{self.file_path} is still being written; call remove_hooks() first")
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -91,20 +91,20 @@ class HookerAndDumper:
         return self.file_path
 
     def forward_hook_fn(self, module: nn.Module, input: Any, output: Any) -> None:
-        """Records a module's output, and has the gradient of it recorded when it is computed."""
+        """Record a module's output, and register a hook that records its gradient."""
         inputs = {"feat_input": input} if self.inputs else {}
         self._write(module, "forward", feat_output=output, **inputs)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                # Of the tensor and not of the module: PyTorch's hooks of modules refuse what works in place.
+                # On the tensor, not the module: PyTorch's backward hooks of modules fail if a module works in place.
                 self.handles.append(leaf.register_hook(lambda grad: self.backward_hook_fn(module, (), grad)))
 
     def backward_hook_fn(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        """Records the gradient of a module's output."""
+        """Record the gradient of a module's output."""
         self._write(module, "backward", grad_output=grad_output, grad_input=grad_input)
 
     def _write(self, source: nn.Module | str, kind: str, **data: Any) -> None:
-        """A record of a module, or of a parameter by its name, whose gradients are multiplied by the loss scale."""
+        """Write a record of a module, or of a parameter by name; its gradients are multiplied by the loss scale."""
         name, layer = source, "Parameter"
         if isinstance(source, nn.Module):
             name, layer = self._names.get(source, ""), source._get_name()
@@ -114,11 +114,11 @@ class HookerAndDumper:
         self._count += 1
 
     def remove_hooks(self) -> None:
-        """Records no more; the file is complete."""
+        """Stop recording; the file is complete."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
     def read_h5py_data(self) -> None:
-        """Prints the names, dtypes and shapes of what was recorded."""
+        """Print the names, dtypes and shapes of the recorded tensors."""
         HDF5FileOperation(self.file_path, is_cover=False).read_data()

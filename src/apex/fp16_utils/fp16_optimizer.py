@@ -1,4 +1,4 @@
-"""An optimizer around another one: float32 masters of half-precision parameters, and loss scaling."""
+"""A wrapper of an optimizer with float32 masters of half-precision parameters and loss scaling."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .loss_scaler import scaled_backward
 
 _FULL = (torch.float32, torch.float64)
 
-# In a closure, halving from 2^24 to the smallest scale that any gradient could need takes fewer attempts.
+# Lowering a closure's scale from 2^24 to the smallest that any gradient could need takes fewer attempts.
 _ATTEMPTS = 64
 
 
 class FP16_Optimizer:
-    """Trains a model that is in half precision, wholly or in part, with any optimizer.
+    """A wrapper that trains a model in half precision, wholly or in part, with any optimizer.
 
         model = Model().half()  # or .bfloat16(), or network_to_half(model)
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), dynamic_loss_scale=True)
@@ -34,9 +34,9 @@ class FP16_Optimizer:
         optimizer.step()
 
     Half-precision parameters in `init_optimizer` are replaced by float32 masters; from then on use this object only.
-    `static_loss_scale` is the loss scale, or with `dynamic_loss_scale` it follows the gradients, as set by
-    `dynamic_loss_args`: arguments of `apex.amp.scaler.LossScaler` (`init_scale`, `scale_factor`, `scale_window`,
-    `min_loss_scale`, `max_loss_scale`).
+    `static_loss_scale` is the loss scale. With `dynamic_loss_scale` the scale adapts to the gradients instead, with the
+    settings `dynamic_loss_args`: arguments of `apex.amp.scaler.LossScaler` (`init_scale`, `scale_factor`,
+    `scale_window`, `min_loss_scale`, `max_loss_scale`).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class FP16_Optimizer:
         self.overflow = False
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm
-        # The loss scale that is on the gradients of half-precision and of other parameters; None without gradients.
+        # The loss scale of the gradients of half-precision and of other parameters; None without gradients.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
 
@@ -70,7 +70,7 @@ class FP16_Optimizer:
         self.all_fp16_params = _joined(self.fp16_groups)
         self.all_fp32_from_fp16_params = _joined(self.fp32_from_fp16_groups)
         self.all_fp32_from_fp32_params = _joined(self.fp32_from_fp32_groups)
-        if init_optimizer.state:  # loading casts the state of parameters that have a master now
+        if init_optimizer.state:  # loading casts the state of parameters that now have a master
             init_optimizer.load_state_dict(init_optimizer.state_dict())
 
     def _new_scaler(self, static_loss_scale: float) -> LossScaler:
@@ -79,7 +79,7 @@ class FP16_Optimizer:
         return LossScaler(static_loss_scale)
 
     def _take_group(self, index: int, group: dict[str, Any]) -> None:
-        """Puts masters in the place of the half-precision parameters of a group."""
+        """Replace the half-precision parameters of a group by masters."""
         halves: list[Tensor] = []
         masters: list[Tensor] = []
         full: list[Tensor] = []
@@ -104,18 +104,17 @@ class FP16_Optimizer:
         )
 
     def maybe_print(self, msg: str) -> None:
-        """Prints if the optimizer was made with `verbose`."""
+        """Print if the optimizer was made with `verbose`."""
         if self.verbose:
             print(msg)
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
-        """A backward pass from the scaled loss; then, unless told otherwise, `update_master_grads`.
+        """Run a backward pass from the scaled loss, then `update_master_grads` if the flag is set.
 
-        Gradients add up over calls, until `zero_grad`, even if the loss scale changes in between. For several losses
-        in a step it is quicker to give `update_master_grads=False` and to call `update_master_grads` once after them.
-        Gradients of the model's parameters are scaled; look at those of the masters (`inspect_master_grad_data`).
+        Gradients accumulate over calls, until `zero_grad`, even if the loss scale changes in between. For several
+        losses in a step it is faster to pass `update_master_grads=False` and to call `update_master_grads` once
+        after them. Gradients of the model's parameters are scaled; `inspect_master_grad_data` returns the
+        masters' gradients.
         """
         scale = self.loss_scale
         self._bring_gradients_to(scale)
@@ -124,13 +123,13 @@ class FP16_Optimizer:
             self.update_master_grads()
 
     def _bring_gradients_to(self, scale: float) -> None:
-        """Multiplies gradients that are there already, so that scaled ones can be added to them."""
+        """Multiply existing gradients so that gradients with the given scale can be added to them."""
         self._half_scale = _rescale(self.all_fp16_params, self._half_scale, scale)
         self._full_scale = _rescale(self.all_fp32_from_fp32_params, self._full_scale, scale)
 
     @torch.no_grad()
     def update_master_grads(self) -> None:
-        """Gives the masters the unscaled gradients of the model, looks for overflow and adapts a dynamic scale."""
+        """Copy the model's unscaled gradients to the masters, check for overflow and adapt a dynamic scale."""
         current = self.loss_scale
         half_scale = current if self._half_scale is None else self._half_scale
         full_scale = current if self._full_scale is None else self._full_scale
@@ -146,7 +145,7 @@ class FP16_Optimizer:
         self.overflow = self.loss_scaler.update_scale()
 
     def zero_grad(self, set_grads_to_None: bool = False, set_to_none: bool | None = None) -> None:
-        """Clears the gradients of the model and of the masters: to 0, or to None.
+        """Set the gradients of the model and of the masters to 0, or to None.
 
         `set_to_none` is torch.optim's name for the argument.
         """
@@ -161,14 +160,14 @@ class FP16_Optimizer:
         self._half_scale = self._full_scale = None
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
-        """Clips the gradients of the masters by their norm and returns it; -1 if the last ones overflowed."""
+        """Clip the masters' gradients by their norm and return it; return -1 if the last ones overflowed."""
         if self.overflow:
             return -1
         masters = [param for group in self.optimizer.param_groups for param in group["params"]]
         return self.clip_grad_norm(masters, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The unscaled gradients, a list for each group; None, with a warning, if the last ones overflowed."""
+        """Return the unscaled gradients, a list for each group; None, with a warning, if the last ones overflowed."""
         if self.overflow:
             print("Warning: the last gradients overflowed; FP16_Optimizer.inspect_master_grad_data returns None")
             return None
@@ -177,13 +176,11 @@ class FP16_Optimizer:
             for group in self.optimizer.param_groups
         ]
 
-    # Steps ------------------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the masters, then the model; does nothing if the last gradients overflowed.
+        """Update the masters, then the model; do nothing if the last gradients overflowed.
 
-        A closure has to call `zero_grad` and `backward` of this object and to return the loss. When its gradients
-        overflow, it is called again with the lower scale until they do not.
+        A closure must call `zero_grad` and `backward` of this object and return the loss. If its gradients overflow, it
+        is called again with the lower scale until they do not.
         """
         if closure is not None:
             return self._step_with_closure(closure)
@@ -197,7 +194,7 @@ class FP16_Optimizer:
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def wrapped() -> Any:
             if not self.first_closure_call_this_step:
-                # The optimizer may have changed the masters since; it knows nothing of the model's parameters.
+                # The optimizer may have changed the masters since; it does not know the model's parameters.
                 self._master_params_to_model_params()
             self.first_closure_call_this_step = False
             loss = closure()
@@ -223,8 +220,6 @@ class FP16_Optimizer:
     def _master_params_to_model_params(self) -> None:
         master_params_to_model_params(self.all_fp16_params, self.all_fp32_from_fp16_params)
 
-    # Checkpoints ------------------------------------------------------------------------------------------------------
-
     def __getstate__(self) -> NoReturn:
         raise RuntimeError("an FP16_Optimizer cannot be pickled; save its state_dict()")
 
@@ -232,9 +227,9 @@ class FP16_Optimizer:
         raise RuntimeError("an FP16_Optimizer cannot be unpickled; use load_state_dict()")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a run needs to go on besides the model: plain containers, numbers and tensors.
+        """Return everything besides the model that a run needs to continue: plain containers, numbers and tensors.
 
-        Like in torch.optim, tensors are not copied.
+        As in torch.optim, tensors are not copied.
         """
         return {
             # Plain numbers, which `torch.load` reads without running code.
@@ -251,9 +246,9 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned, the original's checkpoints included.
+        """Load a state dict of this class, also from the original's checkpoints.
 
-        Load the model first. Its half-precision parameters then get the values of the saved masters.
+        Load the model first: its half-precision parameters are then overwritten with the saved masters' values.
         """
         saved_groups = state_dict["fp32_from_fp16"]
         _check_shapes(self.fp32_from_fp16_groups, saved_groups)
@@ -269,11 +264,9 @@ class FP16_Optimizer:
                 master.copy_(value)
         self._master_params_to_model_params()
 
-    # Attributes of the scaler and the optimizer -----------------------------------------------------------------------
-
     @property
     def loss_scale(self) -> float:
-        """The loss scale; it may be set."""
+        """Return the loss scale; it can be assigned to."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -281,7 +274,7 @@ class FP16_Optimizer:
         self.loss_scaler._loss_scale = value
 
     state = delegated("optimizer", "state")
-    # For learning rates, and for the masters.
+    # Gives access to learning rates and masters.
     param_groups = delegated("optimizer", "param_groups")
 
 
@@ -299,7 +292,7 @@ def _is_finite(loss: Any) -> bool:
 
 
 def _rescale(params: list[Tensor], present: float | None, wanted: float) -> float:
-    """Multiplies gradients with scale `present` so that they have scale `wanted`, which is returned."""
+    """Multiply gradients of scale `present` so that they have scale `wanted`, and return `wanted`."""
     if present is not None and present != wanted:
         gradients = _gradients(params)
         if gradients:
@@ -319,18 +312,18 @@ def _check_types(optimizer: Any) -> None:
 
 def _check_shapes(current: list[list[Tensor]], saved: list[list[Tensor]]) -> None:
     shapes = [[tuple(tensor.shape) for tensor in group] for group in current]
-    found = [[tuple(tensor.shape) for tensor in group] for group in saved]
-    if shapes != found:
+    saved_shapes = [[tuple(tensor.shape) for tensor in group] for group in saved]
+    if shapes != saved_shapes:
         raise ValueError(
-            f"the checkpoint has masters of shapes {found}, this optimizer has {shapes}; it must be made from the same "
-            "model, in the same precision"
+            f"the checkpoint has masters of shapes {saved_shapes}, this optimizer has {shapes}; it must be made "
+            "from the same model, in the same precision"
         )
 
 
 def _load_scaler(saved: Any, dynamic: bool) -> tuple[LossScaler, dict[str, Any]]:
-    """A scaler in the saved state, and the arguments it was made with.
+    """Return a scaler in the saved state, and the arguments it was made with.
 
-    The original pickles its scaler whole; such an object is read too.
+    The original pickles its whole scaler; such an object is accepted too.
     """
     numbers = saved if isinstance(saved, Mapping) else _numbers_of(saved)
     arguments = dict(numbers.get("dynamic_loss_args") or {})
@@ -342,9 +335,9 @@ def _load_scaler(saved: Any, dynamic: bool) -> tuple[LossScaler, dict[str, Any]]
 
 
 def _numbers_of(pickled: Any) -> dict[str, Any]:
-    # Unpickling fills the object's dictionary with the original's attributes, whatever properties the class has.
+    # Unpickling fills the object's `__dict__` with the original's attributes, whatever properties the class has.
     attributes = vars(pickled)
-    if "cur_scale" in attributes:  # a scaler of apex.fp16_utils, as in checkpoints from before 2019
+    if "cur_scale" in attributes:  # a scaler of apex.fp16_utils, from checkpoints written before 2019
         since = attributes.get("cur_iter", 0) - attributes.get("last_overflow_iter", -1) - 1
         names = {"scale_factor": "scale_factor", "scale_window": "scale_window"}
         scale, unskipped = attributes["cur_scale"], since % attributes.get("scale_window", since + 1)

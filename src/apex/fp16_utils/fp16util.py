@@ -1,4 +1,4 @@
-"""Models cast to half precision, and float32 masters of their parameters."""
+"""Casts of models to half precision, and float32 masters of their parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .loss_scaler import to_python_float as to_python_float
 
 clip_grad_norm = nn.utils.clip_grad_norm_
 
-# Types of inputs that are indices or masks, which are not cast.
+# Dtypes of inputs that are indices or masks and are not cast.
 _INDEX_TYPES = (torch.int32, torch.int64, torch.bool)
 
 
@@ -30,12 +30,12 @@ class tofp16(nn.Module):
 
 
 def _stays_float(module: nn.Module) -> bool:
-    """Batch norms with parameters keep their statistics, and so everything, in float32."""
+    """Return whether a module is a batch norm with parameters; these stay in float32 because of their statistics."""
     return isinstance(module, _BatchNorm) and module.affine
 
 
 def BN_convert_float(module: nn.Module) -> nn.Module:
-    """Casts the batch norms in a model that have parameters to float32, in place."""
+    """Cast a model's batch norms that have parameters to float32, in place."""
     for part in module.modules():
         if _stays_float(part):
             part.float()
@@ -43,12 +43,12 @@ def BN_convert_float(module: nn.Module) -> nn.Module:
 
 
 def network_to_half(network: nn.Module) -> nn.Sequential:
-    """The model in float16 except for its batch norms, behind a layer that casts its input."""
+    """Return the model in float16 except for its batch norms, preceded by a layer that casts the input."""
     return nn.Sequential(tofp16(), BN_convert_float(network.half()))
 
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point parameters, gradients and buffers of a module, not of its children, in place."""
+    """Cast the floating-point parameters, gradients and buffers of a module, but not its children's, in place."""
     for param in module.parameters(recurse=False):
         if param.is_floating_point():
             param.data = param.data.to(dtype)
@@ -60,7 +60,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Casts a model in place, except for batch norms that have parameters."""
+    """Cast a model in place, except for batch norms that have parameters."""
     for module in network.modules():
         if _stays_float(module):
             continue
@@ -72,7 +72,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class FP16Model(nn.Module):
-    """The model in float16 except for its batch norms; casts its inputs, but for indices and masks."""
+    """A model in float16 except for its batch norms; it casts its inputs, but no indices and masks."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def _to_half(value: Any) -> Any:
 
 
 def backwards_debug_hook(grad: Tensor) -> NoReturn:
-    """A hook for masters, which no backward pass may reach."""
+    """Raise an error; a hook for masters, which no backward pass may reach."""
     raise RuntimeError("a master parameter received a gradient in the backward pass; only the model's parameters may")
 
 
 def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """The parameters of `model` that are trained, and float32 masters of them.
+    """Return the trained parameters of `model`, and float32 masters of them.
 
     With `flat_master` all masters lie one after the other in a single vector, the only element of the second list.
     """
@@ -101,8 +101,8 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         return model_params, [param.detach().float().clone().requires_grad_() for param in model_params]
     devices = sorted({str(param.device) for param in model_params})
     if len(devices) != 1:
-        found = f"are on {', '.join(devices)}" if devices else "are none"
-        raise ValueError(f"flat_master needs all trained parameters on one device; here they {found}")
+        problem = f"are on {', '.join(devices)}" if devices else "are none"
+        raise ValueError(f"flat_master needs all trained parameters on one device; here they {problem}")
     flat = torch.empty(sum(param.numel() for param in model_params), dtype=torch.float32, device=devices[0])
     scale([param.detach() for param in model_params], _parts(flat, model_params), 1.0)
     master = nn.Parameter(flat)
@@ -114,7 +114,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies the gradients of the model's parameters to their masters, in one pass.
+    """Copy the gradients of the model's parameters to their masters, in one pass.
 
     A parameter without gradient leaves its master without one; in a flat master that part becomes 0.
     """
@@ -128,31 +128,31 @@ def model_grads_to_master_grads(
     else:
         pairs = gradient_pairs(model_params, master_params)
     if pairs:
-        gradients, wanted = zip(*pairs, strict=True)
-        scale(gradients, wanted, 1.0)
+        gradients, master_grads = zip(*pairs, strict=True)
+        scale(gradients, master_grads, 1.0)
 
 
 def gradient_pairs(params: Sequence[Tensor], masters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The gradients of parameters that have one, with the memory of their masters' gradients, made where it lacks.
+    """Return pairs of a parameter's gradient and its master's gradient, which is allocated if it is None.
 
-    Masters of the other parameters lose theirs.
+    A parameter without a gradient is left out, and its master's gradient becomes None.
     """
-    found = []
+    pairs = []
     for param, master in zip(params, masters, strict=True):
         if param.grad is None:
             master.grad = None
             continue
         if master.grad is None:
             master.grad = torch.empty_like(master)
-        found.append((param.grad.detach(), master.grad.detach()))
-    return found
+        pairs.append((param.grad.detach(), master.grad.detach()))
+    return pairs
 
 
 @torch.no_grad()
 def master_params_to_model_params(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
 ) -> None:
-    """Copies the values of the masters to the model's parameters, in one pass."""
+    """Copy the masters' values to the model's parameters, in one pass."""
     if not model_params:
         return
     if flat_master:
@@ -163,7 +163,7 @@ def master_params_to_model_params(
 
 
 def _parts(flat: Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """A vector in pieces of the shapes of `params`."""
+    """Split a vector into views with the shapes of `params`."""
     sizes = [param.numel() for param in params]
     if flat.numel() != sum(sizes):
         raise ValueError(f"the flat master has {flat.numel()} elements, the model's parameters have {sum(sizes)}")

@@ -1,4 +1,4 @@
-"""Loss scales as plain numbers, for training loops that do their own scaling.
+"""Loss scales as plain numbers, for training loops that scale losses themselves.
 
 `FP16_Optimizer` and `apex.amp` use `apex.amp.scaler.LossScaler`, which keeps the scale on the device.
 """
@@ -19,55 +19,55 @@ from ..ops.multi_tensor import max_norm
 
 
 def to_python_float(t: Any) -> float:
-    """The number in a tensor of one element, or the first one of a sequence."""
+    """Return the number in a tensor of one element, or the first element of a sequence."""
     return t.item() if hasattr(t, "item") else t[0]
 
 
 def scaled_backward(loss: Tensor, scale: float, retain_graph: bool) -> None:
-    """A backward pass from `scale` times the loss, in float32 if the loss is in half precision."""
+    """Run a backward pass from `scale` times the loss, in float32 if the loss is in half precision."""
     exact = loss.float() if loss.dtype in HALF else loss
     (exact * scale).backward(retain_graph=retain_graph)
 
 
 class _Scaler:
-    """A current scale and its two uses: on a loss, and on gradients in a backward hook."""
+    """A loss scale and its two uses: on a loss, and on gradients in a backward hook."""
 
     cur_scale: float
 
     @property
     def loss_scale(self) -> float:
-        """The scale in use."""
+        """Return the current scale."""
         return self.cur_scale
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor | None], grad_out: Any) -> tuple[Tensor | None, ...]:
-        """A module's backward hook that multiplies the gradients of its inputs by the scale."""
+        """Multiply the gradients of a module's inputs by the scale; usable as a module's backward hook."""
         return tuple(None if gradient is None else self.loss_scale * gradient for gradient in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """A backward pass from the scaled loss, which is made float32 first if it is in half precision."""
+        """Run a backward pass from the scaled loss, cast to float32 first if it is in half precision."""
         scaled_backward(loss, self.loss_scale, retain_graph)
 
 
 class LossScaler(_Scaler):
-    """A scale that never changes; gradients are not looked at."""
+    """A static loss scale; gradients are never checked."""
 
     def __init__(self, scale: float = 1) -> None:
         checked_scale("scale", scale)
         self.cur_scale = scale
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """False: a static scale skips no step."""
+        """Return False: a static scale skips no step."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
-        """Does nothing."""
+        """Do nothing: the scale is static."""
 
 
 class DynamicLossScaler(_Scaler):
-    """A scale as high as gradients can bear.
+    """A dynamic loss scale, kept as high as gradients allow.
 
-    It starts at `init_scale`. An overflow divides it by `scale_factor`, though never below 1, and the step has to be
-    skipped; `scale_window` updates in a row without one multiply it by `scale_factor`.
+    It starts at `init_scale`. An overflow divides it by `scale_factor`, though never below 1, and the step must be
+    skipped. After `scale_window` updates in a row without overflow it is multiplied by `scale_factor`.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
@@ -82,7 +82,7 @@ class DynamicLossScaler(_Scaler):
         self.scale_window = scale_window
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Whether any gradient of `params` has an infinite or NaN element; waits for the device."""
+        """Return whether any gradient of `params` has an infinite or NaN element; waits for the device."""
         return _any_non_finite(param.grad for param in params if param.grad is not None)
 
     @staticmethod
@@ -90,12 +90,12 @@ class DynamicLossScaler(_Scaler):
         return _any_non_finite([x])
 
     def update_scale(self, overflow: bool) -> None:
-        """Adapts the scale; call it once per iteration, with what `has_overflow` said."""
+        """Adapt the scale; call it once per iteration with the result of `has_overflow`."""
         adapt_scale(self, overflow)
 
 
 def adapt_scale(scaler: Any, overflow: bool) -> None:
-    """Lowers a dynamic scale after an overflow, raises it after `scale_window` iterations without; counts this one."""
+    """Lower a dynamic scale after an overflow, raise it after `scale_window` iterations without; count this one."""
     if overflow:
         scaler.cur_scale = max(scaler.cur_scale / scaler.scale_factor, 1)
         scaler.last_overflow_iter = scaler.cur_iter
@@ -110,8 +110,8 @@ def _any_non_finite(tensors: Iterable[Tensor]) -> bool:
         values = tensor.detach()
         by_device.setdefault(values.device, []).append(values._values() if values.is_sparse else values)
     flags = []
-    for device, values_there in by_device.items():
+    for device, device_values in by_device.items():
         flag = torch.zeros(1, dtype=torch.float32, device=device)
-        max_norm(values_there, overflow=flag)
+        max_norm(device_values, overflow=flag)
         flags.append(flag)
     return any(bool(flag.item()) for flag in flags)

@@ -1,7 +1,7 @@
-"""Training with products of float8 numbers.
+"""Training with float8 matrix products.
 
-`convert(model)` makes the linear layers of a model multiply in float8 where that is quicker: e4m3 in the forward pass,
-e5m2 for gradients (e4m3 too with scales for rows). Weights, gradients, optimizer and state dict stay what they were.
+`convert(model)` makes a model's linear layers multiply in float8 if that is faster: in e4m3 in the forward pass, in
+e5m2 for gradients (e4m3 too with a scale per row). Weights, gradients, optimizer and state dict are not changed.
 """
 
 from .convert import Converted, convert, revert, table

@@ -1,4 +1,4 @@
-"""Which layers of a model multiply in float8, and why the others do not."""
+"""Conversion of a model's linear layers to float8 products, and the reasons why some layers stay unchanged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from ..ops import float8
 from .linear import LAYERS, check_scaling, linear, make_history
 
-# Weights with fewer elements lose more by the casts than they win by the products.
+# For weights with fewer elements, the casts take longer than the products save.
 SMALLEST_WEIGHT = 2**21
 
 
 class Converted(NamedTuple):
-    """A weight that `convert` looked at; `reason` says why its layer stays as it was, and is empty if it does not.
+    """A weight that `convert` examined; `reason` says why its layer was not converted, and is empty if it was.
 
-    `name` is that of the layer; where the layer has several weights, that of the weight.
+    `name` is the layer's name, or the weight's name if the layer has several weights.
     """
 
     name: str
@@ -36,19 +36,19 @@ def convert(
     float8_all_gather: bool = False,
     emulate: bool = False,
 ) -> list[Converted]:
-    """Has the linear layers of `model` multiply in float8, in place, and returns what was done with each of them.
+    """Make the linear layers of `model` multiply in float8, in place, and return the outcome for each of them.
 
-    `scaling` is "tensorwise" (quickest), "rowwise" (closest to bfloat16) or "delayed" (scales from earlier steps).
-    Linear layers are torch.nn.Linear, those of apex.fused_dense and the two of apex.transformer.tensor_parallel. They
-    stay as they are where a size is no multiple of 16, where a weight has fewer than `smallest_weight` elements, and
-    where `choose(name, layer)` is false; so that an output layer can be left out, say. Parameters, hooks and state dict
-    are not touched.
+    `scaling` is "tensorwise" (fastest), "rowwise" (closest to bfloat16) or "delayed" (scales from earlier steps).
+    Linear layers are torch.nn.Linear, the layers of apex.fused_dense and the two of apex.transformer.tensor_parallel. A
+    layer is not converted if a size is no multiple of 16, if a weight has fewer than `smallest_weight` elements, or if
+    `choose(name, layer)` is false, for example for an output layer. Parameters, hooks and state dict are not changed.
 
-    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes:
-    torchao's layers do that and take the place of ours; they need torchao and "tensorwise".
+    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. This
+    uses torchao's layers instead; it needs torchao and "tensorwise".
 
-    A device without float8 is refused, unless `emulate` asks for the same numbers without the speed, for tests.
+    A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
+    _check_model(model)
     check_scaling(scaling)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if not emulate:
@@ -88,7 +88,8 @@ def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emula
 
 
 def revert(model: nn.Module) -> None:
-    """Undoes `convert`."""
+    """Undo `convert`."""
+    _check_model(model)
     module: Any
     for module in model.modules():
         if type(module) in LAYERS.values():
@@ -100,12 +101,17 @@ def revert(model: nn.Module) -> None:
 
 
 def table(report: list[Converted]) -> str:
-    """What `convert` returned, as text: one line for each layer."""
+    """Return the result of `convert` as text, one line for each layer."""
     width = max([5, *(len(row.name) for row in report)])
     lines = [f"{'layer':{width}}  {'in':>6} {'out':>6}  float8"]
     for row in report:
         lines.append(f"{row.name:{width}}  {row.in_features:6} {row.out_features:6}  {row.reason or 'yes'}")
     return "\n".join(lines)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; convert models of a list one by one")
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -149,7 +155,7 @@ def _convert_layer(module: Any, scaling: str) -> None:
 
 
 class _ParallelProduct:
-    """What a tensor-parallel layer calls in place of its own product: the exchanges around one of float8 matrices."""
+    """The product of a tensor-parallel layer after conversion: float8 matrices, with the same exchanges around it."""
 
     def __init__(self, usual: Callable[..., Tensor], scaling: str, history: Tensor | None) -> None:
         self.usual, self.scaling, self.history = usual, scaling, history

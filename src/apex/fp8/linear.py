@@ -1,4 +1,4 @@
-"""Linear layers whose three products, of the output and of both gradients, are of float8 matrices."""
+"""Linear layers whose three products (the output and both gradients) multiply float8 matrices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
 
-# One scale for a matrix from its own largest magnitude, one for each row of the left and each column of the right
-# matrix of a product, or one for a matrix from the largest magnitudes of earlier steps.
+# "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
+# and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
 SCALINGS = ("tensorwise", "rowwise", "delayed")
 
-# Steps whose largest magnitudes a layer remembers for its input, its weight and the output's gradient.
+# Number of steps whose largest magnitudes are stored, for a layer's input, its weight and the output's gradient.
 HISTORY = 16
 
 
@@ -26,12 +26,12 @@ def linear(
     scaling: str = "tensorwise",
     history: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.linear` by float8 products.
+    """Compute `torch.nn.functional.linear` by float8 products.
 
-    What is kept for the backward pass is float8, half of what a bfloat16 layer keeps. The output has the dtype of
-    autocast where that is on, else the input's. Sizes that are no multiples of 16, which GPUs do not take, are
-    multiplied as usual. Off a GPU the products are emulated. `history`, for delayed scaling, is a float32 tensor of 3 x
-    steps, zero at first, which both passes change.
+    Tensors saved for the backward pass are float8, half the memory of a bfloat16 layer. The output has autocast's dtype
+    if autocast is on, else the input's. If a size is no multiple of 16, which GPUs do not support, the product is
+    computed in the usual dtype. Without a GPU the float8 products are emulated. `history`, for delayed scaling, is a
+    float32 tensor of 3 x steps, initially zero, which both passes change.
     """
     check_scaling(scaling)
     if (scaling == "delayed") != (history is not None):
@@ -45,8 +45,8 @@ def linear(
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
         return F.linear(input, weight, bias)
-    how = (scaling == "rowwise", dtype, torch.compiler.is_compiling())
-    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, *how)
+    options = (scaling == "rowwise", dtype, torch.compiler.is_compiling())
+    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, *options)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
 
@@ -56,11 +56,11 @@ def check_scaling(scaling: str) -> None:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
 
 
-# Not looked into by torch.compile: PyTorch 2.11 then gives the backward pass zeros for a gradient. What autograd
-# records of it, both passes, is compiled all the same.
+# torch.compile does not trace into it, because PyTorch 2.11 would then pass zeros for a gradient to the backward pass.
+# The operations that autograd records, of both passes, are still compiled.
 @torch.compiler.allow_in_graph
 class _Float8Product(torch.autograd.Function):
-    """input @ weight.T; keeps transposed float8 copies of both."""
+    """The autograd node of input @ weight.T; it saves transposed float8 copies of both."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -92,7 +92,7 @@ class _Float8Product(torch.autograd.Function):
         turned, turned_inverse, weight_turned, weight_turned_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
         by_row, compiling = ctx.how
-        # Under a scale for each row e4m3 has range enough, and half the error of e5m2.
+        # With a scale per row, e4m3 has enough range, and half the error of e5m2.
         dtype = float8.formats(dy.device)[0 if by_row else 1]
         copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
         dinput = dweight = None
@@ -106,12 +106,12 @@ class _Float8Product(torch.autograd.Function):
 def _cast(
     matrix: Tensor, role: int, history: Tensor | None, dtype: torch.dtype, by_row: bool, compiling: bool
 ) -> tuple[Tensor, ...]:
-    """Both float8 copies of a matrix; its largest magnitude goes into row `role` of the history."""
+    """Return both float8 copies of a matrix; store its largest magnitude in row `role` of the history."""
     matrix = matrix.contiguous()
     amax = float8.amax(matrix, by_row, compiling)
     if history is not None:
         now, before = amax.amax(), history[role].amax()
-        # A step that overflows must show it, and must not be remembered.
+        # A step that overflows must show it, and must not be stored.
         known = now.isfinite() & (before > 0)
         kept = torch.where(now.isfinite(), now, before)
         amax = torch.where(known, before, now).reshape(1)
@@ -120,9 +120,9 @@ def _cast(
 
 
 class _Float8Layer(nn.Module):
-    """What layers with float8 products share: how they are scaled, and what delayed scaling remembers of each."""
+    """Base of layers with float8 products: their scaling, and the history of delayed scaling."""
 
-    usual: type[nn.Module]  # the layer that computes the same without float8
+    usual: type[nn.Module]  # the layer that computes the same function without float8
     weights: tuple[str, ...] = ("weight",)
     scaling: str
     history: Tensor | None
@@ -136,7 +136,7 @@ class _Float8Layer(nn.Module):
         )
 
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, index: int = 0) -> Tensor:
-        """The output for the weight of this place among `weights`."""
+        """Compute the product with the weight at `index` of `weights`."""
         history = None if self.history is None else self.history.view(torch.float32)[3 * index : 3 * index + 3]
         return linear(input, weight, bias, self.scaling, history)
 
@@ -181,7 +181,7 @@ LAYERS: dict[type[nn.Module], type[_Float8Layer]] = {
 
 
 def make_history(weight: Tensor, scaling: str, products: int = 1) -> Tensor | None:
-    """A history without steps, as the bits of float32 numbers: integers, which `module.half()` leaves as they are."""
+    """Return an empty history: the bits of float32 numbers as integers, because `module.half()` does not cast these."""
     if scaling != "delayed":
         return None
     return torch.zeros(3 * products, HISTORY, dtype=torch.int32, device=weight.device)

@@ -1,7 +1,7 @@
 """Fused dense layers: modules, functions and the autograd Functions that clients call by name.
 
-gelu is the tanh form, which upstream's BLAS library computes. Under autocast (and so under `apex.amp` O1) the functions
-and modules run in its dtype. Inputs may have any number of dimensions, the last being the features.
+gelu uses the tanh form, like upstream's BLAS library. Under autocast (and so under `apex.amp` O1) the functions and
+modules run in autocast's dtype. Inputs may have any number of dimensions, the last being the features.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ..ops.dense import dense, dense_gelu_dense
 
 
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A dense layer: `input` [..., in], `weight` [out, in], `bias` [out]."""
+    """Compute a dense layer: `input` [..., in], `weight` [out, in], `bias` [out]."""
     return dense(input, weight, bias)
 
 
 def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
-    """A dense layer without bias."""
+    """Compute a dense layer without bias."""
     return dense(input, weight)
 
 
 def fused_dense_gelu_dense_function(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> Tensor:
-    """Two dense layers with gelu between them."""
+    """Compute two dense layers with gelu between them."""
     return dense_gelu_dense(input, weight1, bias1, weight2, bias2)
 
 
 def _reset(weight: Tensor, bias: Tensor | None) -> None:
-    """As `torch.nn.Linear` does."""
+    """Initialize weight and bias like `torch.nn.Linear`."""
     init.kaiming_uniform_(weight, a=math.sqrt(5))
     if bias is not None:
         bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] else 0
@@ -44,7 +44,7 @@ def _reset(weight: Tensor, bias: Tensor | None) -> None:
 
 
 class FusedDense(nn.Module):
-    """A dense layer; takes the place of `torch.nn.Linear`."""
+    """A dense layer that can replace `torch.nn.Linear`."""
 
     bias: nn.Parameter | None
 
@@ -57,7 +57,7 @@ class FusedDense(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the parameters as `torch.nn.Linear` does."""
+        """Initialize the parameters like `torch.nn.Linear`."""
         _reset(self.weight, self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class FusedDenseGeluDense(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fills the parameters of both layers as `torch.nn.Linear` does."""
+        """Initialize the parameters of both layers like `torch.nn.Linear`."""
         _reset(self.weight1, self.bias1)
         _reset(self.weight2, self.bias2)
 

@@ -1,4 +1,4 @@
-"""One graph: a function captured for inputs of one kind, and what a replay has to do around it."""
+"""One captured graph of a function for inputs of one kind, and the work around each replay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._state import Snapshot, State, version_of
 
 
 def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors in the arguments of a call, and what a graph is captured for: their layouts, and all else itself."""
+    """Return the tensors in the arguments of a call, and the key of the graph: tensor layouts and all other values."""
     tensors: list[Tensor] = []
     leaves, structure = _pytree.tree_flatten(value)
     kinds: list[Any] = [repr(structure)]  # PyTorch 2.6 does not hash structures
@@ -29,8 +29,8 @@ def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
             strides = leaf.stride() if leaf.layout == torch.strided else leaf.layout
             kinds.append((leaf.shape, strides, leaf.dtype, leaf.device, leaf.requires_grad))
         elif _is_record(leaf):
-            found, kind = flattened(vars(leaf))
-            tensors += found
+            inner_tensors, kind = flattened(vars(leaf))
+            tensors += inner_tensors
             kinds.append((type(leaf), kind))
         else:
             kinds.append((type(leaf), leaf))
@@ -38,7 +38,7 @@ def flattened(value: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """The value with a function of each of its tensors in their places; objects that have some are copied."""
+    """Return `value` with `function` applied to each of its tensors; objects that hold tensors are copied."""
 
     def of(leaf: Any) -> Any:
         if not _is_record(leaf):
@@ -51,7 +51,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def _is_record(leaf: Any) -> bool:
-    """Whether an object has tensors and plain values as attributes, such as a batch that is a dataclass."""
+    """Return whether an object's attributes are only tensors and plain values, as for a batch that is a dataclass."""
     if isinstance(leaf, Tensor | nn.Module | torch.optim.Optimizer) or not hasattr(leaf, "__dict__"):
         return False
     parts = _pytree.tree_leaves(vars(leaf))
@@ -61,7 +61,7 @@ def _is_record(leaf: Any) -> bool:
 
 @contextlib.contextmanager
 def watched(optimizers: dict[int, Any]) -> Iterator[None]:
-    """Notes optimizers that are stepped inside, and that their steps read gradients."""
+    """Collect the optimizers that are stepped inside the block, and record that their steps read gradients."""
 
     def note(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if (recording := _recording.capturing()) is not None:
@@ -79,7 +79,7 @@ def watched(optimizers: dict[int, Any]) -> Iterator[None]:
 
 
 class Graph:
-    """A captured function. Capturing it changes nothing: its first call is a replay, too."""
+    """A captured function. A capture changes no state: the first call is a replay, too."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Graph:
         self._recording = recording = Recording(True, device)
         references = References(function, map_tensors(lambda _: None, arguments))
         known = list(optimizers.values())
-        # Tensors of the host come as tensors of the device: a copy to it that the function makes is nothing then.
+        # The function gets host tensors as device tensors, so that its own copies to the device do nothing.
         self._inputs = [_static(tensor, device) for tensor in flattened(arguments)[0]]
         static = iter(self._inputs)
         args, kwargs = map_tensors(lambda _: next(static), arguments)
@@ -104,7 +104,7 @@ class Graph:
                 return function(*args, **kwargs)
 
         before = Snapshot(known, references, device)
-        torch.clear_autocast_cache()  # weights that were cast before, in memory that is not the graph's
+        torch.clear_autocast_cache()  # it holds casts of weights in memory that does not belong to the graph
         try:
             self._replay, outputs = backend.capture(run, device)
             self.state = State(before, recording)
@@ -116,7 +116,10 @@ class Graph:
         self._outputs = map_tensors(Tensor.detach, outputs)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """A call with tensors of the same kind, after `state.bring()`; the next one writes over its outputs."""
+        """Replay the graph with tensors of the same kind, after `state.bring()`.
+
+        The next call overwrites the outputs.
+        """
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
@@ -132,7 +135,7 @@ class Graph:
 
 
 def _static(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, laid out like the tensor where that has no gaps and no element twice."""
+    """Return a copy on the device, with the tensor's strides if it has no gaps and no overlapping elements."""
     if tensor.layout != torch.strided:
         raise NotImplementedError(f"an input is sparse ({tensor.layout})")
     if tensor.requires_grad:
@@ -141,7 +144,7 @@ def _static(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _follow_rates(optimizers: Sequence[Any], recording: Recording) -> None:
-    """Gives PyTorch's optimizers learning rates on the device, where they take such, until `Snapshot.restore`."""
+    """Give PyTorch's capturable or fused optimizers learning rates on the device, until `Snapshot.restore`."""
     for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
         for index, group in enumerate(optimizer.param_groups):
             takes_tensor = group.get("capturable") or group.get("fused")

@@ -1,7 +1,8 @@
-"""What a training step finds and leaves in Python: gradients, optimizer state, loss scales, tensors in its variables.
+"""State outside the graph that a training step reads or changes.
 
-A graph computes with the tensors that were there when it was captured. Before a replay, what is in their places now is
-copied into them; after it the graph's results are put there, as the function itself would have done.
+This is gradients, optimizer state, loss scales, and tensors in the function's variables. A graph computes with the
+tensors that it saw during the capture. Before a replay, the current values at the same locations are copied into these
+tensors. After the replay, the graph's results are put at the locations, as the function itself would have done.
 """
 
 from __future__ import annotations
@@ -25,58 +26,58 @@ from ._references import MISSING, Place, References, parts_of
 
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Parameters that a step may change, the half-precision ones that amp writes from them, and others."""
-    found = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    found += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
-    return list({id(param): param for param in (*found, *others)}.values())
+    """Return the parameters that a step may change, amp's half-precision copies of them, and `others`."""
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    params += [param for optimizer in _amp_state.optimizers for param in optimizer._amp_stash.all_fp16_params]
+    return list({id(param): param for param in (*params, *others)}.values())
 
 
 def version_of(value: Any) -> int | None:
-    """How often a tensor was written to."""
+    """Return a number that grows when a tensor is written to, or None for other values and inference tensors."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
 def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
-    """Defaults of optimizers, and what is in their parameter groups but for counts on the host; how many there are."""
-    found = []
+    """Return the locations of optimizers' defaults, group entries and lengths, except step counts on the host."""
+    locations = []
     for optimizer in optimizers:
         defaults, groups = Place.of(optimizer, "defaults"), Place.of(optimizer, "param_groups")
-        found += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
+        locations += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
         for index, group in enumerate(optimizer.param_groups):
             entries = {name: groups.item(index).item(name) for name in group}
-            found.append(entries.pop("params").item(len))
-            found += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
-    return found
+            locations.append(entries.pop("params").item(len))
+            locations += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
+    return locations
 
 
 def _training_places(optimizers: Sequence[Any]) -> list[Place]:
-    """Every place of these optimizers and of amp, and the gradients of all tensors of the process."""
-    found = hyperparameters(optimizers)
-    # An optimizer may step outside of the function, and a backward pass may come through another's parameters.
+    """Return all locations in these optimizers and in amp, and the gradients of all leaf tensors of the process."""
+    locations = hyperparameters(optimizers)
+    # An optimizer may step outside of the function, and a backward pass may reach another optimizer's parameters.
     leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
-    found += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
+    locations += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
     for optimizer in optimizers:
         for name in ("state", "_skipped", "most_recent_scale", "scale_set_by_backward"):
             parts = parts_of(Place.of(optimizer, name))
-            found += [part._replace(temporary=part.path[-1] is len) for part in parts]
+            locations += [part._replace(temporary=part.path[-1] is len) for part in parts]
     for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
         names = ("found_inf", "already_patched", "params_have_scaled_gradients")
-        found += [Place.of(stash, name) for name in names]
+        locations += [Place.of(stash, name) for name in names]
     for scaler in _amp_state.loss_scalers:
-        found += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
-    return found
+        locations += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
+    return locations
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor gets gradients."""
+    """Return whether autograd accumulates gradients in a tensor."""
     try:
         return tensor.requires_grad and tensor.is_leaf
-    except Exception:  # a view whose base was written to since, a tensor of torch.func or of a class that refuses it
+    except Exception:  # a view whose base was written to, a tensor of torch.func, or a subclass that refuses
         return False
 
 
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
-    """A dict, and the dicts inside of it and of its lists."""
+    """Yield a dict, and all dicts nested in its values and lists."""
     if isinstance(value, dict):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -84,7 +85,7 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
 
 
 def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """What reads and what sets the state of each generator of random numbers on the host."""
+    """Yield a getter and a setter for the state of each random number generator on the host."""
     yield random.getstate, random.setstate
     yield torch.get_rng_state, torch.set_rng_state
     if "numpy" in sys.modules:
@@ -93,16 +94,16 @@ def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 
 
 def _listed(state: Any) -> Any:
-    """Numbers on the host as something that compares."""
+    """Return a generator's state with arrays as lists, so that states can be compared."""
     return state.tolist() if hasattr(state, "tolist") else [*map(_listed, state)] if isinstance(state, tuple) else state
 
 
 class Snapshot:
-    """What there was before a capture, which `restore` puts back."""
+    """State saved before a capture; `restore` puts it back."""
 
     def __init__(self, optimizers: Sequence[Any], references: References, device: torch.device) -> None:
         self.optimizers, self.references = optimizers, references
-        # Places with what is there: of a tensor with its version, and with a copy where the host computes with it.
+        # Locations, values, versions of tensors, and copies of the tensors that the host computes with.
         self.found: list[tuple[Place, Any, int | None, Tensor | None]] = []
         self._owners = {id(place): place.owners() for place in references.variables}
         for place in (*_training_places(optimizers), *references.places()):
@@ -115,14 +116,14 @@ class Snapshot:
         self._random = [(get, put, get()) for get, put in _generators()]
 
     def check(self) -> None:
-        """Raises for what the host has done since, and would not do at a replay."""
+        """Raise if the host has done something since the snapshot that a replay would not repeat."""
         if any(_listed(get()) != _listed(before) for get, _, before in self._random):
             raise NotImplementedError(
                 "random numbers are drawn on the host, which a graph would freeze; draw them on the device"
             )
 
     def restore(self) -> None:
-        """Gives everything back what it had. Values on the device were not changed by a capture."""
+        """Put all saved values back. A capture does not change values on the device."""
         for _, put, before in self._random:
             put(before)
         for entries, before in self._dicts:
@@ -132,19 +133,19 @@ class Snapshot:
             if copied is not None and version_of(value) != version:
                 value.copy_(copied)
             if value is not MISSING and place.path[-1] is not len and not place.has(value):
-                for owner, found in self._owners.get(id(place), ()):
-                    if owner.read() is not found:
-                        owner.put(found)
+                for owner, saved_owner in self._owners.get(id(place), ()):
+                    if owner.read() is not saved_owner:
+                        owner.put(saved_owner)
                 place.put(value)
 
 
 class State:
-    """What one graph needs in the places, and what it leaves there."""
+    """Values that a captured graph reads before each replay and writes back after it."""
 
     def __init__(self, before: Snapshot, recording: Recording) -> None:
         before.check()
-        # What the graph begins with: tensors of its own, or a value that must be the same; and whether it may write to
-        # these, so that they must be in the place, too.
+        # Values that the graph begins with: its own tensors, or values that must be equal. The bool says whether the
+        # graph may write to a tensor, so that the tensor itself must be at the location, too.
         self._needs: list[tuple[Place, Any, bool]] = []
         self._results: list[tuple[Place, Any]] = []
         leaves: list[Tensor] = []
@@ -153,7 +154,7 @@ class State:
             if (id(place.root), *place.path[1:]) in recording.followed:
                 continue
             after = place.read()
-            # That there is no gradient matters to who steps the parameter, and to no other tensor of the process.
+            # A missing gradient matters only to an optimizer that steps the parameter.
             is_read = id(value) in recording.reads and (value is not None or id(place.root) in stepped)
             is_written, is_replaced = version_of(after) != version, not place.has(value)
             if place.temporary and not (is_written or is_replaced or is_read):
@@ -180,12 +181,12 @@ class State:
         self._are_trained = [param.requires_grad for param in self.params]
 
     def is_stale(self) -> bool:
-        """Whether a parameter has other memory now, so that the graph is of no use any more."""
+        """Return whether a parameter's memory has moved, so that the graph can no longer be used."""
         return not lie_at(self.params, self._addresses)
 
     @torch.no_grad()
     def bring(self) -> str | None:
-        """Copies what is elsewhere to the graph's memory; or returns the name of what it cannot begin with."""
+        """Copy current values to the graph's memory; return the name of a value that does not fit, or None."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
         parts = [part for entries in self._entries for part in entries.values()]
@@ -193,13 +194,13 @@ class State:
             return "the parts or hooks of a module"
         moved = []
         for place, need, is_changed in self._needs:
-            found = place.read()
-            if found is need:
+            current = place.read()
+            if current is need:
                 continue
-            both = isinstance(need, Tensor) + isinstance(found, Tensor)
-            if both == 2 and (need.shape, need.dtype, need.device) == (found.shape, found.dtype, found.device):
-                # A copy: two may have changed places, and all are read before one is written to.
-                moved.append((place, need, found.clone(), is_changed))
+            both = isinstance(need, Tensor) + isinstance(current, Tensor)
+            if both == 2 and (need.shape, need.dtype, need.device) == (current.shape, current.dtype, current.device):
+                # Cloned, because two tensors may have changed places: all are read before one is written to.
+                moved.append((place, need, current.clone(), is_changed))
             elif both or not place.has(need):
                 return f"{place.name} (was {reprlib.repr(need)})"
         for place, need, value, is_changed in moved:
@@ -209,7 +210,7 @@ class State:
         return None
 
     def leave(self) -> None:
-        """Puts the results where a step of Python would have put them."""
+        """Put the graph's results at the locations where the Python function would have put them."""
         for place, after in self._results:
             if not place.has(after):
                 place.put(after)

@@ -25,14 +25,14 @@ from ._state import hyperparameters, parameters
 
 @dataclass
 class Kind:
-    """Arguments of one kind: graphs for them, their eager calls so far, and how many come before the next capture."""
+    """State for arguments of one kind: its graphs, eager calls so far, and eager calls before the next capture."""
 
     warmup: int
     calls: int = 0
     graphs: list[Graph] = field(default_factory=list)
 
     def fitting(self) -> tuple[Graph | None, str | None]:
-        """A graph, prepared for a replay, or what keeps the last one from it."""
+        """Return a graph that is ready for a replay, or None and the difference that excludes the last one."""
         difference = None
         for graph in list(self.graphs):
             if graph.state.is_stale():
@@ -47,7 +47,7 @@ class Kind:
 class CapturedStep:
     """A training step that runs eagerly at first, and is captured and replayed from then on: see `capture`.
 
-    `reason` says why it runs eagerly, None if it does not.
+    `reason` says why the step always runs eagerly; it is None if the step can be captured.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class CapturedStep:
         self.invalidate()
 
     def invalidate(self) -> None:
-        """Drops all graphs and frees their memory; the next calls run eagerly, then it is captured anew."""
+        """Drop all graphs and free their memory; the next calls run eagerly, then the step is captured anew."""
         self.reason: str | None = None
         self._kinds: dict[Any, Kind] = {}
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
-        self._replays = self._captures = 0
+        self._replays = self._captures = self._eager_calls = 0
         self._has_said = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A method that is decorated has graphs for each instance that can keep them."""
+        """Return a step for an instance, with graphs of its own, so that methods can be decorated."""
         if instance is None:
             return self
         if isinstance(instance, type) or not hasattr(instance, "__dict__"):
@@ -88,7 +88,7 @@ class CapturedStep:
         return steps[self]
 
     def __reduce__(self) -> Any:
-        """Copied and pickled like a function or method, by its name where that is its own; graphs stay behind."""
+        """Reduce to the function's or method's name if that leads back to this step; graphs are never copied."""
         name, owner = getattr(self, "__qualname__", ""), getattr(self._function, "__self__", None)
         with contextlib.suppress(AttributeError, KeyError):
             if owner is not None and getattr(owner, self.__name__) is self:  # type: ignore[attr-defined]
@@ -104,10 +104,12 @@ class CapturedStep:
         tensors, kind = flattened(arguments)
         device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])
         if device is None:
-            return self._function(*args, **kwargs)
+            outputs = self._function(*args, **kwargs)
+            self._eager_calls += 1
+            return outputs
         try:
             known = self._known((*kind, *_modes(device)))
-        except TypeError as error:  # an array of NumPy, a set
+        except TypeError as error:  # a NumPy array or a set
             self._give_up(f"an argument is neither a tensor nor something that compares: {error}")
             return self._function(*args, **kwargs)
         graph, difference = known.fitting()
@@ -128,10 +130,10 @@ class CapturedStep:
         return self._kinds.setdefault(kind, Kind(self._warmup))
 
     def _eagerly(self, arguments: Any, known: Kind, device: torch.device) -> Any:
-        """On the stream of the captures, so that memory of one call serves the next; outputs as a replay has them.
+        """Run the function eagerly on the capture stream, so that memory of one call serves the next.
 
-        With the kernels of a captured call, so that these are compiled by then. What the last call before a capture has
-        changed in Python is refused.
+        Uses the kernels of a captured call, so that these are compiled by then, and detaches outputs as a replay does.
+        In the last call before a capture, a change of a Python value that no graph can repeat makes the step give up.
         """
         before = []
         if known.calls + 1 == self._warmup:
@@ -142,8 +144,9 @@ class CapturedStep:
         recording = _recording.active(_recording.Recording(False, device))
         with self._backend.aside(device), recording, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
-        known.calls += 1  # one that fails has not made what a graph needs
-        # One of each device.
+        known.calls += 1  # a call that raised has not made the state that a graph needs
+        self._eager_calls += 1
+        # One parameter of each device.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
         changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
         if changed:
@@ -155,17 +158,17 @@ class CapturedStep:
     def _capture(self, arguments: Any, tensors: list[Tensor], known: Kind, device: torch.device) -> Any:
         try:
             graph = Graph(self._function, arguments, self._optimizers, self._backend, device)
-        except Exception as error:  # whatever a capture does not allow comes as errors of all kinds
+        except Exception as error:  # operations that a capture does not allow raise errors of all kinds
             said = str(error).strip().split("\n")[0]
             reason, line = f"{type(error).__name__}: {said}", line_of(error, self._function)
         else:
             known.graphs.append(graph)
-            # Where it does not fit, one eager call makes what the next graph needs.
+            # If the graph does not fit later, one eager call makes the state that the next graph needs.
             known.warmup = known.calls + 1
             self._captures += 1
             return graph(tensors)
-        # Here the error is gone, and with it what its traceback held. One that has nothing to do with the capture comes
-        # up again.
+        # Outside of the `except` block, so that the traceback and the objects it holds are freed. An error that has
+        # nothing to do with the capture is raised again by the eager call.
         outputs = self._eagerly(arguments, known, device)
         self._give_up(f"{line}: {reason}" if line else reason)
         return outputs
@@ -186,19 +189,19 @@ class CapturedStep:
 
     @property
     def graphs(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs that can be replayed now."""
         return sum(len(known.graphs) for known in self._kinds.values())
 
     def report(self) -> str:
-        """What has happened so far, in a line."""
+        """Return a line with the number of graphs, eager calls, captures and replays so far."""
         if self.reason:
             return f"eager: {self.reason}"
-        eager = sum(known.calls for known in self._kinds.values())
-        return f"{self.graphs} graphs, {eager} eager calls, {self._captures} captures, {self._replays} replays"
+        counts = (f"{self.graphs} graphs", f"{self._eager_calls} eager calls", f"{self._captures} captures")
+        return ", ".join((*counts, f"{self._replays} replays"))
 
 
 class _StepsOfObject(dict[CapturedStep, CapturedStep]):
-    """The methods of an object that are decorated; a copy of the object, which may have this too, makes its own."""
+    """Captured steps of an object's decorated methods. A copy of the object may share this dict, then makes its own."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -208,19 +211,19 @@ class _StepsOfObject(dict[CapturedStep, CapturedStep]):
 
 
 def _modes(device: torch.device) -> tuple[Any, ...]:
-    """Modes that are set around a call, and that change what it computes."""
+    """Return the modes set around a call that change its results: grad mode, inference mode and autocast dtype."""
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def capture(train_step: Callable[..., Any] | None = None, *, warmup: int = 3, max_graphs: int = 8) -> Any:
-    """A training step that is captured in a CUDA graph and replayed: the host has next to nothing to do for it.
+    """Capture a training step in a CUDA graph and replay it, so that the host has next to nothing to do.
 
     `train_step(*batch)` is an ordinary function: model, loss, `amp.scale_loss`, clipping, optimizer step, `zero_grad`.
     Its first `warmup` calls with inputs of one kind (shapes, layouts and types of tensors, values of other arguments)
     run as they are, then it is captured; nothing runs twice. Returned tensors are valid until the next call, and have
-    no gradients. Beyond `max_graphs` graphs, and where a function cannot be captured, it runs eagerly, and a warning
-    says why. On a CPU it always does. Also a decorator: `@capture`, `@capture(warmup=5)`.
+    no gradients. The step runs eagerly beyond `max_graphs` graphs or if it cannot be captured, and a warning says why.
+    On a CPU it always runs eagerly. Also a decorator: `@capture`, `@capture(warmup=5)`.
     """
     if train_step is None:
         return functools.partial(CapturedStep, warmup=warmup, max_graphs=max_graphs)

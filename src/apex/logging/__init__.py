@@ -1,4 +1,4 @@
-"""Loggers that know of ranks: `get_dist_logger().info("...", ranks=[0])` logs in the first process only."""
+"""Loggers that know ranks: `get_dist_logger().info("...", ranks=[0])` logs in the first process only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _rank() -> int:
 
 
 class DistributedLogger:
-    """A logger of Python's by its name; there is one of each name. `ranks` are the processes that log, None for all."""
+    """A logger with one instance per name; `ranks` of its methods are the ranks that log, None for all."""
 
     _known: dict[str, DistributedLogger] = {}  # noqa: RUF012
 
@@ -28,7 +28,7 @@ class DistributedLogger:
         if name in self._known:
             raise ValueError(f"there is a logger called {name!r} already; DistributedLogger.get_instance gives it")
         self._format = RankInfoFormatter(_FORMAT.format(name.replace("%", "%%")))
-        # Python's logger of the same name is the package's own, whose level and handlers are the user's.
+        # Python's logger of the same name belongs to the package, and its level and handlers to the user.
         self._logger = logging.getLogger(f"ranks of {name}")
         self._logger.setLevel(logging.INFO)
         self._add(logging.StreamHandler())
@@ -36,17 +36,17 @@ class DistributedLogger:
 
     @classmethod
     def get_instance(cls, name: str) -> DistributedLogger:
-        """The logger of this name."""
+        """Return the logger of this name."""
         return cls._known[name] if name in cls._known else cls(name)
 
     def set_level(self, level: str) -> None:
-        """Lets records from "DEBUG", "INFO", "WARNING" or "ERROR" on through."""
+        """Log records from level "DEBUG", "INFO", "WARNING" or "ERROR" on."""
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ValueError(f"level={level!r} is not known; use DEBUG, INFO, WARNING or ERROR")
         self._logger.setLevel(level)
 
     def log_to_file(self, path: str | Path, mode: str = "a", level: str = "INFO", suffix: str | None = None) -> None:
-        """Writes records to a file in the folder `path` as well: `rank_N.log` or `rank_N_SUFFIX.log`."""
+        """Also write records to a file in the folder `path`: `rank_N.log` or `rank_N_SUFFIX.log`."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank_{_rank()}" + (f"_{suffix}" if suffix else "")
@@ -76,12 +76,12 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "apex") -> DistributedLogger:
-    """The logger of this name; the same object for the same name."""
+    """Return the logger of this name; the same name gives the same object."""
     return DistributedLogger.get_instance(name)
 
 
 def disable_existing_loggers(include: Sequence[str] | None = None, exclude: Sequence[str] = ("apex",)) -> None:
-    """Lets loggers of other packages, or those of `include`, log errors only."""
+    """Make loggers of other packages, or the loggers in `include`, log errors only."""
     names = (
         include
         if include is not None

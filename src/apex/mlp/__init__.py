@@ -1,4 +1,4 @@
-"""The multi-layer perceptron in one autograd node."""
+"""A multi-layer perceptron as a single autograd node."""
 
 from .mlp import MLP, MlpFunction, mlp_function
 

@@ -1,4 +1,4 @@
-"""The multi-layer perceptron: dense layers, each followed by the same activation, the last one too."""
+"""A multi-layer perceptron: dense layers, each followed by the same activation, including the last one."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..ops.dense import MlpFunction, mlp, split_mlp
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
 
-# In the order of the numbers that clients pass.
+# Indexed by the numbers that clients pass.
 ACTIVATIONS = ("none", "relu", "sigmoid")
 
 
 def mlp_function(bias: bool | int, activation: int, *args: Tensor) -> Tensor:
-    """The perceptron as a function of its tensors: the input, the weights and, with `bias`, as many biases.
+    """Compute the perceptron from its tensors: the input, the weights and, with `bias`, as many biases.
 
-    `activation` is 0 for none, 1 for relu, 2 for sigmoid. Under autocast (and so under `apex.amp` O1) it runs in its
-    dtype.
+    `activation` is 0 for none, 1 for relu, 2 for sigmoid. Under autocast (and so under `apex.amp` O1) it runs in
+    autocast's dtype.
     """
     if activation not in (0, 1, 2):
         raise ValueError(f"activation is {activation!r}; use 0 (none), 1 (relu) or 2 (sigmoid)")
@@ -31,7 +31,7 @@ def mlp_function(bias: bool | int, activation: int, *args: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Dense layers of the sizes `mlp_sizes`: [1024, 512, 256] makes two, from 1024 to 512 and on to 256 features.
+    """A perceptron with layers of the sizes `mlp_sizes`: [1024, 512, 256] makes two, 1024 to 512 to 256 features.
 
     `activation` ("none", "relu" or "sigmoid") follows every layer. Parameters are named weight_0, bias_0, weight_1, ...
     """
@@ -67,12 +67,12 @@ class MLP(nn.Module):
             return [getattr(self, name) for name in names]
         parameters = self._parameters
         try:
-            return [parameters[name] for name in names]  # type: ignore[misc]  # quicker than six getattr
+            return [parameters[name] for name in names]  # type: ignore[misc]  # faster than six getattr
         except KeyError:  # computed from other parameters, by torch.nn.utils.parametrize
             return [getattr(self, name) for name in names]
 
     def reset_parameters(self) -> None:
-        """Normal values: weights of variance 2 / (in + out), biases of variance 1 / out."""
+        """Draw normal values: weights of variance 2 / (in + out), biases of variance 1 / out."""
         for weight in self.weights:
             init.normal_(weight, 0.0, math.sqrt(2 / sum(weight.shape)))
         for bias in self.biases:

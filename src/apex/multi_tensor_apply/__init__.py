@@ -1,4 +1,4 @@
-"""`multi_tensor_applier`, through which clients call the functions of `amp_C`."""
+"""`multi_tensor_applier`, which clients use to call the functions of `amp_C`."""
 
 from .multi_tensor_apply import MultiTensorApply
 

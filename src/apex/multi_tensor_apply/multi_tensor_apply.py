@@ -1,4 +1,4 @@
-"""The caller of the functions of `amp_C`."""
+"""MultiTensorApply, which calls the functions of `amp_C`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class MultiTensorApply:
-    """Calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
+    """A callable that calls `op(chunk_size, noop_flag, tensor_lists, *args)`.
 
-    `chunk_size` is part of the interface alone: how work is cut up is decided where it runs. `available` is always
-    true, because nothing has to be compiled.
+    `chunk_size` only belongs to the interface: the ops divide work themselves. `available` is always true, because
+    nothing has to be compiled.
     """
 
     available = True
@@ -22,7 +22,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Does nothing: the functions are always there."""
+        """Do nothing: the functions are always available."""
 
     def __call__(
         self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any

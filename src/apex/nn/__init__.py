@@ -1,4 +1,4 @@
-"""What training needs beside modules: `apex.nn.lr_scheduler`."""
+"""Learning rate schedulers: `apex.nn.lr_scheduler`."""
 
 from . import lr_scheduler
 

@@ -1,7 +1,7 @@
-"""Learning rates that warm up linearly and then fall, or stay: by a line, a cosine, a power, or not at all.
+"""Learning rate schedulers with linear warm-up, then a linear, cosine, polynomial or constant rate.
 
-All of them count steps (or epochs, by whichever `step()` is called) e = 0, 1, 2, ... up to `total_steps`, and stay at
-their last value after that. In the first `warmup_steps` of them the rate is base * (e + 1) / (warmup_steps + 1).
+All of them count steps (or epochs, depending on where `step()` is called) e = 0, 1, 2, ... up to `total_steps`, and
+keep their last value after that. In the first `warmup_steps` steps the rate is base * (e + 1) / (warmup_steps + 1).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class _WarmupLR(LRScheduler):
-    """Base: a subclass says what the rate is after the warm-up."""
+    """Base of the schedulers; a subclass defines the rate after the warm-up."""
 
     def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         for name, value in (("total_steps", total_steps), ("warmup_steps", warmup_steps)):
@@ -24,21 +24,21 @@ class _WarmupLR(LRScheduler):
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[Any]:
-        """The rates of the present step, one for each parameter group."""
+        """Return the rates of the present step, one for each parameter group."""
         if self.last_epoch < self.warmup_steps:
             return [base * (self.last_epoch + 1) / (self.warmup_steps + 1) for base in self.base_lrs]
-        # Where the warm-up takes all steps or more, nothing is left to fall in: the rate is at its end.
+        # If the warm-up takes all steps or more, the rate then has its final value.
         span = self.total_steps - self.warmup_steps
         part = min(1.0, (self.last_epoch - self.warmup_steps) / span) if span > 0 else 1.0
         return [self._after_warmup(base, part) for base in self.base_lrs]
 
     def _after_warmup(self, base: Any, part: float) -> Any:
-        """The rate when `part`, 0 to 1, of the steps after the warm-up is over."""
+        """Return the rate after the share `part`, 0 to 1, of the steps that follow the warm-up."""
         raise NotImplementedError
 
 
 class LinearWarmupLR(_WarmupLR):
-    """After the warm-up the rate falls in a line, to 0 after `total_steps`."""
+    """A rate that falls linearly after the warm-up, to 0 after `total_steps`."""
 
     def __init__(
         self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any
@@ -50,7 +50,7 @@ class LinearWarmupLR(_WarmupLR):
 
 
 class CosineAnnealingWarmupLR(_WarmupLR):
-    """After the warm-up the rate falls in half a cosine, to `eta_min` after `total_steps`."""
+    """A rate that falls along half a cosine after the warm-up, to `eta_min` after `total_steps`."""
 
     def __init__(
         self, optimizer: Any, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
@@ -72,7 +72,7 @@ class CosineAnnealingLR(CosineAnnealingWarmupLR):
 
 
 class PolynomialWarmupLR(_WarmupLR):
-    """After the warm-up the rate falls by a power of what is left, to `end_lr` after `total_steps`."""
+    """A rate that falls as a power of the remaining steps after the warm-up, to `end_lr` after `total_steps`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class PolynomialLR(PolynomialWarmupLR):
 
 
 class ConstantWarmupLR(_WarmupLR):
-    """After the warm-up the rate is that of the optimizer."""
+    """A rate that equals the optimizer's after the warm-up."""
 
     def __init__(
         self, optimizer: Any, total_steps: int = 0, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any

@@ -7,6 +7,7 @@ argument is cast to the autocast dtype first, as upstream does.
 from __future__ import annotations
 
 import numbers
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ NormalizedShape = int | Sequence[int]
 
 
 class FusedLayerNormAffineFunction(torch.autograd.Function):
-    """Layer norm with weight and bias; the output has the input's dtype."""
+    """The autograd node of layer norm with weight and bias; the output has the input's dtype."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -36,7 +37,7 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
-    """Layer norm with weight and bias; the output has the weight's dtype."""
+    """The autograd node of layer norm with weight and bias; the output has the weight's dtype."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -46,7 +47,7 @@ class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
 
 
 class FusedLayerNormFunction(torch.autograd.Function):
-    """Layer norm without parameters."""
+    """The autograd node of layer norm without parameters."""
 
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -58,7 +59,7 @@ class FusedLayerNormFunction(torch.autograd.Function):
 
 
 class FusedRMSNormAffineFunction(torch.autograd.Function):
-    """RMS norm with a weight; the output has the input's dtype."""
+    """The autograd node of RMS norm with a weight; the output has the input's dtype."""
 
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -72,7 +73,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
-    """RMS norm with a weight; the output has the weight's dtype."""
+    """The autograd node of RMS norm with a weight; the output has the weight's dtype."""
 
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -82,7 +83,7 @@ class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
 
 
 class FusedRMSNormFunction(torch.autograd.Function):
-    """RMS norm without parameters."""
+    """The autograd node of RMS norm without parameters."""
 
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):  # type: ignore[override]
@@ -103,7 +104,7 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm with weight and bias, in the input's dtype."""
+    """Compute layer norm with weight and bias; the output has the input's dtype."""
     input, weight, bias = cast_for_autocast(input, weight, bias)
     return norm.layer_norm(input, normalized_shape, weight, bias, eps, memory_efficient=memory_efficient)
 
@@ -111,7 +112,7 @@ def fused_layer_norm_affine(
 def fused_layer_norm(
     input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Layer norm without parameters."""
+    """Compute layer norm without parameters."""
     (input,) = cast_for_autocast(input)
     return norm.layer_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
@@ -124,7 +125,7 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Layer norm with weight and bias, in the weight's dtype."""
+    """Compute layer norm with weight and bias; the output has the weight's dtype."""
     check_tensors(weight=weight, bias=bias)
     input, weight, bias = cast_for_autocast(input, weight, bias)
     return norm.layer_norm(
@@ -135,7 +136,7 @@ def mixed_dtype_fused_layer_norm_affine(
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm with a weight, in the input's dtype."""
+    """Compute RMS norm with a weight; the output has the input's dtype."""
     input, weight = cast_for_autocast(input, weight)
     return norm.rms_norm(input, normalized_shape, weight, eps, memory_efficient=memory_efficient)
 
@@ -143,7 +144,7 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm without parameters."""
+    """Compute RMS norm without parameters."""
     (input,) = cast_for_autocast(input)
     return norm.rms_norm(input, normalized_shape, eps=eps, memory_efficient=memory_efficient)
 
@@ -151,7 +152,7 @@ def fused_rms_norm(
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMS norm with a weight, in the weight's dtype."""
+    """Compute RMS norm with a weight; the output has the weight's dtype."""
     check_tensors(weight=weight)
     input, weight = cast_for_autocast(input, weight)
     return norm.rms_norm(
@@ -160,7 +161,7 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm in plain PyTorch operators: the statistics in float32, the product in the dtype of a half weight."""
+    """Compute RMS norm by PyTorch's operators: statistics in float32, the product in a half weight's dtype."""
     check_floats(input=input)
     if weight is not None:
         check_floats(weight=weight)
@@ -175,7 +176,7 @@ def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tens
 
 
 class _Norm(nn.Module):
-    """What the four norms share: a trailing shape, eps and optional parameters."""
+    """Base of the four norms: a trailing shape, eps and optional parameters."""
 
     normalized_shape: tuple[int, ...]
     weight: nn.Parameter | None
@@ -196,8 +197,8 @@ class _Norm(nn.Module):
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient
-        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and self._has_bias)):
-            self.register_parameter(name, nn.Parameter(torch.empty(self.normalized_shape)) if there else None)
+        for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and self._has_bias)):
+            self.register_parameter(name, nn.Parameter(torch.empty(self.normalized_shape)) if exists else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -207,9 +208,9 @@ class _Norm(nn.Module):
             init.zeros_(self.bias)
 
     def _add(self, input: Tensor, residual: Any, input_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `FusedLayerNorm`."""
+        """Return the norm of residual + input and that sum; see `FusedLayerNorm`."""
         norm.check_addends(input, residual, input_bias)
-        if torch._C._is_any_autocast_enabled():  # the sum in the residual's dtype, its norm in autocast's
+        if torch._C._is_any_autocast_enabled():  # the sum has the residual's dtype, its norm autocast's
             total = residual + (input if input_bias is None else input + input_bias)
             return self.forward(total), total
         return norm.add_norm(
@@ -233,9 +234,9 @@ class FusedLayerNorm(_Norm):
 
     `memory_efficient=True` saves the output for the backward pass instead of the input.
 
-    With a `residual` it returns two tensors: the norm of residual + input, and that sum, the residual of what comes
-    next. `input_bias`, of the layer that computed the input, is added to both. One pass does all of it, and its
-    gradients, that of `input_bias` too.
+    With a `residual` it returns two tensors: the norm of residual + input, and that sum, which is the next layer's
+    residual. `input_bias`, the bias of the layer that computed the input, is added to both. One pass computes all of
+    this, and one pass all gradients, including the gradient of `input_bias`.
     """
 
     _has_bias = True
@@ -243,11 +244,11 @@ class FusedLayerNorm(_Norm):
     def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
         if residual is not None or input_bias is not None:
             return self._add(input, residual, input_bias)
-        parameters = self._parameters  # where `self.weight` would take a microsecond more to look
+        parameters = self._parameters  # reading `self.weight` would take a microsecond longer
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None or bias is None:  # or something else is in their place
+        if weight is None or bias is None:  # `weight` or `bias` may be something other than a parameter
             weight, bias = self.weight, self.bias
-        if torch._C._is_any_autocast_enabled():  # asked here too: a small norm has no microsecond to give away
+        if torch._C._is_any_autocast_enabled():  # checked here too: every microsecond counts for a small norm
             input, weight, bias = cast_for_autocast(input, weight, bias)
         return norm.layer_norm(
             input, self.normalized_shape, weight, bias, self.eps, memory_efficient=self.memory_efficient
@@ -255,7 +256,7 @@ class FusedLayerNorm(_Norm):
 
 
 class FusedRMSNorm(_Norm):
-    """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable. `residual`: see `FusedLayerNorm`."""
+    """`torch.nn.RMSNorm` with fused kernels; state dicts are interchangeable. `FusedLayerNorm` describes `residual`."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None, input_bias: Tensor | None = None) -> Any:
         if residual is not None or input_bias is not None:
@@ -269,7 +270,7 @@ class FusedRMSNorm(_Norm):
 
 
 class _MixedNorm(_Norm):
-    """A norm that always has parameters; other arguments are refused."""
+    """A norm that always has parameters. It ignores unknown keywords with a warning, because clients pass some."""
 
     def __init__(
         self, normalized_shape: NormalizedShape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
@@ -278,12 +279,13 @@ class _MixedNorm(_Norm):
         if not kwargs.pop("elementwise_affine", True):
             raise RuntimeError(f"{name} does not support `elementwise_affine = False`")
         if kwargs:
-            raise TypeError(f"{name} got unexpected arguments: {', '.join(sorted(kwargs))}")
+            accepted = "normalized_shape, eps, memory_efficient and elementwise_affine=True"
+            warnings.warn(f"{name} ignores {', '.join(sorted(kwargs))}; it takes {accepted}", stacklevel=2)
         super().__init__(normalized_shape, eps, True, memory_efficient)
 
 
 class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
-    """Layer norm whose output has the weight's dtype, whatever the input's."""
+    """Layer norm whose output has the weight's dtype, regardless of the input's."""
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         settings = self.normalized_shape, self.eps, self.memory_efficient
@@ -291,7 +293,7 @@ class MixedFusedLayerNorm(_MixedNorm, FusedLayerNorm):
 
 
 class MixedFusedRMSNorm(_MixedNorm, FusedRMSNorm):
-    """RMS norm whose output has the weight's dtype, whatever the input's."""
+    """RMS norm whose output has the weight's dtype, regardless of the input's."""
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         settings = self.normalized_shape, self.eps, self.memory_efficient

@@ -1,7 +1,7 @@
 """Instance norm over 3-D images, under the name that MONAI looks for.
 
-PyTorch's own instance norm is a first-class operator on every device, so it does the work; the class brings the name
-and keeps channels_last_3d inputs in their layout.
+PyTorch's own instance norm is a first-class operator on every device and does the work. The class provides the name and
+keeps channels_last_3d inputs in their layout.
 """
 
 from __future__ import annotations

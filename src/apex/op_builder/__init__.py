@@ -1,4 +1,4 @@
-"""Builders of extensions: those of apex itself, which need no compiler, and base classes for your own."""
+"""Builders of extensions: apex's own, which need no compiler, and base classes for other extensions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-# Each builder can also be imported from a module of its own, as from the file that it was in.
+# Each builder can also be imported from its own module, like from its file in the original.
 for _name, _builder in BUILDERS.items():
     _module = sys.modules.setdefault(_builder.__module__, ModuleType(_builder.__module__))
     setattr(_module, _name, _builder)

@@ -1,4 +1,4 @@
-"""Compiling an extension by torch.utils.cpp_extension: once for its sources, flags and versions, errors readable."""
+"""Compilation of an extension by torch.utils.cpp_extension, cached by sources, flags and versions; short errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINES_SHOWN = 12
 
 
 def first_error(output: str) -> str:
-    """The first error in what a compiler printed, with the lines that explain it; the last lines without one."""
+    """Return the first error in a compiler's output, with the lines that explain it; without one, the last lines."""
     lines = [line for line in output.splitlines() if line.strip() and not _NINJA.match(line)]
     for number, line in enumerate(lines):
         if _ERROR.search(line):
@@ -37,7 +37,7 @@ def first_error(output: str) -> str:
 
 
 def key_of(sources: Sequence[str], flags: Mapping[str, Any]) -> str:
-    """What an extension depends on, as 16 digits: sources, flags, PyTorch, Python and the compilers."""
+    """Return a hash of 16 digits of everything an extension depends on: sources, flags, PyTorch, Python, compilers."""
     from torch.utils import cpp_extension
 
     name = cpp_extension.get_cxx_compiler()
@@ -52,7 +52,7 @@ def key_of(sources: Sequence[str], flags: Mapping[str, Any]) -> str:
 
 
 def compile_extension(name: str, sources: Sequence[str], flags: Mapping[str, Any], verbose: bool) -> ModuleType:
-    """The module that `sources` make, compiled unless that was done before, by this process or another."""
+    """Compile `sources`, unless this or another process has done so before, and return the module."""
     from torch.utils import cpp_extension
 
     missing = [source for source in sources if not Path(source).is_file()]
@@ -65,13 +65,14 @@ def compile_extension(name: str, sources: Sequence[str], flags: Mapping[str, Any
     if verbose:
         print(f"{name}: compiling in {folder}, unless that was done before", flush=True)
     with locked_file(folder / "apex.lock"):
-        # PyTorch waits for this file for ever, and a process that was killed leaves it behind. Ours is unlocked then.
+        # PyTorch waits for this file forever, and a killed process leaves it behind. Our lock is released then.
         (folder / "lock").unlink(missing_ok=True)
         try:
-            # Not verbose: then PyTorch's error has the compiler's output.
+            # Not verbose: only then does PyTorch's error contain the compiler's output.
             return cpp_extension.load(name, list(sources), build_directory=str(folder), verbose=False, **flags)
         except (RuntimeError, subprocess.CalledProcessError) as error:
             log = folder / "build.log"
+            log.unlink(missing_ok=True)  # writing would follow a link
             log.write_text(str(error))
             raise RuntimeError(
                 f"{name} could not be compiled. The first error:\n\n{first_error(str(error))}\n\n"

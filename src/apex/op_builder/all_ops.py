@@ -1,4 +1,4 @@
-"""The builders of the extensions that apex itself had: their `load()` returns the module of this package at once."""
+"""Builders of the original apex's extensions; their `load()` returns this package's module at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .builder import CUDAOpBuilder, OpBuilder
 
-# Builder, the file that it was in, after which its variable is named, and the module's name where it is another.
+# The builder; its file in the original, which names its build variable; and the module's name if it differs.
 _TABLE = """
 AmpCBuilder amp_C
 ApexCBuilder apex_C
@@ -51,7 +51,7 @@ class _ReadyBuilder(CUDAOpBuilder):
         return []
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """The module of this package that has the extension's functions."""
+        """Return this package's module with the extension's functions."""
         return importlib.import_module(self.NAME)
 
     jit_load = load
@@ -71,12 +71,12 @@ ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS
 
 
 class BuilderUtils:
-    """Builders by the names of their classes."""
+    """A lookup of builders by class name."""
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """The class; None if there is none."""
+        """Return the builder class, or None if there is none."""
         return BUILDERS.get(class_name)
 
     def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        """A builder; None if there is none."""
+        """Return a new builder, or None if there is none."""
         return BUILDERS[class_name]() if class_name in BUILDERS else None

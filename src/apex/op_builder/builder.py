@@ -23,15 +23,15 @@ from ._compile import compile_extension
 
 
 class MissingCUDAException(Exception):
-    """There is no CUDA toolkit to compile with."""
+    """The CUDA toolkit, needed for compilation, is missing."""
 
 
 class CUDAMismatchException(Exception):
-    """The CUDA toolkit is of another major version than the one that PyTorch was made with."""
+    """The CUDA toolkit's major version differs from the version that PyTorch was built with."""
 
 
 def installed_cuda_version(name: str = "a CUDA extension") -> tuple[int, int]:
-    """The version of nvcc."""
+    """Return the version of nvcc."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None:
@@ -42,7 +42,7 @@ def installed_cuda_version(name: str = "a CUDA extension") -> tuple[int, int]:
 
 
 def assert_no_cuda_mismatch(name: str = "a CUDA extension") -> bool:
-    """True if nvcc and PyTorch are of the same major version, or if `APEX_SKIP_CUDA_CHECK=1` says not to look."""
+    """Return True if nvcc and PyTorch have the same major version, or `APEX_SKIP_CUDA_CHECK=1`; raise otherwise."""
     if torch.version.cuda is None:
         raise MissingCUDAException(f"PyTorch {torch.__version__} is a build without CUDA")
     major, minor = installed_cuda_version(name)
@@ -55,12 +55,12 @@ def assert_no_cuda_mismatch(name: str = "a CUDA extension") -> bool:
 
 
 def get_default_compute_capabilities() -> str:
-    """The GPUs to compile for where nothing says which: those of the kernels of this package."""
+    """Return the default GPUs to compile for: the GPUs that this package's kernels support."""
     return "8.0;8.6;9.0" + (";10.0;12.0" if installed_cuda_version() >= (12, 8) else "")
 
 
 class OpBuilder(ABC):
-    """How to make one extension, for `load()`. Relative paths begin at the folder of the subclass's file."""
+    """A description of one extension, for `load()`. Relative paths begin at the folder of the subclass's file."""
 
     BUILD_VAR = ""
     INCLUDE_FLAG = ""
@@ -74,17 +74,17 @@ class OpBuilder(ABC):
 
     @abstractmethod
     def absolute_name(self) -> str:
-        """The name under which an installed extension is imported, such as `package.name`."""
+        """Return the name under which an installed extension is imported, such as `package.name`."""
 
     @abstractmethod
     def sources(self) -> Sequence[str]:
-        """The files to compile."""
+        """Return the files to compile."""
 
     def include_paths(self) -> Sequence[str]:
         return []
 
     def cxx_args(self) -> list[str]:
-        """Flags of the C++ compiler. The standard is left out: PyTorch adds the one that its headers need."""
+        """Return the C++ compiler's flags; without a standard, because PyTorch adds the one its headers need."""
         return ["-O3"]
 
     def nvcc_args(self) -> list[str]:
@@ -97,7 +97,7 @@ class OpBuilder(ABC):
         return []
 
     def hipify_extension(self) -> None:  # noqa: B027  an answer, not a gap
-        """Nothing: PyTorch translates CUDA sources for AMD GPUs when it compiles them."""
+        """Do nothing: PyTorch translates CUDA sources for AMD GPUs when it compiles them."""
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
@@ -108,18 +108,18 @@ class OpBuilder(ABC):
         return [entry for entry in args if entry]
 
     def warning(self, msg: str) -> None:
-        """Warns, and keeps the reason in `error_log`."""
+        """Warn, and store the reason in `error_log`."""
         self.error_log = msg
         warnings.warn(f"{self.name}: {msg}", stacklevel=3)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the extension can be compiled here; with `verbose` a warning says why not."""
+        """Return whether the extension can be compiled here; with `verbose` a warning says why not."""
         return True
 
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
     ) -> bool:
-        """Whether a C program that calls `funcname` can be linked to these libraries; `verbose` shows why not."""
+        """Return whether a C program that calls `funcname` links with these libraries; `verbose` shows why not."""
         options = [f"-L{path}" for path in library_dirs or ()] + [f"-l{library}" for library in libraries]
         program = f"char {funcname}(); int main() {{ return {funcname}(); }}"
         with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +134,7 @@ class OpBuilder(ABC):
         return any(source.endswith((".cu", ".hip")) for source in self.sources())
 
     def builder(self) -> Any:
-        """A setuptools Extension, for a package that compiles when it is installed; paths are as `sources` has them."""
+        """Return a setuptools Extension, for packages that compile on installation; paths are as in `sources`."""
         from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
         gpu = self._needs_gpu_compiler()
@@ -149,7 +149,7 @@ class OpBuilder(ABC):
         )
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """The module: loaded before, installed under `absolute_name()`, or compiled now (`jit_load`)."""
+        """Return the module: loaded before, installed under `absolute_name()`, or compiled now (`jit_load`)."""
         key = (type(self), self.name)
         if key not in self._loaded:
             installed = self._is_installed()
@@ -157,7 +157,7 @@ class OpBuilder(ABC):
         return self._loaded[key]
 
     def _is_installed(self) -> bool:
-        """Whether `absolute_name()` is a compiled module, not one that stands for it."""
+        """Return whether `absolute_name()` is a compiled module, not a Python module of that name."""
         try:
             spec = importlib.util.find_spec(self.absolute_name())
         except ModuleNotFoundError:
@@ -165,7 +165,7 @@ class OpBuilder(ABC):
         return spec is not None and str(spec.origin).endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
-        """Compiles the sources, unless that was done with the same flags and versions before, and imports them."""
+        """Compile the sources, unless done before with the same flags and versions, and import the module."""
         if not self.is_compatible(verbose=False):
             raise RuntimeError(f"{self.name} cannot be compiled here: {self.error_log or 'is_compatible() is False'}")
         gpu = self._needs_gpu_compiler()
@@ -186,7 +186,7 @@ class CUDAOpBuilder(OpBuilder):
     INCLUDE_FLAG = "APEX_BUILD_CUDA_OPS"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether there is a GPU compiler that fits PyTorch, if a source needs one."""
+        """Return whether there is a GPU compiler that fits PyTorch, if a source needs one."""
         try:
             if self._needs_gpu_compiler() and not self.is_rocm_pytorch():
                 assert_no_cuda_mismatch(self.name)
@@ -198,7 +198,7 @@ class CUDAOpBuilder(OpBuilder):
         return super().is_compatible(verbose)
 
     def nvcc_args(self) -> list[str]:
-        """Flags of nvcc or hipcc; the GPUs to compile for are PyTorch's choice (`TORCH_CUDA_ARCH_LIST`)."""
+        """Return the flags of nvcc or hipcc; PyTorch chooses the GPUs to compile for (`TORCH_CUDA_ARCH_LIST`)."""
         vendor = "HIP" if self.is_rocm_pytorch() else "CUDA"
         args = [f"-U__{vendor}_NO_HALF{word}__" for word in ("_OPERATORS", "_CONVERSIONS", "2_OPERATORS")]
         if vendor == "CUDA":
@@ -207,7 +207,7 @@ class CUDAOpBuilder(OpBuilder):
         return ["-O3", *args]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """nvcc's flags for GPUs: of `TORCH_CUDA_ARCH_LIST`, else of a list such as "8.0;9.0+PTX", else usual ones."""
+        """Return nvcc's flags for `TORCH_CUDA_ARCH_LIST`, else for a list ("8.0;9.0+PTX"), else for default GPUs."""
         wanted = _env.cuda_architectures() or cross_compile_archs or get_default_compute_capabilities()
         flags = []
         for major, minor in self.filter_ccs(wanted.replace(" ", ";").strip(";").split(";")):
@@ -216,15 +216,15 @@ class CUDAOpBuilder(OpBuilder):
         return flags
 
     def filter_ccs(self, ccs: list[str]) -> list[list[str]]:
-        """Each compute capability as its two numbers; a subclass leaves out those that it does not support."""
+        """Return each compute capability as its two numbers; a subclass leaves out unsupported ones."""
         return [cc.split(".") for cc in ccs]
 
     def version_dependent_macros(self) -> list[str]:
-        """Macros of old PyTorch versions that sources of apex ask for."""
+        """Return macros of old PyTorch versions that apex's sources use."""
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     def generator_args(self) -> list[str]:
-        """Nothing: a macro for the place that a header of PyTorch's had before version 1.6."""
+        """Return no flags: the macro was for the place of a header before PyTorch 1.6."""
         return []
 
     def nccl_args(self) -> list[str]:
@@ -244,10 +244,10 @@ class CPUOpBuilder(CUDAOpBuilder):
 
 
 def lazy_attributes(builder: type[OpBuilder]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a module that compiles the extension of `builder` when something is asked for."""
+    """Return `__getattr__` and `__dir__` for a module that compiles `builder`'s extension at the first access."""
 
     def get_attribute(name: str) -> Any:
-        if name.startswith("_"):  # tools that look at modules compile nothing
+        if name.startswith("_"):  # tools that inspect modules must not start a compilation
             raise AttributeError(f"{builder.NAME} has no attribute {name!r}")
         try:
             module = builder().load(verbose=False)

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def all_families() -> Mapping[str, OpFamily]:
-    """Every family by name, imported here if nothing else has: `FAMILIES` has those in use."""
+    """Import every family and return them all by name. `FAMILIES` holds only the families imported so far."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         if module.ispkg:
             importlib.import_module(module.name)

@@ -1,4 +1,4 @@
-"""Compiling kernels ahead of time, for GPUs that need not be here, into the cache that Triton reads at run time."""
+"""Ahead-of-time compilation of kernels into Triton's cache, also for GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._launch import Launch, recording
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU to compile for: what Triton and what launch rules must know about it."""
+    """A GPU to compile for: the target that Triton needs and the facts that launch rules read."""
 
     target: GPUTarget
     facts: DeviceFacts
@@ -47,7 +47,7 @@ GPUS = {
 
 
 def gpu_here() -> dict[str, GPU]:
-    """The current GPU of this machine, if there is one, by its name."""
+    """Return the current GPU of this machine by name, or an empty dict if there is no GPU."""
     if not torch.cuda.is_available():
         return {}
     here = facts(torch.device("cuda"))
@@ -56,45 +56,45 @@ def gpu_here() -> dict[str, GPU]:
 
 @contextlib.contextmanager
 def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
-    """Collects the launches that calls on tensors of the device "meta" would make on `gpu`; nothing is computed.
+    """Collect the launches that calls on tensors of the device "meta" would make on `gpu`, without computing anything.
 
-    Fake tensors are taken as such, too. Without `keep` launches are made and forgotten, for what they allocate.
+    Accepts fake tensors too. If `keep` is false, launches are dropped at once, so that only their allocations matter.
     """
-    # The dispatch forgets its answers about such tensors when this begins and when it ends.
+    # `implementation` clears the dispatch's cached answers about meta tensors on entry and on exit.
     with pretend(gpu.facts), _library.implementation(_library.requested), recording(keep) as launches:
         yield launches
 
 
 def program(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles a program for, but for what it is told of the integers (`program_key` has that too)."""
+    """Return the inputs of a compilation by Triton, except its facts about the integers (see `program_key`)."""
     prepared = launch.prepared
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
-    # Of a function its name, because Triton wraps update rules for every list anew.
+    # A function is represented by its name, because Triton wraps update rules anew for every list.
     names = ((each, getattr(each, "fn", None)) for each in prepared.constants)
     constants = tuple(each if fn is None else f"{fn.__module__}.{fn.__qualname__}" for each, fn in names)
     return prepared.kernel.name, constants, dtypes, prepared.num_warps, prepared.num_stages
 
 
 def program_key(launch: Launch) -> tuple[Any, ...]:
-    """Two launches with the same key need the same program of Triton's."""
-    # Whether an integer is 1, a multiple of 16, and has more than 32 bits.
+    """Return a key that is equal for two launches exactly if they need the same compiled program."""
+    # Triton specialises on whether an integer is 1, is a multiple of 16, or needs more than 32 bits.
     sizes = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in launch.prepared.sizes)
-    # On AMD GPUs tensors of less than 2 GiB are addressed in another way.
+    # On AMD GPUs Triton addresses tensors of less than 2 GiB in another way.
     large = tuple(tensor is not None and tensor.untyped_storage().size() >= 2**31 for tensor in launch.tensors)
     return (*program(launch), sizes, large)
 
 
 def hash_triton() -> None:
-    """Lets Triton hash its own files, which takes it seconds, so that forks of this process need not."""
+    """Let Triton hash its own source files, which takes seconds, so that forked processes inherit the result."""
     for name in ("triton.runtime.cache", "triton.compiler.compiler"):
         getattr(importlib.import_module(name), "triton_key", lambda: None)()
 
 
 def compile_launch(launch: Launch, gpu: GPU) -> Any:
-    """Triton's compiled program: out of its cache if it is there, else written to it.
+    """Return Triton's compiled program, from Triton's cache if possible; otherwise compile it and fill the cache.
 
-    For processes that launch nothing: Triton gets a driver that says which GPU it is for and no more. The key in its
-    cache comes from the arguments as at run time, with tensors of the device "meta" in place of a GPU's.
+    Only for processes that launch nothing: this replaces Triton's driver by a stub that just names the target GPU. The
+    cache key is the one of a real launch, although the tensors are on the device "meta".
     """
     prepared = launch.prepared
     arguments = (*launch.tensors, *prepared.sizes, *launch.floats, *prepared.constants)
@@ -110,14 +110,14 @@ def compile_launch(launch: Launch, gpu: GPU) -> Any:
 
 
 def entry_of(compiled: Any) -> str:
-    """The name of the folder in Triton's cache that holds a program."""
+    """Return the name of the folder in Triton's cache that holds a compiled program."""
     return os.path.basename(get_cache_manager(compiled.hash).cache_dir)
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Compiles the C code by which Triton starts and, before 3.7, launches an NVIDIA kernel, into the same cache.
+    """Compile the C code with which Triton loads and, before 3.7, launches an NVIDIA kernel, into Triton's cache.
 
-    Needs `linkable_driver`; where there is no driver the code cannot be loaded, but it is written.
+    Needs `linkable_driver`. Without a driver the compiled code cannot be loaded, but it is written to the cache.
     """
     from triton.backends.nvidia import driver as nvidia
 
@@ -133,7 +133,7 @@ def compile_launcher(compiled: Any) -> None:
 
 @contextlib.contextmanager
 def linkable_driver() -> Iterator[None]:
-    """An empty library to link to in place of NVIDIA's driver where there is none; needs a C compiler there."""
+    """Provide an empty libcuda to link against if this machine has no NVIDIA driver; this needs a C compiler."""
     with contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -15,21 +15,21 @@ FLOATS = TRITON_DTYPES | {torch.float64}
 
 
 def check_tensors(**arguments: Any) -> None:
-    """Raises for the first argument, given by name, that is no tensor."""
+    """Raise TypeError for the first keyword argument that is not a tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
 def check_optional_tensors(**arguments: Any) -> None:
-    """Raises for the first argument, given by name, that is neither a tensor nor None."""
+    """Raise TypeError for the first keyword argument that is neither a tensor nor None."""
     for name, value in arguments.items():
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor or None, got {type(value).__name__}")
 
 
 def check_floats(**arguments: Any) -> None:
-    """Raises for the first argument, given by name, that is no floating-point tensor."""
+    """Raise TypeError for the first keyword argument that is not a floating-point tensor."""
     for name, value in arguments.items():
         if type(value) not in PLAIN:
             check_tensors(**{name: value})
@@ -38,7 +38,7 @@ def check_floats(**arguments: Any) -> None:
 
 
 def integer(name: str, value: Any) -> int:
-    """`value` as an int, which floats are not, not even whole ones."""
+    """Return `value` as an int; raise TypeError for floats, even whole ones."""
     if isinstance(value, int):
         return value
     try:
@@ -48,17 +48,17 @@ def integer(name: str, value: Any) -> int:
 
 
 def at_hand(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read: this waits for no device and belongs into no graph."""
+    """Return whether a tensor's values can be read now, without a device synchronisation or a graph break."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def values_at_hand(tensor: Tensor) -> list[Any] | None:
-    """The elements of a tensor that is `at_hand`, else None."""
+    """Return the elements of a tensor as a list if it is `at_hand`, otherwise None."""
     return tensor.tolist() if at_hand(tensor) else None
 
 
 def check_parameters(input: Tensor, shape: tuple[int, ...], **parameters: Tensor | None) -> None:
-    """Raises for parameters, given by name, that are no floating-point tensors of this shape on the input's device."""
+    """Raise for a named parameter that is not a floating-point tensor of this shape on the input's device."""
     device = input.device
     for name, parameter in parameters.items():
         if parameter is None:
@@ -74,7 +74,7 @@ def check_parameters(input: Tensor, shape: tuple[int, ...], **parameters: Tensor
 
 
 def check_shape(name: str, tensor: Tensor, shape: Sequence[int], device: torch.device) -> None:
-    """Raises for a tensor, a gradient say, that does not have this shape on this device."""
+    """Raise ValueError if a tensor, such as a gradient, does not have this shape or is not on this device."""
     if tuple(tensor.shape) != tuple(shape) or tensor.device != device:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)} on {tensor.device}, expected {list(shape)} on {device}"

@@ -14,23 +14,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _Answer = TypeVar("_Answer")
 
-# On a CPU PyTorch 2.6 rounds the sums of a softmax's backward pass, attention's too, to half precision.
+# On a CPU, PyTorch 2.6 rounds the sums in the backward pass of softmax and of attention to half precision.
 SOFTMAX_SUMS_IN_HALF = torch.__version__ < "2.7"
 
-# The index of the current GPU, and from such an index the handle of its current stream, 0 being the default one.
-# Without the checks of torch.cuda.current_device() and current_stream(): where these are asked, tensors are on it.
+# `current_device()` returns the index of the current GPU, and `current_stream(index)` the handle of its current stream,
+# 0 for the default stream. They skip the checks of torch.cuda's functions: callers already hold tensors on that GPU.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_stream = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
 
 
-# Compared by identity: facts are read once per device and are part of the keys under which launch rules keep answers.
+# Compared by identity: facts are read once per device and are part of the cache keys of launch rules.
 @dataclass(frozen=True, eq=False)
 class DeviceFacts:
-    """What a launch rule may ask about a device.
+    """Properties of a device that launch rules read.
 
-    `shared_memory` is the most one program can use, in bytes (LDS on AMD).
+    `shared_memory` is the largest amount that one program can use, in bytes (LDS on AMD).
     """
 
     name: str
@@ -42,29 +42,30 @@ class DeviceFacts:
 
     @property
     def publishes_for_all(self) -> bool:
-        """Whether an atomic of one thread publishes what all threads of its program stored before their barrier.
+        """Whether an atomic operation of one thread publishes the earlier stores of all threads of its program.
 
-        Not on AMD, where a wave waits for its own stores alone (llvm/llvm-project#161638): in the code for gfx942 the
-        other waves pass the barrier with theirs on the way.
+        False on AMD, where a wave waits only for its own stores (llvm/llvm-project#161638): in the code for gfx942 the
+        other waves pass the barrier while their stores are still on the way.
         """
         return self.backend != "hip"
 
 
 def next_power_of_2(value: int) -> int:
-    """The smallest power of two that is not below `value`: blocks of Triton have such sizes."""
+    """Return the smallest power of two that is at least `value`: Triton's blocks need such sizes."""
     return 1 << max(0, value - 1).bit_length()
 
 
-# What the code that Inductor writes calls, if PyTorch has it.
+# The allocation function that Inductor's generated code calls, if this PyTorch has it.
 _empty_on_current: Any = getattr(
     getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None
 )
 
 
 def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """A function of sizes, strides (tuples, no torch.Size) and a dtype that makes uninitialised tensors on `device`.
+    """Return a function that allocates uninitialised tensors on `device` from sizes, strides and a dtype.
 
-    On the current GPU it takes 1.0 us, where `torch.empty_like` and `torch.empty` take 1.6 and more.
+    Sizes and strides must be tuples, not torch.Size. On the current GPU an allocation takes 1.0 us, where
+    `torch.empty_like` and `torch.empty` take 1.6 us and more.
     """
     index = device.index
     if index is not None and index == current_device() and _empty_on_current is not None and _pretended is None:
@@ -73,7 +74,7 @@ def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...]
 
 
 def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor that is not empty."""
+    """Return the strides of a contiguous, non-empty tensor of these sizes."""
     strides = [1]
     for size in sizes[:0:-1]:
         strides.append(strides[-1] * size)
@@ -84,9 +85,9 @@ _kept_rules: list[Any] = []
 
 
 def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_Answer]:
-    """Keeps the answers of a rule, a function of a few numbers and a device or its facts.
+    """Cache the answers of a launch rule: a function of a few numbers and a device or its facts.
 
-    A rule takes the host 1 to 5 us, as long as a launch.
+    Without the cache a rule takes the host 1 to 5 us, as long as a launch.
     """
     kept = functools.lru_cache(maxsize=1024)(rule)
     _kept_rules.append(kept)
@@ -94,7 +95,7 @@ def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_A
 
 
 def forget_launches() -> None:
-    """Lets every rule answer anew, where something that rules look at has changed: tuned launches, or the device."""
+    """Clear the caches of all launch rules, after a change of the tuned launches or of the device they depend on."""
     for rule in _kept_rules:
         rule.cache_clear()
 
@@ -125,7 +126,7 @@ def _read_facts(device: torch.device) -> DeviceFacts:
 
 
 def facts(device: torch.device) -> DeviceFacts:
-    """The facts of `device`; of the interpreter for a device that is not a GPU."""
+    """Return the facts of `device`, or the interpreter's facts if the device is not a GPU."""
     if _pretended is not None:
         return _pretended
     if device.index is None and device.type == "cuda":
@@ -134,18 +135,18 @@ def facts(device: torch.device) -> DeviceFacts:
 
 
 def pretends() -> bool:
-    """Whether launches are planned for another device, for which tensors without memory stand in."""
+    """Return whether launches are planned for another device, with tensors without memory in place of real ones."""
     return _pretended is not None
 
 
 def real_tensors() -> contextlib.AbstractContextManager:
-    """Lets the host make tensors that it reads, where launches are planned and all new ones would be fake."""
+    """Return a context in which the host can make and read real tensors even while launches are planned."""
     return _disable_current_modes() if pretends() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
-    """`stand_ins` for a device that is not here, to compile kernels for it: launch rules answer anew."""
+    """Plan launches for a device that may be absent, as `stand_ins` does, with cleared caches of the launch rules."""
     forget_launches()
     try:
         with stand_ins(other):
@@ -156,7 +157,7 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_ins(device: DeviceFacts) -> Iterator[None]:
-    """Lets tensors without memory stand for those of `device`; launch rules keep what they have answered for it."""
+    """Let tensors without memory represent tensors on `device`; launch rules keep their cached answers for it."""
     global _pretended
     previous, _pretended = _pretended, device
     try:

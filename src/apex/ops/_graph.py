@@ -1,4 +1,4 @@
-"""CUDA graphs: how a function is captured and replayed, and how a process goes on after a capture that failed."""
+"""Capture and replay of functions as CUDA graphs, and recovery of the process after a capture that failed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class CudaGraphs:
-    """Captures functions of one device: on one stream, with one memory pool for all graphs that are alive."""
+    """Captures functions on one device: on one stream, with one memory pool for all graphs that are alive."""
 
-    # Of all captures: a stream has workspaces of libraries, which are never freed.
+    # Shared by all captures, because libraries allocate workspaces for each stream and never free them.
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-    # Kept, because allocators go on to ask a capture that was broken off which streams are its own.
+    # Kept alive, because allocators still ask an aborted capture which streams belong to it.
     _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self) -> None:
@@ -26,23 +26,23 @@ class CudaGraphs:
 
     @staticmethod
     def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-        """The GPU that the tensors are on, or the current one if there are none; None where no graph can be captured.
+        """Return the GPU that all tensors are on, or the current GPU if there are no tensors.
 
-        That is without a GPU, while another graph is captured, and while the compiler traces.
+        Return None if no graph can be captured: without a GPU, during another capture, or while the compiler traces.
         """
         if torch.compiler.is_compiling() or not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
             return None
-        found = {tensor.device for tensor in tensors}
-        if not found:
+        devices = {tensor.device for tensor in tensors}
+        if not devices:
             return torch.device("cuda", torch.cuda.current_device())
-        device = found.pop()
-        return device if device.type == "cuda" and not found else None
+        device = devices.pop()
+        return device if device.type == "cuda" and not devices else None
 
     @contextlib.contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:
-        """Runs what is inside on the stream of the captures, after what was queued before and before what follows.
+        """Run the block on the capture stream, ordered after the work queued before it and before the work after it.
 
-        PyTorch ties nodes of autograd to the stream on which they were first used: that must be one that is captured.
+        PyTorch ties autograd nodes to the stream on which they were first used: this must be the captured stream.
         """
         with torch.cuda.device(device):
             stream, here = self._stream(device), torch.cuda.current_stream(device)
@@ -57,20 +57,20 @@ class CudaGraphs:
         return self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-        """Captures a function; returns what replays it on the current stream, and the function's result.
+        """Capture a function; return a callable that replays it on the current stream, and the function's result.
 
-        Nothing is computed: the result has its values after a replay. An exception leaves the process as it was.
+        Nothing is computed: the result has values only after a replay. An exception leaves the process as it was.
         """
         with torch.cuda.device(device):
             torch.cuda.synchronize()
-            gc.collect()  # memory that garbage holds would be beside the pool's
+            gc.collect()  # garbage would hold memory outside of the pool
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             # A pool ends with its last graph, and cannot be used again.
             pool = next((other.pool() for other in self._graphs), None) or torch.cuda.graph_pool_handle()
             with torch.cuda.stream(self._stream(device)):
                 try:
-                    # Other threads go on: those that load data, and NCCL's, which asks after its work.
+                    # Other threads may continue: data loaders, and NCCL's watchdog, which polls its work.
                     graph.capture_begin(pool, capture_error_mode="thread_local")
                     result = function()
                     _end(graph)
@@ -81,18 +81,18 @@ class CudaGraphs:
         return graph.replay, result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
-        """Ends a capture that failed; where what failed has made it invalid, does what PyTorch then leaves undone."""
+        """End a capture that failed. If that made the capture invalid, do the clean-up that PyTorch then omits."""
         with contextlib.suppress(RuntimeError):
             _end(graph)
             return
         self._broken.append(graph)
-        self._graphs.clear()  # the next capture is to have another pool: PyTorch has not done with this one
+        self._graphs.clear()  # the next capture needs another pool: PyTorch has not released this one
         names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the latter before PyTorch 2.8
         end_allocating = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-        with contextlib.suppress(RuntimeError):  # the capture did not begin, and the pool does not count it
+        with contextlib.suppress(RuntimeError):  # if the capture never began, the pool does not count it
             end_allocating(device.index, pool)
             torch._C._cuda_releasePool(device.index, pool)
-        # A capture that ends well tells the random number generators that none is under way.
+        # Only a capture that ends well tells the random number generators that no capture is under way.
         other = torch.cuda.CUDAGraph()
         other.capture_begin(capture_error_mode="thread_local")
         _end(other)
@@ -100,6 +100,6 @@ class CudaGraphs:
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
-        # A function may have nothing to do on the device, or fail before it does.
+        # A function may launch nothing on the device, or fail before its first launch.
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()

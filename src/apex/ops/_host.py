@@ -1,14 +1,14 @@
-"""The host: which tensors are there."""
+"""The host: its device, and the test whether a tensor is on it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Where numbers are that Python reads; named because a user may have chosen another default device.
+# The device of numbers that Python reads; explicit because a user may have set another default device.
 HOST = torch.device("cpu")
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor can be read without waiting for a device."""
+    """Return whether a tensor can be read without waiting for a device."""
     return tensor.device.type == "cpu"

@@ -8,16 +8,16 @@ from ._launch import kernel
 
 @triton.jit
 def is_last_block(counter, blocks):
-    """Whether this program is the last of `blocks` to ask; then it sees all that the others stored before they did.
+    """Return whether this program is the last of `blocks` programs to ask; it then sees all that the others stored.
 
-    The last one finishes the work of all, none of them waiting: what a second launch would do costs the host nothing
-    this way, 8 us of it on a slow one. Which is last depends on the run, what it adds up and in which order does not:
-    results are deterministic. Only for devices that `publishes_for_all`.
+    The last program finishes the work of all, and no program waits. This replaces a second launch, which costs the host
+    8 us on a slow machine. Which program is last depends on the run, but the values it adds and their order do not:
+    results are deterministic. Only for devices with `publishes_for_all`.
 
-    `counter` points to an int32 that is 0 before the first asks, and again after the last. What others stored must be
-    loaded with `cache_modifier=".cg"`, past the multiprocessor's own cache.
+    `counter` points to an int32 that is 0 before the first program asks, and again after the last. Values that other
+    programs stored must be loaded with `cache_modifier=".cg"`, past the multiprocessor's own cache.
     """
-    tl.debug_barrier()  # all threads of this program have stored what they had to
+    tl.debug_barrier()  # all threads of this program have finished their stores
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == blocks - 1
     if last:
         tl.store(counter, 0)
@@ -36,7 +36,7 @@ def mask_if(condition, mask):
 
 @triton.jit
 def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
-    """The sum of `number` rows, of which other programs of this launch may have stored some."""
+    """Return the sum of `number` rows; other programs of this launch may have stored some of them."""
     sums = tl.zeros([ROWS, column.shape[0]], tl.float32)
     for start in tl.range(0, number, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -49,7 +49,7 @@ def sum_rows(rows, number, column, columns, ROWS: tl.constexpr):
 @kernel
 @triton.jit
 def sum_bias_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Adds up `count` rows of partial sums in a fixed order: for the gradient of a bias, or of what is broadcast."""
+    """Add up `count` rows of partial sums in a fixed order: the gradient of a bias or of another broadcast tensor."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = sum_rows(partials, count, column, columns, ROWS)
     tl.store(dbias + column, total.to(dbias.dtype.element_ty), mask=column < columns)
@@ -57,7 +57,7 @@ def sum_bias_partials(partials, dbias, count, columns, ROWS: tl.constexpr, BLOCK
 
 @triton.jit
 def parameter(pointer, channel, mask, absent: tl.constexpr):
-    """Weights or biases of channels in float32, or what stands for those that a norm does not have."""
+    """Return the weights or biases of channels in float32, or `absent` for each channel if the norm has none."""
     if pointer is not None:
         values = tl.load(pointer + channel, mask, other=0.0).to(tl.float32)
     else:
@@ -67,9 +67,10 @@ def parameter(pointer, channel, mask, absent: tl.constexpr):
 
 @triton.jit
 def random_words(seed, place, ROUNDS: tl.constexpr):
-    """Four blocks of random uint32 for a block of int64 places, by Philox.
+    """Return four blocks of random uint32 by Philox, one word of each per int64 in `place`.
 
-    Not `tl.randint4x`, which before Triton 3.4 makes 64-bit words for 64-bit places; later ones make these words.
+    Does not use `tl.randint4x`: before Triton 3.4 it makes 64-bit words for 64-bit counters. Later versions make the
+    same words as this function.
     """
     low = place.to(tl.uint32)
     none = low * 0

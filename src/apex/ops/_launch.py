@@ -1,9 +1,9 @@
 """The one launcher of Triton kernels.
 
-`@kernel` above `@triton.jit` makes a `Kernel`, which is called with a grid and the kernel's arguments. The second call
-with tensors of the same dtypes, the same sizes and constants goes straight to the compiled kernel with addresses in
-place of tensors: to the C function that launches it where Triton's version is known to have one, else to its `run`,
-which takes less than half the host time of Triton's `function[grid](...)`.
+`@kernel` above `@triton.jit` makes a `Kernel`, which is called with a grid and the kernel's arguments. From the second
+call with the same dtypes, sizes and constants on, the compiled kernel is launched directly, with addresses in place of
+tensors: by the C function that launches it if Triton's version is known to have one, else by the kernel's `run`. This
+takes less than half the host time of Triton's `function[grid](...)`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _recorded_type: str | None = None
 
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-# From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; others are launched plainly.
+# From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; other versions are launched plainly.
 _RUN_IS_KNOWN = (3, 3) <= _TRITON <= (3, 9)
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch as it was asked for; what the cross-compilation test compiles."""
+    """One recorded launch with all its arguments, sufficient to compile the kernel."""
 
     prepared: PreparedLaunch
     device: torch.device
@@ -44,7 +44,7 @@ class Launch:
     floats: tuple[float, ...]
 
 
-# Launches that a kernel keeps. Beyond it a program's inputs hardly ever have the same shape twice.
+# Most launches that a kernel keeps. A program with more of them hardly ever sees the same shape twice.
 MOST_LAUNCHES = 4096
 
 
@@ -68,10 +68,10 @@ class Kernel:
         num_stages: int = 1,
         **constants: Any,
     ) -> None:
-        """Launches the kernel on the device of the first tensor; None stands for an absent one.
+        """Launch the kernel on the device of the first tensor; None stands for an absent tensor.
 
-        `constants` are the kernel's `tl.constexpr` arguments. Triton compiles for their values and for those of the
-        integers in `sizes`, never for those of floats.
+        `constants` are the kernel's `tl.constexpr` arguments. Triton specialises the program on their values and on the
+        integers in `sizes`, never on the values of floats.
         """
         key = (grid, sizes, num_warps, num_stages, *constants, *constants.values())
         launch = self._prepared.get(key)
@@ -92,10 +92,10 @@ class Kernel:
         same_dtypes: bool = False,
         **constants: Any,
     ) -> PreparedLaunch:
-        """The same without tensors and floats: what a launch rule can answer, so that no constants are looked up.
+        """Return a launch that lacks only tensors and floats, so that a launch rule can cache it with its constants.
 
-        With `same_dtypes` its tensors have the same dtypes, and the same ones are absent, at every launch: a rule that
-        is asked with all dtypes can say so, and a launch then need not look at them.
+        `same_dtypes` promises that the tensors have the same dtypes, and the same tensors are absent, at every launch.
+        A rule whose arguments include all dtypes can promise this; a launch then need not look at the dtypes.
         """
         for function in (self.function, *constants.values()):
             settle_hash(function)
@@ -105,7 +105,7 @@ class Kernel:
 
 
 class PreparedLaunch:
-    """A launch that lacks its tensors and its floats."""
+    """A launch with everything but its tensors and its floats."""
 
     def __init__(
         self,
@@ -124,26 +124,26 @@ class PreparedLaunch:
         self.num_warps = num_warps
         self.num_stages = num_stages
         self._same_dtypes = same_dtypes
-        self._dtypes: list[torch.dtype | None] | None = None  # those of the first launch
+        self._dtypes: list[torch.dtype | None] | None = None  # dtypes of the first launch
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # By the device's index, the dtypes if they may change, and the tensors that start at no multiple of 16 bytes,
-        # which Triton specialises on: what launches the compiled kernel, its arguments between stream and tensors, and
-        # how many tensors were absent.
+        # Key: the device's index, the dtypes if they may change, and which tensors start at a multiple of 16 bytes,
+        # because Triton specialises on alignment. Value: the function that launches the compiled kernel, its arguments
+        # between stream and tensors, and the number of absent tensors.
         self._compiled: dict[Any, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
-        """Launches the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
+        """Launch the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
         if _recorder is not None and self._is_recorded(tensors, floats):
             return
         key: Any = (index := tensors[0].get_device())  # type: ignore[union-attr]
         if not self._same_dtypes:
             key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # half the time of looking at them one by one
+        if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # takes half the time of testing them one by one
             key = (key, *[address % _ALIGNMENT == 0 for address in addresses])
         compiled = self._compiled.get(key)
         if compiled is None:
-            # Of an integer, 1 for an eps, say, Triton would compile a kernel that takes no other number.
+            # Converted to float: for an integer, such as eps=1, Triton would compile a kernel for that number alone.
             self._launch_first(key, tensors, tuple(map(float, floats)))
             return
         run, middle, absent = compiled
@@ -157,7 +157,7 @@ class PreparedLaunch:
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
     def _is_recorded(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
-        """Records the launch if such ones are; addresses are not asked for, which stand-ins for tensors do not have."""
+        """Record the launch if a recorder is active. Reads no addresses, because meta tensors have none."""
         device = tensors[0].device  # type: ignore[union-attr]
         if _recorder is None or _recorded_type not in (None, device.type):
             return False
@@ -195,11 +195,11 @@ class PreparedLaunch:
 
 
 def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What launches a compiled kernel, and its arguments between stream and tensors.
+    """Return the function that launches a compiled kernel, and its arguments between stream and tensors.
 
     The `run` of an NVIDIA kernel is a Python object that allocates scratch memory and calls a C function. Without
-    scratch memory the C function can be called in its place, which saves 3 of 7 microseconds; done for the version of
-    Triton that this was run with on a GPU, since the C function's arguments change from version to version.
+    scratch memory the C function can be called directly, which saves 3 of 7 microseconds. This is done only for the
+    version of Triton that was tested on a GPU, since the C function's arguments change from version to version.
     """
     run = compiled.run
     no_hooks = (None, None, None)  # launch metadata, hooks before and after the launch
@@ -211,29 +211,29 @@ def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 def settle_hash(function: Any) -> None:
-    """Has Triton hash a kernel after the functions that it calls.
+    """Let Triton hash the functions that a kernel calls before the kernel itself.
 
-    Triton looks at the constants of a function that it has hashed already only (`DependenciesFinder._update_hash`): the
-    key of a kernel in its cache would depend on which kernel a process has launched before.
+    When Triton hashes a function, it includes the constants of a called function only if that one was hashed already
+    (`DependenciesFinder._update_hash`). A kernel's cache key would depend on which kernel the process launched before.
     """
     if isinstance(function, triton.JITFunction) and function.hash is None:
         for instruction in dis.get_instructions(function.fn):
-            if instruction.opname == "LOAD_GLOBAL":  # other names are those of attributes
+            if instruction.opname == "LOAD_GLOBAL":  # other instructions name attributes
                 settle_hash(function.fn.__globals__.get(instruction.argval))
         _ = function.cache_key
 
 
 def kernel(function: Any) -> Kernel:
-    """Makes a `@triton.jit` function a `Kernel` and registers it."""
+    """Make a `Kernel` of a `@triton.jit` function and register it."""
     return Kernel(function)
 
 
 @contextlib.contextmanager
 def recording(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
-    """Collects launches instead of running them, so that they can be compiled for a GPU that is not there.
+    """Collect launches instead of running them, so that they can be compiled for a GPU that this machine lacks.
 
-    Without `keep` they are forgotten at once, and so are their tensors. With a `device_type` those on others are run:
-    they are other threads'.
+    If `keep` is false, launches and their tensors are dropped at once. If a `device_type` is given, launches on other
+    devices run as usual: they come from other threads.
     """
     global _recorder, _recorded_type
     previous = _recorder, _recorded_type

@@ -1,9 +1,9 @@
 """The one dispatch: which implementation runs, and how an op becomes known to PyTorch.
 
 A family of ops (norms, softmax, ...) declares itself once with `register_family`. Its code then asks
-`runs_triton(family, tensor)` and does what it is told. The answer depends on the device, the dtype and `APEX_IMPL`
-alone, so it is computed once per combination and explained by `explain`; beyond it a family may send inputs too small
-to be worth a launch to PyTorch, and says so in `OpFamily.small_inputs`.
+`runs_triton(family, tensor)`. The answer depends only on the device, the dtype and `APEX_IMPL`, so it is computed once
+per combination; `explain` gives the reason. A family may also send inputs that are too small to be worth a launch to
+PyTorch's operators, and says so in `OpFamily.small_inputs`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ logger = logging.getLogger("apex.ops")
 # All ops live in one namespace: torch.ops.apex.<name>.
 library = torch.library.Library("apex", "FRAGMENT")
 
-# Tensors that have an address of their own. What a subclass (DTensor, FakeTensor, ...) does, PyTorch's operators know.
+# Types of tensors with an address of their own. Subclasses (DTensor, FakeTensor, ...) are left to PyTorch's operators.
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # PyTorch 2.6 cannot look for a type in a set while it compiles
 TRITON_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-# What kernels, whose arithmetic is float32, must not be given beside an input that they take.
+# Dtypes of further arguments that kernels must not be given, because their arithmetic is float32.
 TOO_WIDE = frozenset({torch.float64, torch.complex64, torch.complex128})
 
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
-    """What sums and statistics are computed in: float64 if any tensor is float64, else float32."""
+    """Return the dtype of sums and statistics: float64 if any tensor is float64, else float32."""
     return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -53,9 +53,9 @@ class Choice:
 class OpFamily:
     """A group of ops that share kernels and dispatch.
 
-    `self_check(device)` runs the family on `device` against the float64 reference and returns the largest error as a
-    multiple of its tolerance, so that anything above 1 is wrong; without one, the family's ops check themselves.
-    `small_inputs` says which inputs PyTorch's operators take even where there are kernels, because they are quicker.
+    `self_check(device)` runs the family on `device`, compares it with the float64 reference and returns the largest
+    error as a multiple of its tolerance: a result above 1 is wrong. By default it runs the checks of the family's ops.
+    `small_inputs` describes the inputs that PyTorch's operators take even where kernels run, because they are quicker.
     """
 
     name: str
@@ -75,7 +75,7 @@ FAMILIES: dict[str, OpFamily] = {}
 _META = torch.device("meta")
 _is_tracing, _are_functorch_transforms_active = torch._C._is_tracing, torch._C._are_functorch_transforms_active
 
-# The implementation asked for by `APEX_IMPL` or by `implementation`: auto, triton or torch.
+# The implementation requested by `APEX_IMPL` or by `implementation`: auto, triton or torch.
 requested: _env.Implementation = _env.requested_implementation()
 _choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
@@ -84,14 +84,14 @@ _triton_found: list[str | None] = []
 
 
 def register_family(family: OpFamily) -> OpFamily:
-    """Makes a family known to the dispatch and to `apex doctor`."""
+    """Register a family with the dispatch and with `apex doctor`."""
     FAMILIES[family.name] = family
     return family
 
 
 @contextlib.contextmanager
 def implementation(name: _env.Implementation) -> Iterator[None]:
-    """Overrides `APEX_IMPL` for the code inside, in this process."""
+    """Override `APEX_IMPL` inside the block, for the whole process."""
     if name not in ("auto", "triton", "torch"):
         raise ValueError(f"implementation {name!r} is not known; use auto, triton or torch")
     global requested
@@ -111,8 +111,8 @@ def _set_requested(name: _env.Implementation) -> None:
 
 
 def triton_problem() -> str | None:
-    """Why Triton cannot be used in this process, or None when it can."""
-    if not _triton_found:  # a list rather than functools.cache, which torch.compile warns of
+    """Return why Triton cannot be used in this process, or None if it can."""
+    if not _triton_found:  # a list rather than functools.cache, about which torch.compile warns
         _triton_found.append(_look_for_triton())
     return _triton_found[0]
 
@@ -128,12 +128,12 @@ def _look_for_triton() -> str | None:
 
 
 def _is_planned(device: torch.device) -> bool:
-    """Whether tensors there stand for those of a GPU that launches are collected for."""
+    """Return whether tensors on `device` represent tensors of a GPU for which launches are planned."""
     return device.type == "meta" and _device.pretends()
 
 
 def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels of `family` cannot run here, or None when they can."""
+    """Return why the Triton kernels of `family` cannot run for this device and dtype, or None if they can."""
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than compute capability 8.0"
     if device.type != "cuda" and not _is_planned(device) and not _env.triton_interpreter_requested():
@@ -145,7 +145,7 @@ def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype)
 
 
 def explain(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
-    """Which implementation `family` takes for tensors of `dtype` on `device`, and why."""
+    """Return which implementation `family` uses for tensors of `dtype` on `device`, with the reason."""
     key = (family.name, device, dtype)
     choice = _choices.get(key)
     if choice is None:
@@ -173,7 +173,7 @@ def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choic
 
 
 def _report_fallback(family: str, device: torch.device, reason: str) -> None:
-    """Logs a fallback once; loudly where a GPU goes unused, quietly where plain PyTorch is the normal way."""
+    """Log a fallback once: as a warning if a GPU goes unused, as information if PyTorch is the normal choice."""
     if (family, reason) not in _reported:
         _reported.add((family, reason))
         level = logging.WARNING if device.type == "cuda" else logging.INFO
@@ -181,10 +181,10 @@ def _report_fallback(family: str, device: torch.device, reason: str) -> None:
 
 
 def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
-    """Whether `family` takes its Triton kernels for `tensor`: the hot-path form of `explain`.
+    """Return whether `family` uses its Triton kernels for `tensor`: the hot-path form of `explain`.
 
-    Never for a tensor subclass (DTensor, FakeTensor, ...): it has no address of its own, while PyTorch's operators know
-    what to do with it; but for a FakeTensor while launches are planned (`is_stand_in`). Nor where
+    False for a tensor subclass (DTensor, FakeTensor, ...), which has no address of its own; PyTorch's operators know
+    what to do with it. The exception is a FakeTensor while launches are planned (`is_stand_in`). False too if
     `sees_operators_only`.
     """
     if not torch.compiler.is_compiling():
@@ -195,13 +195,14 @@ def runs_triton(family: OpFamily, tensor: torch.Tensor) -> bool:
 
 
 def runs_triton_now(family: OpFamily, tensor: torch.Tensor) -> bool:
-    """`runs_triton` where no graph is being compiled."""
+    """Return `runs_triton(family, tensor)` for callers that know that no graph is being compiled."""
     device, dtype = tensor.device, tensor.dtype
     if type(tensor) not in PLAIN:
         if not _takes_subclass(tensor):
             return False
         device = _META
-    if _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:  # as the function below
+    # Same condition as in `sees_operators_only`, inlined.
+    if _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return False
     key = (family.name, device, dtype)
     answer = _runs_triton.get(key)
@@ -211,7 +212,7 @@ def runs_triton_now(family: OpFamily, tensor: torch.Tensor) -> bool:
 
 
 def _takes_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a subclass stands for one that kernels take; raises where it does not and they must."""
+    """Return whether kernels may be planned for a tensor of a subclass; raise if they may not but are requested."""
     if is_stand_in(tensor):
         return True
     if requested == "triton":
@@ -220,53 +221,53 @@ def _takes_subclass(tensor: torch.Tensor) -> bool:
 
 
 def sees_operators_only() -> bool:
-    """Whether torch.jit.trace, torch.func or a forward-mode derivative is at work, which see operators alone."""
+    """Return whether torch.jit.trace, torch.func or forward-mode AD is active: all of these see only operators."""
     return _is_tracing() or _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a FakeTensor, of whichever device, stands for a tensor of the GPU that launches are planned for."""
+    """Return whether a FakeTensor, on any device, represents a tensor of the GPU that launches are planned for."""
     return _device.pretends() and type(tensor).__name__ == "FakeTensor"
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or stands for one that is."""
+    """Return whether a tensor is on a GPU or represents such a tensor."""
     return tensor.is_cuda or is_stand_in(tensor)
 
 
 def is_eager(tensor: torch.Tensor) -> bool:
-    """Whether autograd alone looks on: no graph is compiled or traced, nothing but it differentiates, no subclass."""
+    """Return True in plain eager mode: no torch.compile, no tracing, no torch.func, no tensor subclass."""
     if torch.compiler.is_compiling() or sees_operators_only():
         return False
     return type(tensor) in PLAIN or is_stand_in(tensor)
 
 
 def _answer_while_compiling(family: str, device: torch.device, dtype: torch.dtype, requested: str) -> bool:
-    """`runs_triton` for a graph, which is compiled anew where `requested` changes."""
+    """Return `runs_triton` for a graph. Takes `requested` so that a graph is compiled anew if it changes."""
     return explain(FAMILIES[family], device, dtype).implementation == "triton"
 
 
-# What torch.compiler.assume_constant_result sets; that would import torch._dynamo. Were the caches traced, a graph that
-# fills them would be compiled twice.
+# The mark that torch.compiler.assume_constant_result sets, without its import of torch._dynamo. If the caches were
+# traced, a graph that fills them would be compiled twice.
 _answer_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast gives to matrix products on the tensor's device; None where it is off."""
+    """Return the dtype that autocast uses for matrix products on the tensor's device, or None if autocast is off."""
     if not torch._C._is_any_autocast_enabled():
         return None
     device_type = tensor.device.type
-    if device_type == "meta":  # of which PyTorch cannot say whether autocast is on
+    if device_type == "meta":  # PyTorch cannot say whether autocast is on for this device
         return None
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def cast_for_autocast(*arguments: Any) -> tuple[Any, ...]:
-    """The arguments; where autocast is on, floating-point tensors in its dtype for the first one's device.
+    """Return the arguments, with floating-point tensors cast to autocast's dtype if autocast is on.
 
-    As PyTorch does it: float64 stays as it is.
+    The device of the first tensor decides whether it is on. As in PyTorch, float64 tensors are not cast.
     """
-    if not torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+    if not torch._C._is_any_autocast_enabled():  # the quick test first: most calls end here
         return arguments
     tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
     dtype = autocast_dtype(tensors[0]) if tensors else None
@@ -286,7 +287,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off on the tensor's device, where it is on: entering a context costs as much as a small kernel."""
+    """Return a context that turns autocast off on the tensor's device.
+
+    Returns a null context if autocast is off already: entering a real one costs as much as a small kernel.
+    """
     if autocast_dtype(tensor) is None:
         return _NOTHING
     return torch.autocast(tensor.device.type, enabled=False)
@@ -295,12 +299,12 @@ def autocast_off(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 def register_op(
     schema: str, implementation: Callable, fake: Callable, replayed_in: OpFamily | None = None, **derivative: Callable
 ) -> None:
-    """Registers `torch.ops.apex.<name>` from a schema, its implementation, its shape rule and its derivative.
+    """Register `torch.ops.apex.<name>` from a schema, its implementation, its shape rule and its derivative.
 
-    The derivative is `backward` and, where it needs tensors, `setup_context`, as for `torch.library.register_autograd`.
-    `define` + `impl` because `custom_op` costs 2.5 times as much per call. Code that Inductor wrote calls the
-    implementation without PyTorch's dispatcher, by `_quick_call`. An operator that is `replayed_in` a family is called
-    once for arguments that look alike: its settings, and what tensors look like, must decide all that it launches.
+    The derivative is `backward` and, if it needs tensors, `setup_context`, as for `torch.library.register_autograd`.
+    Uses `define` + `impl` because `custom_op` costs 2.5 times as much per call. Code generated by Inductor calls the
+    implementation through `_quick_call`, without PyTorch's dispatcher. With `replayed_in`, the implementation runs once
+    per signature and its launches are replayed; its settings and the tensors' layouts must then determine all launches.
     """
     name = schema.split("(", 1)[0]
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -314,15 +318,15 @@ def register_op(
     torch.library.register_fake(f"apex::{name}", shape_rule, lib=library)
     if derivative:
         torch.library.register_autograd(f"apex::{name}", derivative.pop("backward"), lib=library, **derivative)
-    if "Tensor[]" not in schema:  # of which the types would have to be looked at one by one
+    if "Tensor[]" not in schema:  # `_quick_call` would have to test the type of each tensor in a list
         overload._op = _quick_call(overload._op, implementation, replayed_in)
 
 
 def _make_known_to_inductor(overload: Any) -> None:
-    """Has Inductor call an operator before it first meets it.
+    """Register an operator with Inductor before Inductor first meets it.
 
-    When it meets one that it does not know, PyTorch up to 2.12 writes out all that leads to it, for a log: behind 24
-    norms with residuals, of which each has two results and two arguments, in hours.
+    When Inductor meets an unknown operator, PyTorch up to 2.12 formats the whole expression that leads to it for a log
+    message. Behind 24 norms with residuals, each with two results and two arguments, this takes hours.
     """
     lowering: Any = sys.modules.get("torch._inductor.lowering")
     if lowering is None or overload in getattr(lowering, "lowerings", (overload,)):
@@ -339,10 +343,10 @@ _profiles = torch.autograd._profiler_enabled
 
 
 def _quick_call(dispatch: Callable, implementation: Callable, family: OpFamily | None = None) -> Callable:
-    """`dispatch`, what an operator's call does, or its implementation where the dispatcher would do no more than that.
+    """Return a function that calls `implementation` directly when the dispatcher would do nothing else.
 
-    It takes the dispatcher 6 us to come to an implementation in Python, and 17 us where there is a derivative. With a
-    family what the implementation does is replayed.
+    Otherwise it calls `dispatch`, the operator's own call. The dispatcher takes 6 us to reach an implementation in
+    Python, and 17 us if the operator has a derivative. With a family, the implementation's launches are replayed.
     """
     replay = LazyModule(f"{__package__}._replay")
 
@@ -366,21 +370,22 @@ def _quick_call(dispatch: Callable, implementation: Callable, family: OpFamily |
 
 
 class LazyModule:
-    """A module of kernels that is imported when something of it is first asked for: importing apex needs no Triton."""
+    """A module of kernels that is imported on the first access to an attribute: importing apex needs no Triton."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
         module = importlib.import_module(self._name)
-        self.__dict__.update(vars(module))  # from now on found without this method
+        self.__dict__.update(vars(module))  # later accesses do not reach this method
         return getattr(module, attribute)
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable:
-    """`function.apply` without what only `torch.func` and `torch.compile` need: 18 us instead of 26 for seven tensors.
+    """Return `function.apply` without the parts that only `torch.func` and `torch.compile` need.
 
-    For a Function without `setup_context` that is called with positional arguments.
+    A call with seven tensors takes 18 us instead of 26. Only for a Function without `setup_context` that is called with
+    positional arguments.
     """
     directly = eager_apply(function)
 
@@ -393,32 +398,33 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable:
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable:
-    """`quick_apply` for callers that know that `is_eager` holds.
+    """Return a quicker `quick_apply(function)` for callers that know that `is_eager` holds.
 
-    Nodes call `backward` without PyTorch's method in between, which looks each time whether there is a `vjp` instead:
-    1 us less.
+    Nodes call `backward` without PyTorch's wrapper, which tests at each call whether there is a `vjp` instead: 1 us
+    less.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """PyTorch's decorator, which refuses a second derivative; here also where the gradient given needs none itself.
+    """Refuse second derivatives, as PyTorch's decorator does, even if the incoming gradient needs no gradient itself.
 
-    PyTorch's then returns constants, and what depends on input and weights in them, a gradient penalty, is lost.
+    In that case PyTorch's decorator returns constants. Terms of a gradient penalty that depend on input and weights
+    through them would be lost silently.
     """
     once = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def wrapper(ctx, *gradients):  # type: ignore[no-untyped-def]
         if not torch.is_grad_enabled():
-            return backward(ctx, *gradients)  # no derivative is wanted, and PyTorch's would do nothing but this
+            return backward(ctx, *gradients)  # no derivative is wanted: PyTorch's decorator would do the same
         if not torch.compiler.is_compiling():
             gradients = tuple(
-                given.detach().requires_grad_()
-                if isinstance(given, torch.Tensor) and not given.requires_grad
-                else given
-                for given in gradients
+                gradient.detach().requires_grad_()
+                if isinstance(gradient, torch.Tensor) and not gradient.requires_grad
+                else gradient
+                for gradient in gradients
             )
         return once(ctx, *gradients)
 

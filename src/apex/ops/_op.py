@@ -1,4 +1,4 @@
-"""One declaration per op: from a schema, a reference, launches and a shape rule to all that PyTorch needs.
+"""One declaration per op: from a schema, a reference, launches and a shape rule to everything that PyTorch needs.
 
     GLU = Op(
         FAMILY,
@@ -11,9 +11,9 @@
     )
     output = GLU(input, bias, "silu")
 
-The declaration makes `torch.ops.apex.glu` and `glu_backward` with fake kernels and autograd, which is what
-`torch.compile` sees, the node of eager autograd, second derivatives through the reference, and the numeric check of
-`apex doctor`. A schema names tensors first; the arguments after them are its settings, which every function gets.
+The declaration makes `torch.ops.apex.glu` and `glu_backward` with fake kernels and autograd for `torch.compile`, the
+node of eager autograd, second derivatives through the reference, and the numeric check of `apex doctor`. A schema names
+tensors first; the arguments after them are its settings, which every function receives.
 """
 
 from __future__ import annotations
@@ -38,25 +38,28 @@ _CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Op:
-    """An operator with kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
+    """An operator with Triton kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
 
-    `reference` and `forward` take the schema's arguments and return its results: first the output, which the caller
-    gets, then what only the backward pass needs (None where there is nothing). `backward` takes the output's gradient,
-    what was saved, the settings, and `wanted`, a bool for each of `gradients`; it returns one gradient for each.
+    `reference` and `forward` take the schema's arguments and return its results: first the output for the caller, then
+    tensors (or None) that only the backward pass needs. `backward` takes the output's gradient, the saved tensors, the
+    settings, and `wanted`, a bool for each name in `gradients`; it returns one gradient for each.
 
-    `saves` names arguments and results (named in the schema) to keep for the backward pass; where that depends on the
-    settings, `save(arguments, results)` gives the tensors for these names. `gradients` names the tensors that can
-    have a gradient, all of them by default. Kernels get contiguous tensors but for the arguments, and the gradients of
-    the results, that `strided` names; so are the results and gradients that `torch.compile` sees, but for results and
-    arguments that `same_layout` names: those lie in memory as the first argument does, the gradients of these as they
-    do. `takes(*arguments)` may send arguments to the reference that kernels could take.
-    `fake` is the shape rule of the results, `backward_fake` that of the gradients, which by default are like what was
-    saved under the same name. `reference_backward` takes the arguments of `backward` and is used wherever there is no
-    kernel; without one autograd differentiates the reference, and it does so for second derivatives. `formula` takes
-    the reference's place there if PyTorch has no second derivative of the reference. `once` gives the reason why there
-    is no second derivative with these settings. `sums_rounded_products` lets the check of `apex doctor` measure errors
-    against the largest element of a result, because single elements may cancel to nothing. An op is `replayed` in
-    compiled code if its settings, and what tensors look like, decide all that it launches.
+    - `saves` names the arguments and results (named in the schema) to keep for the backward pass. If the choice depends
+      on the settings, `save(arguments, results)` returns the tensors for these names.
+    - `gradients` names the tensors that can have a gradient; default: all.
+    - `strided` names the arguments, and the results, whose tensors or gradients kernels take with any strides; the
+      others are made contiguous.
+    - `same_layout` names the results and arguments that lie in memory as the first argument does, and whose gradients
+      lie as they do. All others are contiguous for `torch.compile`.
+    - `takes(*arguments)` may return False for arguments that kernels could take but the reference should.
+    - `fake` is the shape rule of the results. `backward_fake` is the shape rule of the gradients; by default a gradient
+      is like the saved tensor of the same name.
+    - `reference_backward` takes the arguments of `backward` and is used when no kernel is. Without it, autograd
+      differentiates the reference, as it does for second derivatives. `formula` replaces the reference for these if
+      PyTorch has no second derivative of the reference. `once(*settings)` returns why there is no second derivative.
+    - `sums_rounded_products` lets the check of `apex doctor` measure errors against the largest element of a result,
+      because single elements may cancel to nothing.
+    - `replayed` lets compiled code replay the launches; settings and tensor layouts must then determine all launches.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Op:
         family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
-        """The output, differentiable; the arguments were checked."""
+        """Return the differentiable output. The caller has checked the arguments."""
         output = self.with_kernels(arguments)
         if output is not None:
             return output
@@ -126,7 +129,7 @@ class Op:
         return _as_tuple(self._reference(*arguments))[0]
 
     def with_kernels(self, arguments: tuple) -> Any:
-        """The output, differentiable; None where kernels do not take the arguments, but PyTorch's operators do."""
+        """Return the differentiable output, or None if kernels do not take the arguments."""
         compiling = torch.compiler.is_compiling()
         if not self._fit(arguments, self.tensors, compiling) or not (self._takes is None or self._takes(*arguments)):
             return None
@@ -147,9 +150,9 @@ class Op:
         return False
 
     def differentiable(self, *arguments: Any) -> Any:
-        """The output by this op's own autograd node, which keeps nothing but what `saves` names.
+        """Return the output through this op's own autograd node, which saves only the tensors named in `saves`.
 
-        What sees operators alone, torch.func for one, takes no such node and sees the reference.
+        torch.func and other transforms that see only operators cannot use such a node: they get the reference.
         """
         if torch.compiler.is_compiling():
             return _as_tuple(self._library_op(*arguments))[0]
@@ -158,20 +161,20 @@ class Op:
         return self._node(*arguments[: self.tensors], arguments)
 
     def run(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """All results, without autograd."""
+        """Return all results, without autograd."""
         if self._fit(arguments, self.tensors) and arguments[0].numel():
             return self._launch(arguments)
         return self.run_reference(*arguments)
 
     def run_reference(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """`run` without kernels, for launches that find that they cannot take their arguments."""
+        """Return the results of `run` by the reference, for launch functions that cannot take their arguments."""
         with torch.no_grad():
             results = _as_tuple(self._reference(*arguments))
-        # Not views, which autograd would not let the caller change in place.
+        # Detached rather than views, which autograd would not let the caller change in place.
         return tuple([None if result is None else result.detach() for result in results])
 
     def run_or_trace(self, *arguments: Any) -> tuple:
-        """`run` for code that torch.compile may trace, which takes an empty tensor for None there."""
+        """Return the results of `run` in code that torch.compile may trace; there an empty tensor replaces None."""
         return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
     def _launch(self, arguments: tuple) -> tuple[Tensor | None, ...]:
@@ -184,7 +187,7 @@ class Op:
         return self._launch(arguments)
 
     def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
-        """The gradients that are wanted, None for the others, without autograd."""
+        """Return the wanted gradients, and None for the others, without autograd."""
         tensors = (*gradients, *saved)
         if self._fit(tensors, len(tensors)) and tensors[0].numel():
             return self._launch_backward(tensors, settings, wanted)
@@ -192,8 +195,8 @@ class Op:
 
     def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         try:
-            found = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
-            return found if type(found) is tuple else (found,)  # type: ignore[return-value]
+            results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
+            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
         except Exception as error:
             if not _tuned.give_up(self.family.name, error):
                 raise
@@ -202,20 +205,20 @@ class Op:
     def run_reference_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
     ) -> Found:
-        """`run_backward` without kernels."""
+        """Return the gradients of `run_backward` without kernels."""
         if self._reference_backward is not None:
             with torch.no_grad():
                 return _as_tuple(self._reference_backward(*gradients, *saved, *settings, wanted))
         return self._differentiate(gradients, saved, settings, wanted, create_graph=False)
 
     def save(self, ctx: Any, arguments: tuple, results: tuple) -> Any:
-        """Keeps what the backward pass needs, of arguments that kernels need not have taken; returns the output."""
+        """Save the tensors that the backward pass needs, after a forward pass by kernels or not; return the output."""
         ctx.save_for_backward(*self._save(arguments, results))
         ctx.settings, ctx.launched = arguments[self.tensors :], False
         return results[0]
 
     def forward_and_save(self, ctx: Any, *arguments: Any) -> Any:
-        """The forward of an autograd Function with a name of its own, whose first arguments are this op's tensors."""
+        """Run as the forward of a separately named autograd Function whose first arguments are this op's tensors."""
         if torch.compiler.is_compiling():
             return self.save(ctx, arguments, _as_tuple(self._library_op(*arguments)))
         if self._fit(arguments, self.tensors) and arguments[0].numel():
@@ -223,7 +226,7 @@ class Op:
         return self.save(ctx, arguments, self.run_reference(*arguments))
 
     def _launch_and_save(self, ctx: Any, *given: Any) -> Any:
-        """The same where kernels take the arguments, which are the last that is given."""
+        """Run as the forward of the autograd node on the Triton path; `given[-1]` holds all arguments of the op."""
         arguments = given[-1]
         results = self._launch(arguments)
         ctx.save_for_backward(*self._save(arguments, results))
@@ -233,11 +236,11 @@ class Op:
     def backward_from_saved(
         self, ctx: Any, *gradients: Tensor, wanted: Sequence[bool] | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The backward of such a Function: one gradient for each of `gradients`, None where it is not wanted."""
+        """Run as the backward of an autograd Function: return one gradient for each of `gradients`, or None."""
         if wanted is None:
             needed = ctx.needs_input_grad
             wanted = needed[: len(self.gradients)] if self._gradients_lead else self._wanted(needed)
-        # Where kernels took the arguments they take what was saved of them, unless something else looks on now.
+        # Kernels that took the arguments also take the saved tensors, in plain eager mode without create_graph.
         if ctx.launched and not torch.is_grad_enabled() and _library.is_eager(gradients[0]):
             return self._launch_backward((*gradients, *ctx.saved_tensors), ctx.settings, wanted)
         if torch.compiler.is_compiling():
@@ -249,25 +252,25 @@ class Op:
         return compute(gradients, ctx.saved_tensors, ctx.settings, wanted)
 
     def _wanted(self, needed: tuple[bool, ...]) -> Sequence[bool]:
-        """Of each of `gradients`, whether autograd needs it."""
+        """Return for each of `gradients` whether autograd needs it."""
         return [needed[i] for i in self._gradient_places]
 
     def run_or_trace_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
     ) -> Found:
-        """`run_backward` for code that torch.compile may trace."""
+        """Return the gradients of `run_backward` in code that torch.compile may trace."""
         if not torch.compiler.is_compiling():
             return self.run_backward(gradients, saved, settings, wanted)
-        found = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
-        return tuple(gradient if asked else None for gradient, asked in zip(found, wanted, strict=True))
+        results = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
+        return tuple(gradient if asked else None for gradient, asked in zip(results, wanted, strict=True))
 
     def self_check(self, device: torch.device) -> float:
-        """Largest error on `device`, forward and backward, as a multiple of its tolerance: above 1 is wrong."""
+        """Return the largest error on `device`, forward and backward, as a multiple of its tolerance."""
         dtypes = [dtype for dtype in _CHECKED_DTYPES if dtype in self.family.triton_dtypes]
         return max(self._error(case, dtype, device) for case in self._checks for dtype in dtypes)
 
     def _fit(self, tensors: Values, count: int, compiling: bool = False) -> bool:
-        """Whether kernels take the device and the dtypes of the first `count` values."""
+        """Return whether kernels take the device and the dtypes of the first `count` values."""
         if not (_library.runs_triton if compiling else _library.runs_triton_now)(self.family, tensors[0]):
             return False
         for tensor in tensors[1:count]:  # noqa: SIM110  half the time of a generator
@@ -280,21 +283,21 @@ class Op:
         return tuple([values[place] for place in self._saved_places])
 
     def _in_order(self, gradients: Sequence[Tensor | None], padding: tuple[None, ...]) -> tuple[Tensor | None, ...]:
-        """One gradient for each tensor of the schema, None where it has none, and `padding` behind them."""
-        found: list[Tensor | None] = [None] * self.tensors
+        """Return one gradient for each tensor of the schema, None if it has none, followed by `padding`."""
+        ordered: list[Tensor | None] = [None] * self.tensors
         for place, gradient in zip(self._gradient_places, gradients, strict=True):
-            found[place] = gradient
-        return (*found, *padding)
+            ordered[place] = gradient
+        return (*ordered, *padding)
 
     def _differentiate(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool], create_graph: bool
     ) -> Found:
-        """The gradients by autograd through the reference."""
+        """Compute the gradients by autograd through the reference."""
         with torch.enable_grad(), torch._C._PreserveDispatchKeyGuard():
-            # Inside an operator's implementation autograd is left out.
+            # PyTorch excludes autograd inside an operator's implementation; include it again.
             torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality, False)
-            # Aliases, because one argument may be another or have been computed from it, which is not this op's to
-            # differentiate.
+            # Aliases, because one argument may be the same tensor as another or be computed from it; that dependence is
+            # not this op's to differentiate.
             by_name = {
                 name: None if tensor is None else tensor.view_as(tensor) if create_graph else tensor.detach()
                 for name, tensor in zip(self.saves, saved, strict=True)
@@ -307,12 +310,12 @@ class Op:
             reference = self._formula if create_graph else self._reference
             output = _as_tuple(reference(*tensors, *settings))[0]
             inputs: list[Any] = [by_name[name] for name, needed in zip(self.gradients, wanted, strict=True) if needed]
-            found = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
-        remaining = iter(found)
+            computed = torch.autograd.grad(output, inputs, gradients, create_graph=create_graph, materialize_grads=True)
+        remaining = iter(computed)
         return tuple(next(remaining) if needed else None for needed in wanted)
 
     def second_derivative(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
-        """The gradients so that they can be differentiated again (create_graph=True), or the reason why not."""
+        """Return gradients that can be differentiated again (create_graph=True); raise if the op has none."""
         reason = None if self._once is None else self._once(*settings)
         if reason is not None:
             raise RuntimeError(reason)
@@ -323,7 +326,7 @@ class Op:
         raise RuntimeError(f"{self.name} has a first derivative only, so create_graph=True cannot be used")
 
     def _like_saved(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """The shape rule of gradients that are like what was saved under the same name."""
+        """Return gradients shaped like the saved tensors of the same names: the default shape rule."""
         *tensors, wanted = arguments
         by_name = dict(zip(self.saves, tensors[1:], strict=False))
         return tuple(
@@ -336,7 +339,7 @@ class Op:
         )
 
     def _register(self, schema: str, fake: Callable, backward_fake: Callable, family: Any) -> None:
-        """Defines `torch.ops.apex.<name>` and `<name>_backward`, of which an empty tensor stands for None."""
+        """Define `torch.ops.apex.<name>` and `<name>_backward`; they return an empty tensor in place of None."""
         settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
         tensors = ["Tensor grad_output", *(f"Tensor? {name}" for name in self.saves)]
         returns = ", ".join(["Tensor"] * len(self.gradients))
@@ -360,8 +363,8 @@ class Op:
 
         def op_backward(ctx, dy, *unused):  # type: ignore[no-untyped-def]
             wanted = self._wanted(ctx.needs_input_grad)
-            found = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
-            return self._in_order([g if needed else None for g, needed in zip(found, wanted, strict=True)], padding)
+            gradients = _as_tuple(self._library_backward(dy, *ctx.saved_tensors, *ctx.settings, list(wanted)))
+            return self._in_order([g if needed else None for g, needed in zip(gradients, wanted, strict=True)], padding)
 
         def backward_implementation(*arguments):  # type: ignore[no-untyped-def]
             wanted = arguments[-1]
@@ -406,18 +409,18 @@ class Op:
         inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
         exact_results = _as_tuple(self._reference(*exact, *in_double))
         expected = exact_results[0]
-        given: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
+        grad_output: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
         if expected.requires_grad:
             exact_gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                expected, inputs, given.double(), materialize_grads=True
+                expected, inputs, grad_output.double(), materialize_grads=True
             )
         else:  # a reference whose derivative is written out
             kept = self._save((*exact, *in_double), exact_results)
-            exact_gradients = self.run_reference_backward((given.double(),), kept, in_double, wanted)
+            exact_gradients = self.run_reference_backward((grad_output.double(),), kept, in_double, wanted)
         saved = self._save((*here, *in_dtype), results)
-        found = self.run_backward((given.to(device),), saved, in_dtype, wanted)
+        gradients = self.run_backward((grad_output.to(device),), saved, in_dtype, wanted)
         pairs: list[Any] = [(results[0], expected)]
-        pairs += zip([gradient for gradient in found if gradient is not None], exact_gradients, strict=True)
+        pairs += zip([gradient for gradient in gradients if gradient is not None], exact_gradients, strict=True)
         largest = max(tensor.numel() for tensor in tensors if tensor is not None)
         return max(
             excess(
@@ -431,12 +434,12 @@ class Op:
 
 
 def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
-    """The node of eager autograd, which is given an op's tensors, for autograd, and one tuple of all its arguments."""
+    """Make an op's node of eager autograd. It takes the op's tensors, for autograd, then a tuple of all arguments."""
     padding = (None,) * (op.tensors - len(op.gradients) + 1)
 
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        found = op.backward_from_saved(ctx, dy)
-        return (*found, *padding) if op._gradients_lead else op._in_order(found, (None,))
+        gradients = op.backward_from_saved(ctx, dy)
+        return (*gradients, *padding) if op._gradients_lead else op._in_order(gradients, (None,))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "__module__": __name__}
     # The name in errors and profiles: PyTorch takes it when the class is made.
@@ -449,7 +452,7 @@ def _as_tuple(results: Any) -> tuple:
 
 
 def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """The arguments, of which those at `places` are contiguous tensors or None."""
+    """Return the arguments with the tensors at the indices `places` made contiguous."""
     for place in places:
         tensor = arguments[place]
         if tensor is not None and not tensor.is_contiguous():
@@ -460,13 +463,13 @@ def _contiguous(arguments: Sequence[Any], places: Sequence[int]) -> Sequence[Any
 
 
 def laid_out_like(model: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy, with the strides of `torch.empty_like(model)`."""
+    """Return `tensor`, copied if necessary, with the strides of `torch.empty_like(model)`."""
     like = torch.empty_like(model, dtype=tensor.dtype)
     return tensor if tensor.stride() == like.stride() else like.copy_(tensor)
 
 
 def _real(results: Sequence[Tensor | None], like: Tensor, kept: Sequence[int]) -> Any:
-    """What an operator may return: contiguous tensors but for those at `kept`, an empty one in place of None."""
+    """Return results in the form of an operator's: contiguous except at `kept`, with an empty tensor for None."""
     real = [
         like.new_empty(0) if result is None else result if place in kept else result.contiguous()
         for place, result in enumerate(results)
@@ -475,7 +478,7 @@ def _real(results: Sequence[Tensor | None], like: Tensor, kept: Sequence[int]) -
 
 
 def _sample(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
-    """A tensor for a check: random normal numbers of a shape, or what a function of the generator gives."""
+    """Return a tensor for a check: normal random numbers of a given shape, or the result of `value(generator)`."""
     if value is None:
         return None
     tensor = (

@@ -1,13 +1,13 @@
 """Memory for partial sums that is kept from call to call.
 
-A backward pass needs it between its programs or kernels only, so one piece serves every layer of a model: a step then
-needs no more memory than PyTorch's operators do, which have no partial sums, and the host need not allocate it. One
-piece per thread, because launches of threads may interleave: 17 MB for norms of rows of 16384 elements on 132
-multiprocessors, half of that or less for shorter ones.
+A backward pass needs this memory only between its programs or kernels, so one buffer serves every layer of a model: a
+step needs no more memory than with PyTorch's operators, which have no partial sums, and the host saves the allocation.
+There is one buffer per thread, because launches of threads may interleave: 17 MB for norms of rows of 16384 elements on
+132 multiprocessors, half of that or less for shorter rows.
 
-On the default stream only. On others graphs are captured, which keep the addresses they were captured with and so must
-own what these point to, and warmed up: torch.compile(mode="reduce-overhead") does so with memory of its own, and
-refuses to go on where some of it is kept.
+Only the default stream uses kept memory. On other streams graphs are warmed up and captured. A graph keeps the
+addresses it was captured with, so it must own that memory. torch.compile(mode="reduce-overhead") allocates memory of
+its own and fails if some of it is kept elsewhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
 
 def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> tuple[Tensor, Tensor]:
-    """At least `elements` uninitialised float32 on `device`, free again when the caller's last launch was queued.
+    """Return at least `elements` uninitialised float32 on `device`, and TICKETS int32 counters.
 
-    Beside them TICKETS for programs that finish each other's work: int32 that are 0, and must be 0 after that launch.
-    Without `tickets` they may be anything: a graph that `apex.graphs` does not capture fills them in every replay.
+    The sums are free again when the caller's last launch is queued. Tickets are for programs that finish each other's
+    work: they are 0, and must be 0 after that launch. If `tickets` is false they may have any value; this saves a graph
+    that `apex.graphs` does not capture from filling them at every replay.
     """
     index = device.index
     if index is None or current_stream(index) != 0:
@@ -43,11 +44,11 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
 
 
 def _tickets(device: torch.device) -> Tensor:
-    """Tickets that are 0; of a graph the same for all launches of a stream, since each leaves them 0 for the next."""
-    recording, found = _recording.capturing(), None
+    """Return tickets that are 0. All launches of a captured stream share theirs, since each launch leaves them 0."""
+    recording, tickets = _recording.capturing(), None
     if recording is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in recording.tickets:
             recording.tickets[stream] = recording.memory(TICKETS, torch.int32)
-        found = recording.tickets[stream]
-    return torch.zeros(TICKETS, dtype=torch.int32, device=device) if found is None else found
+        tickets = recording.tickets[stream]
+    return torch.zeros(TICKETS, dtype=torch.int32, device=device) if tickets is None else tickets

@@ -1,7 +1,7 @@
-"""What a captured training step must read anew at every replay: the numbers and flags that live in Python.
+"""Python numbers and flags that a captured training step must read again at every replay.
 
 While `apex.graphs` captures a function, and in the eager calls before, `current` is a `Recording`. Code whose Python
-numbers a graph would freeze asks it for a `Number` in their place, and says what a replay cannot find out by itself.
+numbers a graph would freeze asks it for a `Number` instead, and registers the work that a replay must do in Python.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 current: Recording | None = None
 
-# Numbers of one graph, 7 for each parameter group and dtype, and bytes of tables and tickets: 1 MiB together, more than
-# which PyTorch would take from a block of 20 MiB.
+# Most numbers of one graph (7 for each parameter group and dtype) and bytes for tables and tickets. Together 1 MiB: for
+# a larger allocation PyTorch would take a block of 20 MiB.
 _MOST_NUMBERS, _MEMORY = 1 << 15, 3 << 18
 
 
 class Guard(NamedTuple):
-    """What Python code has decided by a number: a graph is not replayed where `now` is another `decision`."""
+    """A decision that Python code based on a number: a graph is not replayed if `now` differs from `decision`."""
 
     number: Number
     decide: Callable[[float], Any]
@@ -37,10 +37,10 @@ class Guard(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Number:
-    """A Python number, or an expression of some, that is read again before every replay.
+    """A Python number, or an expression of Python numbers, that is read again before every replay.
 
-    It is a number on the host, `value`, until it meets a tensor: then it is a float64 on the tensor's device. Python
-    code that decides by it, or makes a plain number of it, adds a `Guard`.
+    It is a number on the host, `value`, until it is combined with a tensor: then it is a float64 on the tensor's
+    device. Python code that branches on it, or converts it to a plain number, adds a `Guard`.
     """
 
     recording: Recording
@@ -52,13 +52,13 @@ class Number:
     __hash__ = None  # type: ignore[assignment]
 
     def on(self, device: torch.device) -> Tensor:
-        """The number on a device, float64 []; the memory that every replay writes it to."""
+        """Return the number as a float64 scalar on a device, in memory that every replay updates."""
         if self._place is None:
             self._place = self.recording.place(self, device)
         return self._place
 
     def map(self, function: Callable[..., Any], *others: Any) -> Number:
-        """`function` of this number and others, on the host."""
+        """Return `function` of this number and `others` as a `Number` on the host."""
         values = [each.value if isinstance(each, Number) else each for each in others]
 
         def read() -> Any:
@@ -72,8 +72,8 @@ class Number:
         return decision
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
-        found = self._combine(compare, other)
-        return bool(found) if isinstance(found, Number) else found
+        result = self._combine(compare, other)
+        return bool(result) if isinstance(result, Number) else result
 
     def _combine(self, combine: Callable[[Any, Any], Any], other: Any) -> Any:
         return combine(self.on(other.device), other) if isinstance(other, Tensor) else self.map(combine, other)
@@ -91,24 +91,24 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 class Recording:
-    """What is noted while a function is captured; where `captures` is False, a rehearsal, it is used and forgotten."""
+    """Notes made while a function is captured. If `captures` is False this is a rehearsal, and they are dropped."""
 
     def __init__(self, captures: bool, device: torch.device) -> None:
         self.captures = captures
         self.guards: list[Guard] = []
-        # Tensors that the graph has the addresses of.
+        # Tensors whose addresses the graph contains.
         self.kept: list[Any] = []
-        # What is to be done after a replay.
+        # Actions after every replay.
         self.after: list[Callable[[], None]] = []
-        # What is to be done once, before the first replay: the contents of `memory` that no replay changes.
+        # Actions before the first replay only: they fill the parts of `memory` that no replay changes.
         self.once: list[Callable[[], Any]] = []
         # Tickets of kernels (see `_partial_sums`), by the stream of their launches.
         self.tickets: dict[int, Tensor | None] = {}
-        # Hyperparameters that are read anew: id of the optimizer, index of the group, name. The others are frozen.
+        # Hyperparameters that are read again: id of the optimizer, index of the group, name. The others are frozen.
         self.followed: set[tuple[int, int, str]] = set()
-        # How often groups of optimizers were stepped, by optimizer and index.
+        # Steps taken of each parameter group, by optimizer and index.
         self._steps: dict[tuple[Any, int], int] = {}
-        # Ids of tensors that the graph reads although something else may take their place before it ends.
+        # Ids of tensors that the graph reads although another tensor may replace them before it ends.
         self.reads: set[int] = set()
         self.numbers: list[Number] = []
         self._places: Tensor | None = None
@@ -117,7 +117,7 @@ class Recording:
         self._taken = _MOST_NUMBERS
 
     def place(self, number: Number, device: torch.device) -> Tensor:
-        """Where a number is on the device."""
+        """Return the device memory of a number."""
         if self._places is None:
             return torch.full((), number.value, dtype=torch.float64, device=device)
         if device != self._places.device:
@@ -126,9 +126,9 @@ class Recording:
         return self._places[:_MOST_NUMBERS][len(self.numbers) - 1]
 
     def memory(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """`count` zeros outside of the graph's pool, where replays write elsewhere too.
+        """Return `count` zeros outside of the graph's pool, whose memory replays reuse for other tensors.
 
-        None where no more is left, and on a stream that is not captured.
+        Return None if the memory is used up, or if the current stream is not captured.
         """
         first = self._taken
         end = first + -(-count * dtype.itemsize // 16) * 2
@@ -138,24 +138,24 @@ class Recording:
         return self._places[first:end].view(dtype)[:count]
 
     def counted(self, optimizer: Any, index: int) -> Any:
-        """The step count of a parameter group that has just been counted up in `group["step"]`."""
+        """Return the step count of a parameter group whose `group["step"]` has just been incremented, as a `Number`."""
         group, key = optimizer.param_groups[index], (optimizer, index)
         more = self._steps[key] = self._steps.get(key, 0) + 1
 
         def count() -> None:
             optimizer.param_groups[index]["step"] += 1
 
-        self.after.insert(0, count)  # also where a message about overflows is an error
-        # A replay reads it before it counts the step.
+        self.after.insert(0, count)  # first, because a later action may raise: a message about overflows as an error
+        # A replay reads the count before it increments it.
         read = lambda: optimizer.param_groups[index]["step"] + more  # noqa: E731
         return Number(self, f"{type(optimizer).__name__}.param_groups[{index}]['step']", group["step"], read)
 
     def group(self, optimizer: Any, index: int) -> dict[str, Any]:
-        """A parameter group, each entry of it as `entry` returns it."""
+        """Return a copy of a parameter group with each value replaced by `entry`."""
         return {name: self.entry(optimizer, index, name) for name in optimizer.param_groups[index]}
 
     def entry(self, optimizer: Any, index: int, name: str) -> Any:
-        """An entry of a parameter group: a `Number` in place of a number, else itself."""
+        """Return an entry of a parameter group, with a `Number` in place of each Python number."""
         value = optimizer.param_groups[index][name]
         parts = value if isinstance(value, tuple | list) else (value,)
         on_host = (is_number(each) or (isinstance(each, Tensor) and each.is_cpu) for each in parts)
@@ -169,30 +169,30 @@ class Recording:
         return tuple(Number(self, called, float(each), lambda i=i: float(read()[i])) for i, each in enumerate(parts))  # type: ignore[misc]
 
     def constant(self, value: float) -> Number:
-        """A number that is the same at every replay, whatever is in its place then."""
+        """Return a `Number` with the same value at every replay."""
         return Number(self, "a constant", value, lambda: value)
 
     def upload(self) -> None:
-        """Gives the graph its numbers as they are now."""
+        """Copy the current values of all numbers to the graph's memory."""
         for action in self.once:
             action()
         self.once.clear()
         if self._places is None or not self.numbers:
             return
         values = [float(number.read()) for number in self.numbers]
-        # Pinned memory of its own: an earlier replay's may not have been read yet.
+        # Fresh pinned memory, because the device may not have read an earlier replay's copy yet.
         host = torch.tensor(values, dtype=torch.float64, device="cpu", pin_memory=not self._places.is_cpu)
         self._places[: len(values)].copy_(host, non_blocking=True)
 
 
 def is_number(value: Any) -> bool:
-    """Whether something is a Python number, and no flag."""
+    """Return whether a value is a Python int or float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @contextlib.contextmanager
 def active(recording: Recording) -> Iterator[None]:
-    """Makes a recording the current one."""
+    """Make `recording` the current recording inside the block."""
     global current
     previous, current = current, recording
     try:
@@ -202,10 +202,10 @@ def active(recording: Recording) -> Iterator[None]:
 
 
 def capturing() -> Recording | None:
-    """The recording of a function that is being captured by `apex.graphs`; None otherwise, and in a rehearsal."""
+    """Return the recording of the function that `apex.graphs` captures now; None otherwise and in a rehearsal."""
     return current if current is not None and current.captures else None
 
 
 def lifted(function: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """`function` of numbers; of a `Number`, a `Number`."""
+    """Return `function` of plain numbers, or a `Number` if the first argument is one."""
     return first.map(function, *others) if isinstance(first, Number) else function(first, *others)

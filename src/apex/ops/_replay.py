@@ -1,8 +1,8 @@
-"""Operators in compiled code, whose Python runs once for arguments that look alike.
+"""Replay of the launches of an operator in compiled code, so that its Python runs once per signature.
 
-What a call makes and launches is noted, with tensors of the device "meta" in place of its own; later calls make and
-launch just that, which takes the host less than half the time. It matters most between the kernels that Inductor
-launches, where the Python of a call is not in the processor's caches.
+The first call with a signature runs on meta tensors and records the allocations and launches. Later calls repeat just
+these, which takes the host less than half the time. This matters most between the kernels that Inductor launches, where
+the Python code of an operator is not in the processor's caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_li
 
 
 def run(implementation: Callable, arguments: tuple, family: str) -> Any:
-    """What `implementation(*arguments)` does; settings, and what tensors look like, must decide all of it."""
+    """Return `implementation(*arguments)`; settings and tensor layouts must determine all that it does."""
     plan = _plan(implementation, looks_of(arguments), arguments[0].device)
     if plan is None:
         return implementation(*arguments)
@@ -38,7 +38,7 @@ def run(implementation: Callable, arguments: tuple, family: str) -> Any:
 
 
 def looks_of(arguments: Sequence[Any]) -> tuple:
-    """Settings, and of tensors all but where they are."""
+    """Return the call's signature: settings, and each tensor's shape, strides and dtype."""
     looks = []
     for each in arguments:
         if isinstance(each, Tensor):
@@ -49,11 +49,11 @@ def looks_of(arguments: Sequence[Any]) -> tuple:
 
 
 class _Noted(TorchDispatchMode):
-    """Notes the tensors that are made by their memory, and whether anything else is done than making them."""
+    """Records new tensors by the address of their storage, and whether any operator does more than allocate."""
 
     def __init__(self) -> None:
         super().__init__()
-        # With whether it is tickets.
+        # The bool says whether the tensor is the tickets of `_partial_sums`.
         self.made: dict[int | None, tuple[Tensor, bool]] = {}
         self.computes = False
 
@@ -62,7 +62,7 @@ class _Noted(TorchDispatchMode):
         is_tickets = function is _aten.zeros.default and (result.shape, result.dtype) == ((TICKETS,), torch.int32)
         if is_tickets or function in _EMPTY:
             self.made[_memory(result)] = result, is_tickets
-        elif function is not _aten.detach.default:  # by which PyTorch ends a call that makes a tensor
+        elif function is not _aten.detach.default:  # PyTorch calls it at the end of an allocation
             self.computes = True
         return result
 
@@ -73,15 +73,18 @@ def _memory(tensor: Tensor | None) -> int | None:
 
 @_device.launch_rule
 def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Callable[[tuple], Any] | None:
-    """What does as an implementation; None where that computes by PyTorch's operators, or launches parts of tensors."""
+    """Return a function that repeats the implementation's allocations and launches.
+
+    Return None if the implementation computes with PyTorch's operators, or launches kernels on parts of tensors.
+    """
     arguments = [
         torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
         if isinstance(each, tuple) and each and isinstance(each[0], torch.Size)
         else each
         for each in looks
     ]
-    # Threads must not note each other's launches. The dispatch forgets its answers about such tensors when this begins
-    # and when it ends.
+    # The lock keeps threads from recording each other's launches. `implementation` clears the dispatch's cached answers
+    # about meta tensors on entry and on exit.
     with (
         _lock,
         _device.stand_ins(_device.facts(device)),
@@ -93,9 +96,9 @@ def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Calla
     found = results if isinstance(results, tuple) else (results,)
     used = [*found, *(tensor for launch in launches for tensor in launch.tensors)]
     if noted.computes or any(tensor is not None and tensor.storage_offset() for tensor in used):
-        return None  # places are those of whole tensors
+        return None  # the indices below refer to whole tensors
     made = [noted.made[memory] for memory in dict.fromkeys(map(_memory, used)) if memory in noted.made]
-    # Places of arguments, of None, and of what is made, in this order.
+    # Indices of arguments, of None, and of new tensors, in this order.
     values = enumerate((*arguments, None, *(each for each, _ in made)))
     places = {_memory(each): place for place, each in values if each is None or isinstance(each, Tensor)}
     kinds = [None if is_tickets else (tuple(each.shape), each.stride(), each.dtype) for each, is_tickets in made]

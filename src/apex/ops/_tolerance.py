@@ -1,4 +1,4 @@
-"""The one tolerance table: what counts as equal, per dtype, for tests, `apex doctor` and `apex bench`."""
+"""The one table of tolerances per dtype, for tests, `apex doctor` and `apex bench`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TOLERANCES: dict[torch.dtype, tuple[float, float]] = {
 
 
 def tolerance(dtype: torch.dtype, reduction: int = 1) -> tuple[float, float]:
-    """Relative and absolute tolerance for a result of `dtype` that sums `reduction` terms of order one.
+    """Return the relative and absolute tolerance for a result of `dtype` that sums `reduction` terms of order one.
 
-    Such a sum is of order sqrt(reduction), and so are its rounding errors, while a single result may cancel to zero:
-    the absolute part grows with the root.
+    The sum is of order sqrt(reduction), and so are its rounding errors, while a single result may cancel to zero.
+    Therefore the absolute tolerance grows with the root.
     """
     rtol, atol = TOLERANCES[dtype]
     return rtol, atol * math.sqrt(max(1, reduction))
 
 
 def tensor_core_error(terms: int) -> float:
-    """How far tensor cores may be from the sum of `terms` products of order one, though they add in float32.
+    """Return the largest error of a sum of `terms` products of order one on tensor cores, which add in float32.
 
-    They add sixteen products at a time to one sum of order sqrt(terms), and cut off what does not fit instead of
-    rounding it: errors of up to 2^-23 of the sum, all towards zero. On an H200, 16.8 million sums of 8192 products had
-    errors of up to 5.0e-3, an emulation of this way of adding 5.4e-3; this gives 5.5e-3. Rounding would leave 3.6e-4.
+    They add sixteen products at a time to one sum of order sqrt(terms), and truncate instead of rounding: errors of up
+    to 2^-23 of the sum, all towards zero. On an H200, 16.8 million sums of 8192 products had errors of up to 5.0e-3, an
+    emulation of this way of adding 5.4e-3; this function gives 5.5e-3. Rounding would leave 3.6e-4.
     """
     return terms / 16 * math.sqrt(terms) * 2**-23
 
@@ -39,9 +39,9 @@ def tensor_core_error(terms: int) -> float:
 def excess(
     actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None, reduction: int = 1, slack: float = 0.0
 ) -> float:
-    """The largest error as a multiple of its tolerance: above 1 is wrong, NaN counts as infinitely wrong.
+    """Return the largest error as a multiple of its tolerance: above 1 is wrong, NaN counts as infinitely wrong.
 
-    `slack` is an absolute error beyond the table's, for arithmetic that is known to have it.
+    `slack` is an additional absolute tolerance, for arithmetic that is known to need it.
     """
     if actual.shape != expected.shape:
         return math.inf
@@ -54,10 +54,10 @@ def excess(
 
 
 def excess_of_norm(actual: Tensor, expected: Tensor) -> float:
-    """The error's norm as a multiple of what the dtype's relative tolerance allows.
+    """Return the norm of the error as a multiple of the dtype's relative tolerance.
 
-    Of the whole, not element by element: half-precision intermediates are rounded relative to their own size, which an
-    element of the result may have lost by cancellation.
+    Compares whole tensors instead of elements: half-precision intermediates are rounded relative to their own size,
+    and an element of the result may be much smaller than these after cancellation.
     """
     error = (actual.double() - expected).norm() / (TOLERANCES[actual.dtype][0] * expected.norm())
     return math.inf if bool(error.isnan()) else float(error)

@@ -1,7 +1,7 @@
 """Tuned launches: tables of measured configurations that replace the answers of launch rules.
 
-`apex tune` writes them. A rule of a family's config.py that is `@tunable` looks into them when a launch is first made,
-never later: its answers are kept. Without an entry the rule's own answer stands.
+`apex tune` writes them. A `@tunable` rule of a family's config.py looks into them only when a launch is first made,
+because its answers are cached. Without an entry the rule's own answer stands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._device import DeviceFacts, forget_launches, launch_rule, next_power_of_2
 FORMAT = 1
 # Tables that come with the package, a file for each GPU.
 SHIPPED = Path(__file__).parent / "tuned"
-# Arguments of rules that a shape class rounds up to a power of two: how much there is to share out among programs.
+# Sizes that are shared out among programs: a shape class rounds these arguments of rules up to a power of two.
 ROUNDED = frozenset({"rows", "columns", "queries", "tokens", "images"})
 
 _CUDA_DRIVER = ("libcuda.so.1", "cuDriverGetVersion")
@@ -37,19 +37,19 @@ Varied = Callable[[Any], Sequence[str]]
 
 
 class Question(NamedTuple):
-    """What a rule was asked: `norm.forward_config` and its arguments but for the device, by name."""
+    """A call of a launch rule: its name, such as `norm.forward_config`, and its named arguments without the device."""
 
     op: str
     arguments: Mapping[str, Any]
 
     @property
     def dtype(self) -> str:
-        """The bits of an element: rules do not know its dtype."""
+        """Width of an element in bits, as text: rules know the element size but not the dtype."""
         return f"{8 * self.arguments['element_size']}-bit"
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The shape class: the other arguments, of which ROUNDED are rounded."""
+        """Shape class: all other arguments, with those in ROUNDED rounded up to a power of two."""
         sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
         return {name: next_power_of_2(value) if name in ROUNDED else value for name, value in sizes.items()}
 
@@ -58,20 +58,20 @@ class Question(NamedTuple):
         return self.op, self.dtype, tuple(sorted(self.shape.items()))
 
 
-# By rule, which fields of an answer may be varied.
+# For each rule, a function that names the fields of an answer that may be varied.
 TUNABLE: dict[str, Varied] = {}
 
 _noted: dict[Key, tuple[Question, Any]] | None = None
 _trial: Mapping[Key, Changes] | None = None
-# Families whose entries are no longer used, because a launch did not fit.
+# Families whose entries are no longer used, because a tuned launch did not fit on the device.
 _given_up: set[str] = set()
 
 
 def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a launch rule one whose answers, NamedTuples, a table may replace.
+    """Make a launch rule tunable: a table may replace fields of its answers, which are NamedTuples.
 
     The rule takes `element_size` among its arguments and a device last. `varied` names the fields of an answer that
-    can be changed by themselves, so that the kernels are still right.
+    can be changed independently without making the kernels wrong.
     """
 
     def decorate(rule: Callable[..., Any]) -> Any:
@@ -100,7 +100,7 @@ def _from_tables(question: Question, answer: Any, device: DeviceFacts) -> Any:
     if question.op.partition(".")[0] in _given_up:
         return answer
     entry = entries_for(device).get(question.key)
-    # Where the rule has changed, or chooses something else for this member of the class, the entry says nothing.
+    # An entry does not apply if the rule has changed, or if it chooses something else for this member of the class.
     if entry is None or any(getattr(answer, name, None) != value for name, value in entry["instead_of"].items()):
         return answer
     return answer._replace(**entry["config"])
@@ -108,7 +108,7 @@ def _from_tables(question: Question, answer: Any, device: DeviceFacts) -> Any:
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[Key, tuple[Question, Any]]]:
-    """Collects the questions that rules are asked inside, and what they answer, one for each shape class."""
+    """Collect the questions asked of rules inside the block with their answers, one for each shape class."""
     global _noted
     previous, _noted = _noted, {}
     forget_launches()
@@ -120,7 +120,7 @@ def noting() -> Iterator[dict[Key, tuple[Question, Any]]]:
 
 @contextlib.contextmanager
 def trying(changes: Mapping[Key, Changes]) -> Iterator[None]:
-    """Replaces these fields of rules' answers inside; no table is looked into."""
+    """Replace these fields of rules' answers inside the block, and ignore all tables."""
     global _trial
     previous, _trial = _trial, changes
     forget_launches()
@@ -131,12 +131,9 @@ def trying(changes: Mapping[Key, Changes]) -> Iterator[None]:
         forget_launches()
 
 
-# Tables ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Table:
-    """The entries of a file for one GPU, driver and Triton; `problem` says why they are not used here, if not."""
+    """Entries of a file for one GPU, driver and Triton. `problem` says why they are not used here, or is None."""
 
     path: Path
     gpu: str = ""
@@ -147,13 +144,13 @@ class Table:
 
 
 def versions() -> dict[str, Any]:
-    """What entries are good for besides the GPU: the driver's major version and Triton's version."""
+    """Return the versions that entries depend on besides the GPU: the driver's major version and Triton's version."""
     version = ctypes.c_int(0)
     if torch.cuda.is_available():
         library, read = ("libamdhip64.so", "hipDriverGetVersion") if torch.version.hip else _CUDA_DRIVER
         with contextlib.suppress(OSError):
             getattr(ctypes.CDLL(library), read)(ctypes.byref(version))
-    has_triton = _library.triton_problem() is None  # rules are asked without it too
+    has_triton = _library.triton_problem() is None  # rules are also called without Triton
     return {
         "driver": version.value // 1000,
         "triton": importlib.import_module("triton").__version__ if has_triton else "",
@@ -162,22 +159,22 @@ def versions() -> dict[str, Any]:
 
 @functools.cache
 def tables() -> tuple[Table, ...]:
-    """Every table there is: those that come with the package, then those of `APEX_TUNED` or the user's cache."""
+    """Return every table: first the package's, then the tables of `APEX_TUNED` or of the user's cache."""
     chosen = _env.tuned_launches()
     if chosen is None:
         return ()
-    found = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
+    all_tables = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
     here = versions()
-    for table in found:
+    for table in all_tables:
         differing = [f"{name} {getattr(table, name)}" for name in here if getattr(table, name) != here[name]]
         if table.problem is None and differing:
             now = ", ".join(f"{name} {value}" for name, value in here.items())
             table.problem = f"made with {', '.join(differing)}; here is {now}"
-    return tuple(found)
+    return tuple(all_tables)
 
 
 def read_tables(path: Path) -> list[Table]:
-    """The tables of a file; one with a problem where it cannot be read, none where there is no file."""
+    """Return the tables of a file: an empty list without a file, one table with a `problem` if it cannot be read."""
     try:
         document = json.loads(path.read_text())
         if document["format"] != FORMAT:
@@ -185,11 +182,11 @@ def read_tables(path: Path) -> list[Table]:
         found = [Table(path, **table) for table in document["tables"]]
         for table in found:
             for entry in table.entries:
-                hash(key_of(entry)), fits(entry)  # which raise where an entry is no entry
+                hash(key_of(entry)), fits(entry)  # these raise if an entry is malformed
         return found
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [Table(path, problem=f"is no table of tuned launches: {type(error).__name__}: {error}")]
 
 
@@ -199,7 +196,7 @@ def key_of(entry: Mapping[str, Any]) -> Key:
 
 @functools.cache
 def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
-    """The entries in use on a device; says once which tables of the user are not."""
+    """Return the entries in use on a device; warn once about tables of the user that are not used."""
     entries: dict[Key, dict[str, Any]] = {}
     for table in tables():
         if table.problem is None and table.gpu == device.name:
@@ -210,9 +207,9 @@ def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
 
 
 def give_up(family: str, error: Exception) -> bool:
-    """Whether to launch again what raised `error`: now without the tuned launches of its family, if it had some.
+    """Return whether to repeat a launch that raised `error`, after dropping the tuned launches of its family.
 
-    A launch with other options than the one that was tuned may need more shared memory than there is.
+    A launch with other options than the tuned ones may need more shared memory than the device has.
     """
     ops = [entry["op"] for table in tables() if table.problem is None for entry in table.entries]
     tuned = family not in _given_up and any(op.startswith(f"{family}.") for op in ops)
@@ -225,7 +222,7 @@ def give_up(family: str, error: Exception) -> bool:
 
 
 def falls_back(family: str) -> Callable[[Callable[..., Any]], Any]:
-    """Lets a function that launches kernels of a family, and is no `Op`'s, launch again where it is to `give_up`."""
+    """Let a function that launches kernels of a family outside of an `Op` retry once if `give_up` says so."""
 
     def decorate(launch: Callable[..., Any]) -> Any:
         @functools.wraps(launch)
@@ -243,20 +240,20 @@ def falls_back(family: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def configurations() -> dict[Key, Changes]:
-    """What the tables for this Triton change on any GPU: for compiling ahead, where the GPU and its driver are not."""
+    """Return the changes of all tables for this version of Triton, for any GPU and driver: for compiling ahead."""
     triton = versions()["triton"]
     entries = [entry for table in tables() if table.triton == triton for entry in table.entries if fits(entry)]
     return {key_of(entry): entry["config"] for entry in entries}
 
 
 def fits(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry replaces whole numbers by whole numbers, and names the same fields for both."""
+    """Return whether an entry replaces integers by integers, and names the same fields for both."""
     changed = (*entry["config"].values(), *entry["instead_of"].values())
     return entry["config"].keys() == entry["instead_of"].keys() and all(type(value) is int for value in changed)
 
 
 def forget_tables() -> None:
-    """Lets the tables be read again."""
+    """Clear the cached tables, so that they are read again."""
     _given_up.clear()
     tables.cache_clear()
     entries_for.cache_clear()

@@ -1,4 +1,4 @@
-"""Fused optimizers: each step is one pass over all parameters, or as few as the algorithm allows."""
+"""Fused optimizers: each step is one pass over all parameters, or as few passes as the algorithm allows."""
 
 from ..fp16_utils import FP16_Optimizer
 from .fused_adagrad import FusedAdagrad

@@ -1,7 +1,7 @@
-"""What every fused optimizer shares: an optimizer is a rule, a state layout and flags; the rest is here.
+"""Base class of the fused optimizers.
 
-A subclass says which state a parameter has (`_state_names`) and how a bucket is updated (`_update`). It gets buckets,
-master weights, stochastic rounding, loss scaling without host syncs, CUDA graphs and checkpoints from this class.
+A subclass names the state of a parameter (`_state_names`) and updates a bucket (`_update`). It gets buckets, master
+weights, stochastic rounding, loss scaling without host syncs, CUDA graphs and checkpoints from this class.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Range = torch._C._profiler._RecordFunctionFast
 
 
 class CommonOptions(TypedDict, total=False):
-    """Options by keyword, of which `FusedOptimizer` says what they mean."""
+    """Keyword options of all fused optimizers; `FusedOptimizer` describes them."""
 
     master_weights: bool
     stochastic_rounding: bool
@@ -49,7 +49,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """The same and one that SGD and LARS, as upstream's, also take by position."""
+    """The common options and one that upstream's SGD and LARS also take by position."""
 
     materialize_master_grads: bool
 
@@ -57,8 +57,8 @@ class Options(CommonOptions, total=False):
 class LossScaling(NamedTuple):
     """Loss scaling in a step: tensors on the device, or None.
 
-    A step in which `found_inf` is not 0 changes nothing. The update is computed with gradients times `inverse_scale`.
-    What is left in `.grad` after a step that happened is multiplied by `unscale`.
+    If `found_inf` is not 0, the step changes nothing. The update is computed with gradients times `inverse_scale`.
+    After a step that was not skipped, the gradients left in `.grad` are multiplied by `unscale`.
     """
 
     found_inf: Tensor | None = None
@@ -66,23 +66,23 @@ class LossScaling(NamedTuple):
     unscale: Tensor | None = None
 
     def on(self, device: torch.device) -> LossScaling:
-        """The same on another device."""
-        found_inf, inverse_scale, _ = self  # `unscale` comes with a factor, which is where that is
+        """Return the loss scaling with its tensors on `device`."""
+        found_inf, inverse_scale, _ = self  # `unscale` is on the device of `inverse_scale`
         if (found_inf is None or found_inf.device == device) and (
             inverse_scale is None or inverse_scale.device == device
         ):
             return self
-        waits = device == HOST  # where Python reads the copy
+        waits = device == HOST  # Python reads the copy at once
         return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `apply` that say so."""
+        """Return the loss scaling as keyword arguments of `apply`."""
         return {"noop": self.found_inf, "grad_scale": self.inverse_scale}
 
 
 def no_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.no_grad()` as a decorator, in a tenth of its 10 microseconds per call: it makes three objects."""
+    """Decorate like `torch.no_grad()`, at a tenth of its 10 microseconds per call, which go into three objects."""
 
     @functools.wraps(function)
     def wrapper(*args: Any) -> Any:
@@ -97,10 +97,10 @@ def no_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hooked_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which is the `step` of a class of optimizers, with hooks and a range for the profiler.
+    """Wrap an optimizer's `step` with hooks and a profiler range.
 
-    As PyTorch does it, but left out where it would do nothing: range and its aftermath in the caches take 20 to 50
-    microseconds, as much as a third of the host's time for a step of ResNet-50's 161 parameters.
+    PyTorch does the same; this wrapper skips what would have no effect. The range and its cache misses take 20 to 50
+    microseconds, up to a third of the host's time for a step of ResNet-50's 161 parameters.
     """
     in_full = _recorded(function)
 
@@ -116,7 +116,7 @@ def hooked_step(function: Callable[..., Any]) -> Callable[..., Any]:
             or _hooks_of_all._global_optimizer_post_hooks
         ):
             return in_full(*args, **kwargs)
-        # For observers other than the profiler; less than a microsecond where there is none.
+        # For observers other than the profiler; less than a microsecond if there is none.
         with _Range(f"Optimizer.step#{type(self).__name__}.step"):
             return function(*args, **kwargs)
 
@@ -128,40 +128,40 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Options that all of them take by keyword:
 
-    - `master_weights`: float16 and bfloat16 parameters get a float32 copy, which is what is updated;
-    - `stochastic_rounding`: bfloat16 parameters without such a copy are rounded up or down at random, so that small
+    - `master_weights`: float16 and bfloat16 parameters get a float32 copy, and updates are applied to it;
+    - `stochastic_rounding`: bfloat16 parameters without a master copy are rounded up or down at random, so that small
       updates are not lost; the same seed gives the same bits;
     - `capturable`: the step count (and the learning rate, if it is a tensor) stays on the device, so that a CUDA graph
       can be replayed;
     - `materialize_master_grads=False`: under `apex.amp` with master weights, gradients stay in half precision and
       scaled on the model's parameters, and the masters have none: 4 bytes per parameter less, and one pass less.
-      `apex.amp` sets `most_recent_scale` to the loss scale that it left on them, and `scale_set_by_backward`; a step
-      divides by the one and resets both.
+      `apex.amp` sets `most_recent_scale` to the loss scale left on the gradients, and `scale_set_by_backward`. A step
+      divides by `most_recent_scale` and resets both.
 
-    Between steps gradients, state and `param.data` may be replaced; a step finds what is there. Only where `param.data`
-    became a part of itself, with the first element in the same place and the old gradient still there, a GPU goes on
-    with the whole: clear gradients after shrinking a parameter.
+    Gradients, state and `param.data` may be replaced between steps, with one exception on a GPU. If `param.data` is
+    replaced by a part of itself with the same first element, and the old gradient is kept, the step still updates the
+    whole old tensor: clear gradients after shrinking a parameter.
     """
 
-    # Whether an update depends on how many there were before: then a graph needs the count on the device.
+    # Whether an update depends on the number of earlier updates: then a graph needs the count on the device.
     _counts_steps = True
-    # Whether every element is updated by itself, so that a shard of a parameter can be updated without the others.
+    # Whether each element is updated independently, so that a shard of a parameter can be updated alone.
     _takes_shards = True
     # Names of state that a saved parameter may lack although it has other state.
     _may_lack: frozenset[str] = frozenset()
-    # What a bucket's tensors become: something that a rule can be applied to.
+    # Makes, from a bucket's tensors, an object that update rules can be applied to.
     _make_lists = staticmethod(make_lists)
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
-    # Set by apex.amp: the half-precision parameter of a model that is written whenever its float32 master, which the
-    # optimizer has in its place, is updated; and whether that parameter's gradient is used, not the master's.
+    # Set by apex.amp. `_model_params` maps a float32 master, which the optimizer holds, to the model's half-precision
+    # parameter, which is written at each update. `_takes_model_grads`: use that parameter's gradient, not the master's.
     _model_params: Mapping[Tensor, Tensor] = MappingProxyType({})
     _takes_model_grads = False
     _wrote_models = False
-    # The options where they are not given.
+    # Default values of the options.
     master_weights = stochastic_rounding = capturable = False
     materialize_master_grads = True
-    # Here, too, because optimizers of earlier versions are unpickled.
+    # Class attributes too, because optimizers pickled by earlier versions lack them.
     most_recent_scale: float | Tensor = 1.0
     scale_set_by_backward = False
 
@@ -180,59 +180,55 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         self.set_grad_none = set_grad_none
         self._group_buckets: dict[int, GroupBuckets] = {}
-        # The values of `state` when buckets were made last. A user may replace one at any time: every step compares.
+        # The values of `state` when buckets were last made. A user may replace one at any time: every step compares.
         self._states: list[dict[str, Any]] = []
-        # How many steps an overflow skipped, by group: tensors on the device, of which the host has not heard yet.
+        # Number of steps skipped for an overflow, by group: tensors on the device that the host has not read yet.
         self._skipped: dict[int, Tensor] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, after a look at its hyperparameters."""
-        if isinstance(param_group, dict):  # else PyTorch complains
+        """Add a parameter group after checking its hyperparameters."""
+        if isinstance(param_group, dict):  # PyTorch raises for other types
             self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
-    # What a subclass provides -----------------------------------------------------------------------------------------
-
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Raises for hyperparameters of a group that are not usable."""
+        """Raise an error if a group's hyperparameters are invalid."""
         check_options(options)
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
-        """Names of the state tensors in the order of the rule's slots."""
+        """Return the names of the state tensors in the order of the update rule's slots."""
         raise NotImplementedError
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
-        """One step of one bucket; `step` counts from 1, and is a float64 tensor where it lives on the device."""
+        """Update one bucket; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         raise NotImplementedError
 
     def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
-        """A new state tensor: zeros, in float32 for half-precision parameters."""
+        """Return a new state tensor: zeros, in float32 for half-precision parameters."""
         return torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
-        """Parameters of different kinds go to different buckets."""
+        """Return a key; parameters with different keys go to different buckets."""
         return None
 
     def _rename_loaded_state(self) -> None:
-        """Called after loading: for state that PyTorch's optimizers keep under another name."""
+        """Rename loaded state that PyTorch's optimizers keep under another name; called after loading."""
 
     def _before_step(self) -> None:
-        """Called once per step, before buckets compare addresses: for tensors that are to be moved first."""
+        """Move tensors if needed; called once per step, before buckets compare addresses."""
 
     def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
-        """Called when a group's buckets are about to be made anew: parameters came or went, got other memory, ..."""
+        """Prepare a group whose buckets are about to be made again: parameters were added, moved, got gradients, ..."""
 
     def _before_update(self, scaling: LossScaling) -> None:
-        """Called once per step, when every group's buckets are ready (`self._ready`): for norms over all gradients."""
+        """Compute norms over all gradients; called once per step, when all buckets are ready (`self._ready`)."""
 
-    # PyTorch puts it around the step of every class that has one of its own.
+    # PyTorch wraps the step of every class that defines one with this function.
     profile_hook_step = staticmethod(hooked_step)  # type: ignore[assignment]
 
-    # The step ---------------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimization step; returns the closure's loss."""
+        """Perform one optimization step and return the closure's loss."""
         loss = run_closure(closure)
         self._step(self._loss_scaling())
         return loss
@@ -243,8 +239,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             self._step_now(scaling)
 
-    # A compiled training step calls out to Python here: the kernels take addresses, which a graph does not have.
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    # A graph break in a compiled training step: the kernels take addresses, which a graph does not have.
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     def _step_outside_graph(self, scaling: LossScaling) -> None:
         self._step_now(scaling)
 
@@ -264,18 +260,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 continue
             seed = self._next_seed(group)
             step = self._next_step(index, group, buckets[0].device, scaling)
-            # A graph must not freeze hyperparameters, which schedulers change.
+            # A graph must not freeze hyperparameters, because schedulers change them.
             numbers = group if recording is None else recording.group(self, index)
             rate = numbers.get("lr")
-            if isinstance(rate, Tensor) and rate.is_cpu:  # computed with in float64, as in a graph
+            if isinstance(rate, Tensor) and rate.is_cpu:  # computed in float64, as in a graph
                 numbers = {**numbers, "lr": float(rate)}
             for bucket in buckets:
-                there = scaling.on(bucket.device)
+                bucket_scaling = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
-                self._update(numbers, bucket, count, there, seed if rounds else None)
-                if there.unscale is not None:
-                    _unscale_gradients(bucket.gradients(), there.unscale, there.found_inf)
+                self._update(numbers, bucket, count, bucket_scaling, seed if rounds else None)
+                if bucket_scaling.unscale is not None:
+                    _unscale_gradients(bucket.gradients(), bucket_scaling.unscale, bucket_scaling.found_inf)
                 bucket.release()
         self._ready = []
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
@@ -283,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._wrote_models = True
 
     def _check_capture(self) -> None:
-        """Refuses to record into a CUDA graph what a replay would get wrong."""
+        """Raise an error if a replay of a CUDA graph that records this step would give wrong results."""
         if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
             return
         name = type(self).__name__
@@ -304,7 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets_of(self, index: int, group: dict[str, Any]) -> list[Bucket]:
         kept = self._group_buckets.get(index)
-        names = tuple(self._state_names(group))  # an option may have changed: a momentum that was 0
+        names = tuple(self._state_names(group))  # may change with an option, such as a momentum that was 0
         if kept is None or kept.names != names or not kept.refresh(group["params"]):
             self._before_buckets(index, group)
             kept = self._group_buckets[index] = GroupBuckets(self, group, names)
@@ -312,7 +308,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return kept.buckets
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """A parameter's state, filled in where something is missing, and its kind."""
+        """Return a parameter's state, with missing tensors created, and its kind."""
         if not self._takes_shards and local(param) is not param:
             raise NotImplementedError(
                 f"{type(self).__name__} needs norms of whole parameters and does not take sharded ones (DTensor)"
@@ -327,7 +323,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state, kind
 
     def _next_step(self, index: int, group: dict[str, Any], device: torch.device, scaling: LossScaling) -> Any:
-        """Counts a step: `group["step"]`, which skipped steps do not count in, wherever it is known."""
+        """Count a step and return the count; `group["step"]` leaves out skipped steps as soon as they are known."""
         if self.capturable:
             count = group.get("step", 0)
             if not isinstance(count, Tensor):
@@ -350,25 +346,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         return step
 
     def _settle_skipped(self, index: int, group: dict[str, Any]) -> None:
-        """Takes the skipped steps off the host's count, which waits for the device."""
+        """Subtract the skipped steps from the host's count, which waits for the device."""
         skipped = self._skipped[index]
         group["step"] = int(group["step"]) - int(skipped)
-        skipped.zero_()  # in place, because a graph may go on to count in it
+        skipped.zero_()  # in place, because a graph may continue to count in this tensor
 
     def _settle_all_skipped(self) -> None:
         for index in list(self._skipped):
             self._settle_skipped(index, self.param_groups[index])
 
     def _next_seed(self, group: dict[str, Any]) -> int | None:
-        """A seed for this step's stochastic rounding, below 2**24."""
+        """Return a seed below 2**24 for this step's stochastic rounding."""
         if not self.stochastic_rounding:
             return None
         count = group["rounding_count"] = group.get("rounding_count", 0) + 1
         return (count * 0x9E3779B1) & 0xFFFFFF
 
     def _loss_scaling(self, grad_scaler: Any = None) -> LossScaling:
-        """Flag and factor that torch.amp.GradScaler left on the optimizer, or that `grad_scaler` has."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        """Return the loss scaling that torch.amp.GradScaler set on the optimizer, or the scaling of `grad_scaler`."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if grad_scaler is not None:
             state = grad_scaler._per_optimizer_states[id(self)]
             if state["stage"] is OptState.READY:
@@ -376,13 +372,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             current = grad_scaler._get_scale_async()
             scale = None if state["stage"] is OptState.UNSCALED else current
             flags = [flag.to(current.device) for flag in state["found_inf_per_device"].values()]
-            found = sum(flags[1:], flags[0]) if flags else None
+            found_inf = sum(flags[1:], flags[0]) if flags else None
         inverse = None if scale is None else scale.double().reciprocal().to(torch.float32).reshape(1)
-        # The sum of no flags, where no parameter has a gradient, is the number 0.
-        return LossScaling(found if isinstance(found, Tensor) else None, inverse, inverse)
+        # If no parameter has a gradient, the flags' sum is the number 0.
+        return LossScaling(found_inf if isinstance(found_inf, Tensor) else None, inverse, inverse)
 
     def _with_recent_scale(self, scaling: LossScaling) -> LossScaling:
-        """`scaling` with the scale that amp left on the gradients taken out of them, too."""
+        """Return `scaling` such that it also removes the loss scale that amp left on the gradients."""
         scale = self.most_recent_scale
         if not isinstance(scale, Tensor):
             if scale == 1.0:
@@ -393,10 +389,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             inverse = inverse.to(scaling.inverse_scale.device) * scaling.inverse_scale
         return LossScaling(scaling.found_inf, inverse, scaling.unscale)
 
-    # Gradients, groups, checkpoints -----------------------------------------------------------------------------------
-
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients; frees them by default if the optimizer was made with `set_grad_none`."""
+        """Clear the gradients; by default set them to None if the optimizer was made with `set_grad_none`."""
         if self.set_grad_none if set_to_none is None else set_to_none:
             super().zero_grad(set_to_none=True)
             return
@@ -407,21 +401,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag that is 0, for subclasses that call functions of `amp_C` themselves."""
+        """Return a flag that is 0, for subclasses that call functions of `amp_C` themselves."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def master_parameters(self) -> list[Tensor]:
-        """The tensors that are really updated: the float32 masters where there are any, else the parameters."""
+        """Return the tensors that updates are applied to: the float32 master of a parameter, else the parameter."""
         params = (param for group in self.param_groups for param in group["params"])
         return [self.state[param].get(MASTER, param) if param in self.state else param for param in params]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in the format of `torch.optim`, which loads it too; master weights included."""
+        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
         self._settle_all_skipped()
         return saved_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
+        """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
         load_state(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -433,7 +427,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self._group_buckets = {}
         self._states = []
-        # PyTorch's `load_state_dict` comes by here, too: what a graph may go on to count in stays.
+        # PyTorch's `load_state_dict` calls this too. The tensors stay: a graph may continue to count in them.
         for skipped in self.__dict__.setdefault("_skipped", {}).values():
             skipped.zero_()
 
@@ -447,7 +441,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in self.__dict__.items()
                 if name
                 not in ("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
-                and not isinstance(value, MethodType)  # apex.amp's and schedulers', bound to the original
+                and not isinstance(value, MethodType)  # set by apex.amp and schedulers, bound to the original
             }
         )
         twin._group_buckets, twin._states = {}, []
@@ -455,7 +449,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | None) -> None:
-    """Takes the loss scale out of the gradients after a step, which computed in more digits than they may have."""
+    """Remove the loss scale from the gradients after a step; the step used more digits than gradients may have."""
     if noop is not None:
         factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
     ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
@@ -463,7 +457,7 @@ def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | N
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a closure that was given to `step`, or None without one."""
+    """Run the closure passed to `step` with gradients enabled and return its loss, or None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -471,7 +465,7 @@ def run_closure(closure: Callable[[], Any] | None) -> Any:
 
 
 def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[str, Any]:
-    """What rules with Adam's two moments take: of a parameter group, at a step that counts from 1."""
+    """Return the hyperparameters of rules with Adam's two moments, from a parameter group and a step counted from 1."""
     beta1, beta2 = group["betas"]
     return {
         "lr": group["lr"],
@@ -486,10 +480,10 @@ def adam_hyperparameters(group: dict[str, Any], step: Any, **more: Any) -> dict[
 
 
 def compiled_function(name: str) -> property:
-    """An attribute that is a function of `amp_C`, for subclasses that were written for the original optimizers."""
+    """Return a property for a function of `amp_C`, for subclasses written for the original optimizers."""
     return property(lambda self: getattr(importlib.import_module("amp_C"), name))
 
 
 def state_dtype(param: Tensor) -> torch.dtype:
-    """float32 for half-precision parameters, else the parameter's own."""
+    """Return the dtype of a parameter's state: float32 for half-precision parameters, else the parameter's dtype."""
     return torch.float32 if param.dtype in LOW_PRECISION else param.dtype

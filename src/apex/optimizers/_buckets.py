@@ -1,9 +1,9 @@
-"""The parameters of a group, sorted into buckets that one pass can update, and kept sorted from step to step.
+"""Buckets: the parameters of a group, sorted so that one pass updates each bucket, and kept from step to step.
 
-Between two steps anything may happen: gradients are freed and made anew, parameters get other memory (`model.to`,
-`p.data = ...`), state is loaded or moved to another device. So every step looks at every address again, through `map`
-over built-in methods, which takes a few tenths of a microsecond per parameter; tables are uploaded and buckets made
-anew only where something moved.
+Between two steps gradients may be freed and allocated again, parameters may get other memory (`model.to`,
+`p.data = ...`), and state may be loaded or moved to another device. So every step compares every address, through `map`
+over built-in methods, which takes a few tenths of a microsecond per parameter. Tables are uploaded and buckets made
+again only if something moved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _data_ptr = Tensor.data_ptr
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a distributed tensor that this process holds; any other tensor as it is."""
+    """Return this process's shard of a distributed tensor; return any other tensor unchanged."""
     shard = getattr(tensor, "_local_tensor", None)
     return tensor if shard is None else shard
 
@@ -40,9 +40,9 @@ def local(tensor: Tensor) -> Tensor:
 class Bucket:
     """Parameters that one pass updates: one device, one dtype, one implementation.
 
-    Slot 0 of `lists` is the parameter, or its float32 master where there is one; then `lists.copy` is the parameter.
-    Parameters that are masters themselves (of apex.amp) come with the `models` that get the copy, whose gradients are
-    used if `of_models`.
+    Slot 0 of `lists` is the parameter, or its float32 master if it has one; then `lists.copy` is the parameter.
+    If the parameters are themselves masters (of apex.amp), `models` are the model's parameters that receive the copy.
+    With `of_models` the gradients of `models` are used.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Bucket:
     ) -> None:
         self.params = params
         self._models = models
-        # Tensors whose addresses must be those that the lists were made with.
+        # Tensors whose addresses must still equal the addresses that the lists were made with.
         self._located = params if models is None else params + models
         self._sources = models if models and of_models else params
         self.kind = kind
-        # For the optimizer: thrown away with the bucket.
+        # Values that the optimizer stores; discarded with the bucket.
         self.kept: dict[str, Any] = {}
         self.states = states
         self.names = names
@@ -73,9 +73,9 @@ class Bucket:
         self._shapes = list(map(_shape, self._sources))
         self._held = self._gradients()
         self._gradient_dtypes = set(map(_dtype, self._held))
-        # Checks that gradients have the dtypes, sizes and strides of these. Parameters then have the same sizes, too.
-        given = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
-        self._looks_right: Callable[..., bool] = looks_like(self._held) if given else lambda *_: False
+        # Checks that gradients have the dtypes, sizes and strides of these. Parameters then have the same sizes too.
+        unconverted = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
+        self._looks_right: Callable[..., bool] = looks_like(self._held) if unconverted else lambda *_: False
         self.lists = make(*self._slots(self._held))
         self.device = self.lists.device
         self._addresses = list(map(_data_ptr, self._local_tensors()))
@@ -88,15 +88,15 @@ class Bucket:
         return (*self.names, MASTER) if self.has_masters else tuple(self.names)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as they are, this process's part of distributed ones."""
+        """Return the gradients without a change of layout; of distributed gradients, this process's shard."""
         return [local(source.grad) for source in self._sources if source.grad is not None]
 
     def _gradients(self) -> list[Tensor]:
-        """The gradients, laid out like their parameters."""
+        """Return the gradients, laid out like their parameters."""
         gradients = list(map(_grad_of, self._sources))
         return [
             gradient
-            # Two tensors may both be contiguous, with other strides where a size is 1.
+            # Two contiguous tensors may have different strides in a dimension of size 1.
             if gradient.stride() == param.stride() or (gradient.is_contiguous() and param.is_contiguous())
             else torch.empty_like(param).copy_(gradient)
             for gradient, param in zip(gradients, self._sources, strict=True)
@@ -116,11 +116,11 @@ class Bucket:
         return list(map(local, self._located)) if self._distributed else self._located
 
     def watch(self, name: str) -> None:
-        """The bucket is made anew when a parameter's state of this name is no longer the tensor that it is now."""
+        """Have the bucket made again if any parameter's state of this name is replaced by another tensor."""
         self._state_checks.append((operator.itemgetter(name), [state[name] for state in self.states]))
 
     def refresh(self) -> bool:
-        """Points the lists to where the tensors are now; False when the bucket must be made anew."""
+        """Update the addresses in the lists; return False if the bucket must be made again."""
         if not self._has_state():
             return False
         lists, gradients = self.lists, list(map(_grad_of, self._sources))
@@ -128,7 +128,7 @@ class Bucket:
             alike = self._looks_right(*gradients)
             if not (alike or self._fit(gradients)) or not lie_at(self._local_tensors(), self._addresses):
                 return False
-        except (TypeError, RuntimeError):  # a gradient that is None, sparse, or a tensor without memory
+        except (TypeError, RuntimeError):  # a gradient is None or sparse, or a tensor has no memory
             return False
         if not lists.usable():
             return False
@@ -147,7 +147,7 @@ class Bucket:
             return False
 
     def _fit(self, gradients: list[Tensor]) -> bool:
-        """Whether gradients are dense, with the shapes and dtypes of the lists: others may be at their addresses."""
+        """Return whether gradients are dense and have the lists' shapes and dtypes; an address may have been reused."""
         return (
             all(gradient is not None and gradient.layout == torch.strided for gradient in gradients)
             and list(map(_shape, gradients)) == self._shapes
@@ -155,12 +155,12 @@ class Bucket:
         )
 
     def _laid_out_alike(self, gradients: list[Tensor]) -> bool:
-        """Whether gradients are laid out like their parameters."""
+        """Return whether gradients are laid out like their parameters."""
         is_plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
         return is_plain or list(map(Tensor.stride, gradients)) == self._strides
 
     def release(self) -> None:
-        """Lets go of the gradients, which whoever owns them may want to free."""
+        """Drop the references to the gradients, so that their owner can free them."""
         self._held = []
         if isinstance(self.lists, TorchLists):
             self.lists.slots = ()
@@ -179,7 +179,7 @@ class GroupBuckets:
             check_parameter(source, index)
         self.names = names
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
-        # Parameters that share memory must not be updated at the same time.
+        # Parameters that share memory must not be updated concurrently.
         shared = overlapping([local(params[index]) for index, _ in present])
         for position, (index, gradient_dtype) in enumerate(present):
             param = params[index]
@@ -205,7 +205,7 @@ class GroupBuckets:
             self.buckets.append(Bucket(params, states, names, optimizer._make_lists, kind, copied, of_models))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
-        """Points every bucket to where its tensors are now; False when the buckets must be made anew."""
+        """Update the addresses in every bucket; return False if the buckets must be made again."""
         if len(params) != len(self._all) or not all(map(operator.is_, params, self._all)):
             return False
         if self._absent and any(param.grad is not None for param in self._absent):
@@ -214,7 +214,7 @@ class GroupBuckets:
 
 
 def check_parameter(param: Tensor, index: int) -> None:
-    """Raises for a parameter or gradient that no fused optimizer can update."""
+    """Raise an error if no fused optimizer can update a parameter or its gradient."""
     if param.dtype not in DTYPES:
         raise TypeError(f"parameter {index} is {param.dtype}; float16, bfloat16, float32 and float64 are accepted")
     gradient = param.grad
@@ -233,7 +233,7 @@ def check_parameter(param: Tensor, index: int) -> None:
 
 
 def check_state(param: Tensor, index: int, state: dict[str, Any], names: Sequence[str]) -> None:
-    """Raises for state that is not the parameter's."""
+    """Raise an error if state does not have the parameter's shape."""
     for name in names:
         if state[name].shape != param.shape:
             raise RuntimeError(

@@ -1,8 +1,8 @@
-"""State dicts of fused optimizers: exact, and interchangeable with those of `torch.optim`.
+"""State dicts of fused optimizers: exact, and interchangeable with state dicts of `torch.optim`.
 
-PyTorch's optimizers count steps per parameter, in a tensor; ours count per group, in `group["step"]`. Both are saved.
-PyTorch casts loaded state to the parameter's dtype, which would round the float32 state of half-precision parameters;
-ours keeps the dtype that was saved.
+PyTorch's optimizers count steps per parameter, in a tensor; fused ones count per group, in `group["step"]`. Both counts
+are saved. PyTorch casts loaded state to the parameter's dtype, which would round the float32 state of half-precision
+parameters; fused optimizers keep the saved dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger("apex.optimizers")
 
 
 def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Adds each parameter's step count for PyTorch's optimizers; copies, so that later steps do not change it."""
+    """Add each parameter's step count for PyTorch's optimizers; copied, so that later steps do not change it."""
     state = dict(state_dict["state"])
     groups = [
         {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -42,16 +42,16 @@ def saved_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_saved(optimizer: Any, state_dict: Any) -> None:
-    """Raises for a state dict that is not the optimizer's, before anything is loaded."""
+    """Raise an error if a state dict does not fit the optimizer, before anything is loaded."""
     name = type(optimizer).__name__
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(
-            f"{name} loads a dict with 'state' and 'param_groups', as its state_dict() returns, not {found}"
+            f"{name} loads a dict with 'state' and 'param_groups', as its state_dict() returns, not {keys}"
         )
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
-        return  # PyTorch says so
+        return  # PyTorch raises the error
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         place = f"param_groups[{number}] of the state dict"
         missing = {option for option in optimizer.defaults if option in HYPERPARAMETERS and option not in saved}
@@ -72,7 +72,7 @@ def check_saved(optimizer: Any, state_dict: Any) -> None:
                 _check_param_state(optimizer, param, f"the state of parameter {key}", state, names, "step" in saved)
 
 
-# What torch.optim.Adagrad saves beyond the options of FusedAdagrad, which acts on them.
+# Options that torch.optim.Adagrad saves and FusedAdagrad's arguments lack; FusedAdagrad follows them.
 _OF_ADAGRAD = ("lr_decay", "initial_accumulator_value")
 
 
@@ -94,12 +94,12 @@ def _check_param_state(
         if each not in state or (value is None and each in optimizer._may_lack):
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != param.shape:
-            found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{each} in {place} is {found}; a float tensor of shape {tuple(param.shape)} is expected")
+            actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"{each} in {place} is {actual}; a float tensor of shape {tuple(param.shape)} is expected")
 
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Loads with PyTorch's own method, then puts back what it would have rounded or dropped."""
+    """Load by PyTorch's own method, then restore the values that it rounded or dropped."""
     state_dict = _from_distributed(optimizer, state_dict)
     check_saved(optimizer, state_dict)
     if any(group.get("maximize") for group in state_dict["param_groups"]):
@@ -109,7 +109,7 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
     load(state_dict)
     for group, previous, count in zip(optimizer.param_groups, before, counts, strict=True):
         for option, value in {**optimizer.defaults, **previous}.items():
-            group.setdefault(option, value)  # what PyTorch's optimizers do not have
+            group.setdefault(option, value)  # options that PyTorch's optimizers do not have
         if count is not None:
             group["step"] = count
     saved_groups = state_dict["param_groups"]
@@ -127,7 +127,10 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
 
 
 def _from_distributed(optimizer: Any, state_dict: Any) -> Any:
-    """The state dict of DistributedFusedAdam as FusedAdam has it: the step count by group, masters by another name."""
+    """Convert a state dict of DistributedFusedAdam to FusedAdam's format.
+
+    The step count moves to the groups, and master weights get another name.
+    """
     if not isinstance(state_dict, Mapping) or state_dict.get("format") is None:
         return state_dict
     if "state" not in state_dict or "step" not in state_dict["state"]:
@@ -155,7 +158,7 @@ def _restored(value: Any, param: Tensor) -> Any:
 
 
 def _step_counts(state_dict: dict[str, Any]) -> list[Any]:
-    """Each group's step count: its own, or that of its parameters."""
+    """Return each group's step count: the group's own, or else its parameters'."""
     counts: list[Any] = []
     for group in state_dict["param_groups"]:
         if "step" in group:

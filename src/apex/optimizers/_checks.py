@@ -1,4 +1,4 @@
-"""Checks of hyperparameters, for every optimizer: one table, by the names that parameter groups have them under."""
+"""Checks of hyperparameters for every optimizer, by their names in parameter groups."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FLAGS = {
     *("lr_in_momentum", "nesterov", "master_weights", "stochastic_rounding", "capturable", "set_grad_none"),
     "materialize_master_grads",
 }
-# What tells optimizers apart: each saves its own.
+# Options that distinguish optimizers in a state dict.
 HYPERPARAMETERS = _AT_LEAST_ZERO | _BELOW_ONE | {"betas", "dampening", "max_grad_norm", "rho"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises for a hyperparameter that no optimizer can use, by its name; other names are not looked at."""
+    """Raise an error if a hyperparameter is invalid for every optimizer; unknown names are not checked."""
     for name, value in options.items():
         if value is required:
-            continue  # PyTorch asks for it
+            continue  # PyTorch raises if it is missing
         if name in _AT_LEAST_ZERO:
             if _number(name, value) < 0:
                 raise ValueError(f"{name}={value} is negative")
@@ -46,7 +46,7 @@ def check_options(options: Mapping[str, Any]) -> None:
                 raise ValueError(f"rho={value} is not in [0, 1]")
         elif name == "dampening":
             _finite(name, value)
-        elif name == "max_grad_norm":  # infinity, 0 and None: no limit
+        elif name == "max_grad_norm":  # infinity, 0 and None mean no limit
             if value is not None and _number(name, value) < 0:
                 raise ValueError(f"max_grad_norm={value} is negative")
         elif name in _FLAGS:
@@ -54,14 +54,14 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_nesterov(options: Mapping[str, Any]) -> None:
-    """Raises for Nesterov's momentum where there is no momentum, or a dampened one."""
+    """Raise an error if Nesterov momentum is requested without momentum or with dampening."""
     momentum, dampening = options["momentum"], options["dampening"]
     if options["nesterov"] and (momentum <= 0 or dampening != 0):
         raise ValueError(f"nesterov needs a momentum and no dampening, not {momentum=} and {dampening=}")
 
 
 def _number(name: str, value: Any) -> float:
-    """The value of a number; 0 in place of one on a device, which is not waited for."""
+    """Return the value of a number; return 0 for a tensor on a device, to avoid waiting for it."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
             raise ValueError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}, not one real number")
@@ -87,15 +87,15 @@ def _below_one(name: str, value: Any) -> None:
 
 
 def _flag(name: str, value: Any) -> None:
-    is_flag = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # NumPy's
+    is_flag = isinstance(value, numbers.Integral) or type(value).__name__ in ("bool", "bool_")  # also NumPy's bool
     if not is_flag or int(value) not in (0, 1):
         raise TypeError(f"{name}={value!r} is neither True nor False")
 
 
 def check_step(name: str, value: Any) -> int:
-    """The value of a step count; raises for what is none."""
+    """Return the value of a step count; raise an error if it is not one."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if not isinstance(value, numbers.Real) or not float(value).is_integer() or value < 0:  # infinity and NaN are none
+    if not isinstance(value, numbers.Real) or not float(value).is_integer() or value < 0:  # rejects infinity and NaN
         raise ValueError(f"{name}={value!r} is not a count of steps")
     return int(float(value))

@@ -1,8 +1,8 @@
 """Optimizers whose parameters and gradients lie in combined buffers: one flat tensor per device and dtype.
 
-The originals are views of the buffers, so that one operator on a buffer (a norm, a clip, an all-reduce) serves all.
-A user can break that sharing at any time: `p.grad = ...`, `model.zero_grad()`, `model.half()`. Every step looks at all
-addresses again and moves back what was moved away; the numbers never depend on it.
+Parameters and gradients are views of the buffers, so that one operator on a buffer (a norm, a clip, an all-reduce)
+serves all. A user can break that sharing at any time: `p.grad = ...`, `model.zero_grad()`, `model.half()`. Every step
+compares all addresses and moves tensors back to the buffers; the results never depend on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _data_ptr = Tensor.data_ptr
 
 
 def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and device; strides may differ."""
+    """Return whether two tensors have the same shape, dtype, device and layout; strides may differ."""
     return (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
         other.shape,
         other.dtype,
@@ -41,7 +41,7 @@ class Combination:
     """Parameters of one device and dtype in one buffer, and their gradients in another."""
 
     def __init__(self, members: list[Tensor], groups: list[int]) -> None:
-        """`groups` has the parameter group of each member; members of a group follow each other."""
+        """Combine the members; `groups` has the parameter group of each, and a group's members are consecutive."""
         self.members = members
         self._groups = groups
         self.params, self._homes = flat.combine(members)
@@ -50,13 +50,13 @@ class Combination:
         self._offsets, _ = flat.offsets_of(members)
         self._addresses = list(map(_data_ptr, self._homes))
         self._grad_addresses = list(map(_data_ptr, self._grad_homes))
-        # Whether a gradient's place in the buffer is in use; otherwise it is zero.
+        # Whether a gradient's part of the buffer is in use; otherwise it is zero.
         self._in_use = [False] * len(members)
 
     def holds_params(self) -> bool:
-        """Moves parameters that got other memory back to the buffer; False where that cannot be done.
+        """Move parameters that got other memory back to the buffer; return False if that is impossible.
 
-        The buffer then has them all, where `_addresses` says.
+        On success all parameters lie in the buffer at `_addresses`.
         """
         if lie_at(self.members, self._addresses):
             return True
@@ -68,14 +68,14 @@ class Combination:
                 return False
         if flat.overlapping(self.members):
             return False
-        # Cloned first: a parameter may have been given the memory of another.
+        # Cloned first: a parameter may now use the memory of another.
         values = [self.members[index].detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
             self.members[index].data = self._homes[index].copy_(value)
         return True
 
     def gather(self) -> None:
-        """Moves gradients that have other memory to the buffer."""
+        """Move gradients that have other memory to the buffer."""
         gradients = list(map(_grad_of, self.members))
         if self._shares_all(gradients):
             return
@@ -100,11 +100,11 @@ class Combination:
     def _shares_all(self, gradients: list[Tensor | None]) -> bool:
         try:
             return lie_at(gradients, self._grad_addresses)  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):  # a gradient that is None or sparse
+        except (TypeError, RuntimeError):  # a gradient is None or sparse
             return False
 
     def zero(self) -> None:
-        """Zeroes every gradient and keeps, or takes up, sharing; what is None stays so."""
+        """Set every gradient to zero and make it a view of the buffer; gradients that are None stay None."""
         self.grads.zero_()
         gradients = list(map(_grad_of, self.members))
         if self._shares_all(gradients):
@@ -117,7 +117,7 @@ class Combination:
                 self.members[index].grad = gradient.detach().zero_()
 
     def part_of_group(self, buffer: Tensor, group: int) -> Tensor | None:
-        """The part of one of the buffers that belongs to a parameter group."""
+        """Return the part of `buffer` that belongs to a parameter group, or None."""
         indices = [index for index, number in enumerate(self._groups) if number == group]
         if not indices:
             return None
@@ -125,7 +125,7 @@ class Combination:
         return buffer[self._offsets[indices[0]] : end]
 
     def mask(self) -> Tensor:
-        """1 where an element of a gradient is, 0 in the gaps, shaped like the buffers."""
+        """Return a tensor shaped like the buffers: 1 for elements of gradients, 0 in the gaps."""
         mask = torch.zeros_like(self.grads)
         for offset, member in zip(self._offsets, self.members, strict=True):
             mask[offset : offset + member.numel()] = 1
@@ -133,25 +133,25 @@ class Combination:
 
 
 class CombinedTensors:
-    """All combinations of an optimizer, made anew when its parameters change."""
+    """All combinations of an optimizer, made again when its parameters change."""
 
     def __init__(self) -> None:
         self.combinations: list[Combination] = []
         self._params: list[list[Tensor]] = []
-        # Parameters that are left where they are: frozen, sharded, overlapping.
+        # Parameters that are not combined: frozen, sharded, overlapping.
         self.loose: list[Tensor] = []
         self._frozen: list[Tensor] = []
         self._reported = False
 
     def knows(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether these are the parameters that were combined."""
+        """Return whether the groups' parameters are the combined ones."""
         return len(groups) == len(self._params) and all(
             len(group["params"]) == len(params) and all(map(operator.is_, group["params"], params))
             for group, params in zip(groups, self._params, strict=True)
         )
 
     def update(self, groups: list[dict[str, Any]]) -> None:
-        """Makes the buffers hold what the parameters and gradients are now."""
+        """Make the buffers hold the current parameters and gradients."""
         if not self.knows(groups) or any(param.requires_grad for param in self._frozen):
             self._build(groups)
         elif not all(combination.holds_params() for combination in self.combinations):
@@ -174,8 +174,8 @@ class CombinedTensors:
         kinds: dict[Any, list[int]] = {}
         for index in chosen:
             kinds.setdefault((params[index].device, params[index].dtype), []).append(index)
-        # One after the other, each replaced before the next is made: memory for one more buffer is enough. What fails
-        # half way is not known then, and done again.
+        # One combination after the other, each replacing the old memory before the next is made, so that one extra
+        # buffer is enough. If this fails half way, `_params` stays empty and the next call starts again.
         self.combinations, self._params = [], []
         for indices in kinds.values():
             self.combinations.append(
@@ -202,15 +202,15 @@ def _can_be_combined(param: Tensor) -> bool:
 
 
 class NpuFusedOptimizerBase(FusedOptimizer):
-    """Base of Ascend's optimizers, on every device: see `FusedOptimizer` for the options after the star.
+    """Base of Ascend's optimizers, on every device; `FusedOptimizer` describes the keyword options.
 
-    At the first step, or the first look at the buffers, trainable parameters move to one buffer per device and dtype,
-    a group's next to each other; their gradients move to another as they appear. `get_optimizer_combined_params` and
-    `get_optimizer_combined_grads` return the buffers. Parameters that share memory with each other, or are
-    distributed, stay where they are and are updated all the same.
+    At the first step, or the first access to the buffers, trainable parameters move to one buffer per device and dtype,
+    with a group's parameters next to each other. Their gradients move to another buffer as they appear.
+    `get_optimizer_combined_params` and `get_optimizer_combined_grads` return the buffers. Parameters that share memory
+    with each other, or are distributed, are not moved but are updated too.
 
-    `zero_grad()` zeroes the gradients and keeps them in their buffer. `zero_grad(set_to_none=True)` frees them from it,
-    with PyTorch's meaning (a parameter without a gradient is not touched by a step) at the price of a copy per step.
+    `zero_grad()` sets the gradients to zero and keeps them in their buffer. `zero_grad(set_to_none=True)` sets them to
+    None with PyTorch's meaning (a step skips a parameter without a gradient), at the price of a copy per step.
     """
 
     is_npu_fused_optimizer = True
@@ -223,7 +223,7 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         self._combined.update(self.param_groups)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Zeroes the gradients; with `set_to_none` they become None, and move to the buffer when there are new ones."""
+        """Set the gradients to zero; with `set_to_none` set them to None, and later ones move to the buffer again."""
         if set_to_none is None:
             set_to_none = self.set_grad_none
         if set_to_none or not self._combined.knows(self.param_groups):
@@ -231,8 +231,8 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         else:
             self._zero_combined()
 
-    # Outside of compiled graphs, which have no addresses.
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    # Kept out of compiled graphs, which have no addresses.
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     @torch.no_grad()
     def _zero_combined(self) -> None:
         for combination in self._combined.combinations:
@@ -242,25 +242,25 @@ class NpuFusedOptimizerBase(FusedOptimizer):
                 param.grad.detach_().zero_()
 
     def get_optimizer_combined_params(self) -> list[Tensor]:
-        """The buffers of the parameters, one per device and dtype."""
+        """Return the buffers of the parameters, one per device and dtype."""
         return [combination.params for combination in self._combinations()]
 
     def get_optimizer_combined_grads(self) -> list[Tensor]:
-        """The buffers of the gradients, one per device and dtype; zero where a parameter has none."""
+        """Return the buffers of the gradients, one per device and dtype; a missing gradient is zeros."""
         return [combination.grads for combination in self._combinations()]
 
     def get_optimizer_combined_grad_masks(self) -> list[Tensor]:
-        """For each buffer of gradients a tensor that is 1 where gradients are and 0 in the gaps between them."""
+        """Return a mask for each buffer of gradients: 1 for elements of gradients, 0 in the gaps between them."""
         return [combination.mask() for combination in self._combinations()]
 
     @property
     def combined_params_indexed_by_group(self) -> list[list[Tensor]]:
-        """For each parameter group its parts of the parameters' buffers."""
+        """Return for each parameter group its parts of the parameters' buffers."""
         return self._by_group("params")
 
     @property
     def combined_grads_indexed_by_group(self) -> list[list[Tensor]]:
-        """For each parameter group its parts of the gradients' buffers."""
+        """Return for each parameter group its parts of the gradients' buffers."""
         return self._by_group("grads")
 
     def _by_group(self, name: str) -> list[list[Tensor]]:
@@ -277,13 +277,13 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         return self._combined.combinations
 
     def _all_gradients(self) -> list[Tensor]:
-        """The buffers of the gradients, and the gradients that are in none."""
+        """Return the buffers of the gradients and the gradients outside of them."""
         loose = [param.grad for param in self._combined.loose if param.grad is not None]
         return self.get_optimizer_combined_grads() + loose
 
     @torch.no_grad()
     def clip_optimizer_grad_norm_fused(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients down to a norm of `max_norm` over all of them; returns the norm that they had.
+        """Scale the gradients so that their joint norm is at most `max_norm`; return the norm before that.
 
         Runs on the buffers and does not wait for the device.
         """

@@ -1,7 +1,8 @@
-"""Steps counted for every parameter by itself, as `torch.optim` does, instead of for a group as a whole.
+"""Step counts per parameter, as in `torch.optim`, instead of one count per group.
 
-It matters to Adam's bias correction, and to schedules, when a parameter gets its first gradient late or goes without
-one at times. Parameters that missed equally many steps form a bucket; nothing is counted while none comes or goes.
+The counts differ if a parameter gets its first gradient late or has none in some steps; Adam's bias correction and
+schedules depend on them. Parameters that missed the same number of steps form a bucket. Steps cost no extra work as
+long as no parameter gains or loses its gradient.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from ._buckets import Bucket
 
 
 class ParameterSteps(FusedOptimizer):
-    """A fused optimizer whose parameters have step counts of their own.
+    """A fused optimizer that counts steps for each parameter.
 
-    With `capturable` a replayed graph counts for the group, and so do all steps.
+    With `capturable`, steps are counted for the group only, because a replayed graph can count no other way.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # How many steps of its group a parameter missed; and the count of one that has no gradient at the moment.
+        # `_missed`: steps of its group that a parameter missed. `_away`: the count of one that has no gradient now.
         self._missed: dict[Tensor, int] = {}
         self._away: dict[Tensor, int] = {}
         super().__init__(*args, **options)
 
     def _step_of(self, bucket: Bucket, step: Any) -> Any:
-        """The count of the bucket's parameters, given the group's."""
+        """Return the step count of the bucket's parameters from the group's count."""
         return step - self._missed.get(bucket.params[0], 0)
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
@@ -37,7 +38,7 @@ class ParameterSteps(FusedOptimizer):
         if self.capturable:
             return
         started = {param for param in group["params"] if self.state.get(param)}
-        # Parameters that go without a gradient from now on, and those that have their first, or one again.
+        # `left`: parameters that just lost their gradient. `came`: parameters that just got one, or one again.
         left = [p for p in group["params"] if p.grad is None and p in started and p not in self._away]
         came = [p for p in group["params"] if p.grad is not None and (p not in started or p in self._away)]
         if not left and not came:
@@ -51,7 +52,7 @@ class ParameterSteps(FusedOptimizer):
             self._missed[param] = now - (self._away.pop(param) if param in started else 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in the format of `torch.optim`, which loads it too; master weights included."""
+        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
         saved = super().state_dict()
         if not self.capturable:
             for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
@@ -62,7 +63,7 @@ class ParameterSteps(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this class, or of PyTorch's optimizer of the same algorithm, returned."""
+        """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
         super().load_state_dict(state_dict)
         self._missed.clear()
         self._away.clear()

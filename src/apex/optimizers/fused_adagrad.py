@@ -17,8 +17,8 @@ from ._buckets import Bucket
 class FusedAdagrad(FusedOptimizer):
     """Adagrad with weight decay added to the gradient (L2) or, with `adagrad_w_mode`, decoupled from it.
 
-    In L2 mode the same numbers as `torch.optim.Adagrad`, whose state dicts it loads (a decay of the learning rate
-    included) and which loads its own. See `FusedOptimizer` for the options by keyword.
+    In L2 mode it computes the same numbers as `torch.optim.Adagrad`, and each loads the other's state dicts, including
+    a decay of the learning rate. `FusedOptimizer` describes the keyword options.
     """
 
     _counts_steps = False
@@ -41,7 +41,7 @@ class FusedAdagrad(FusedOptimizer):
     multi_tensor_adagrad = compiled_function("multi_tensor_adagrad")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with the options without which `torch.optim.Adagrad` could not go on from it."""
+        """Return the state, with the options that `torch.optim.Adagrad` needs to load it."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.setdefault("lr_decay", 0)
@@ -52,7 +52,7 @@ class FusedAdagrad(FusedOptimizer):
         return ("sum",)
 
     def _initial_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
-        # A group that torch.optim.Adagrad saved says where sums start.
+        # A group loaded from torch.optim.Adagrad has the initial value of the sums.
         start = group.get("initial_accumulator_value", 0)
         return torch.full_like(param, start, dtype=state_dtype(param), memory_format=torch.preserve_format)
 

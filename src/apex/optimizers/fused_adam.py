@@ -14,7 +14,7 @@ from ._buckets import Bucket
 
 
 class AdamOptions(TypedDict, total=False):
-    """The options of `FusedOptimizer` that upstream's Adam does not have."""
+    """Keyword options of `FusedOptimizer` that upstream's Adam does not have."""
 
     stochastic_rounding: bool
     materialize_master_grads: bool
@@ -23,9 +23,9 @@ class AdamOptions(TypedDict, total=False):
 class FusedAdam(FusedOptimizer):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
-    The same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, whose state dicts it loads and which load its own.
-    Takes `torch.amp.GradScaler` without waiting for the device. See `FusedOptimizer` for the options after
-    `set_grad_none`, and for those by keyword.
+    It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
+    It works with `torch.amp.GradScaler` without waiting for the device. `FusedOptimizer` describes `capturable`,
+    `master_weights` and the keyword options.
     """
 
     def __init__(
@@ -58,10 +58,11 @@ class FusedAdam(FusedOptimizer):
         grad_norms: Any = None,
         **scaler: Any,
     ) -> Any:
-        """One optimization step; returns the closure's loss.
+        """Perform one optimization step and return the closure's loss.
 
-        Takes a `torch.amp.GradScaler` as `grad_scaler`, which is not named so because `GradScaler.step` would warn that
-        it stops passing itself. The other arguments belong to `apex.contrib.optimizers.FusedAdam` and are refused.
+        A `torch.amp.GradScaler` can be passed as `grad_scaler`. It is no named argument, because `GradScaler.step`
+        would then warn that it will stop passing itself. The other arguments belong to
+        `apex.contrib.optimizers.FusedAdam` and raise an error.
         """
         if not (grads is None and output_params is None and scale is None and grad_norms is None):
             raise RuntimeError(

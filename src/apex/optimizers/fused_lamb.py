@@ -1,6 +1,6 @@
-"""FusedLAMB: LAMB in three passes over all parameters, eleven reads or writes of an element in all.
+"""FusedLAMB: LAMB in three passes over all parameters, with eleven reads or writes per element in all.
 
-FusedMixedPrecisionLamb is the same with its step count and learning rate on the device.
+FusedMixedPrecisionLamb is FusedLAMB with its step count and learning rate on the device.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ._norms import clipped_together
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB (https://arxiv.org/abs/1904.00962): Adam's step, made as long as lr times the length of the parameter.
+    """LAMB (https://arxiv.org/abs/1904.00962): Adam's step, scaled to lr times the norm of the parameter.
 
-    - Gradients are first divided by their global norm over `max_grad_norm` if that is more than 1; 0 or None turns
-      this off. All groups share the norm and the limit.
-    - Parameters without weight decay take Adam's step as it is; with `use_nvlamb` theirs is scaled too.
+    - If the gradients' global norm exceeds `max_grad_norm`, they are first scaled down to it; 0 or None turns this off.
+      All groups share the norm and the limit.
+    - Parameters without weight decay take Adam's step unscaled; `use_nvlamb` scales it for them too.
     - `adam_w_mode` adds the decay to the step, else to the gradient.
     - `grad_averaging=False` adds the whole gradient to the first moment instead of 1 - beta1 times the gradient.
 
-    Gradients are left as they are, where the original overwrites them. See `FusedOptimizer` for the options by keyword.
+    Gradients are not changed, whereas the original overwrites them. `FusedOptimizer` describes the keyword options.
     """
 
     _takes_shards = False
@@ -56,7 +56,7 @@ class FusedLAMB(FusedOptimizer):
         defaults |= dict(weight_decay=weight_decay, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
-        # What this step's gradients are multiplied by, the loss scale included.
+        # Factor for this step's gradients: clipping and loss scale combined.
         self._clipping: LossScaling | None = None
         super().__init__(params, defaults, set_grad_none=set_grad_none, **options)
 
@@ -83,11 +83,11 @@ class FusedLAMB(FusedOptimizer):
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """`FusedLAMB` for CUDA graphs and loss scaling: no step waits for the device, or needs to hear from the host.
+    """`FusedLAMB` for CUDA graphs and loss scaling: no step waits for the device or needs values from the host.
 
     Parameters of `reduced_precision_dtype` get float32 masters at their first step, which are saved with the state
-    (the original loses them). `lr` and `step` of a group are tensors on the device of its parameters: schedulers fill
-    them in place, and `step` (int32 [1]) does not count steps that an overflow prevented.
+    (the original loses them). `lr` and `step` of a group are tensors on the device of its parameters. Schedulers fill
+    them in place. `step` (int32 [1]) does not count steps skipped for an overflow.
     """
 
     def __init__(
@@ -120,25 +120,25 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, **scaler: Any
     ) -> Any:
-        """One optimization step; returns the closure's loss. Takes a `torch.amp.GradScaler` as `grad_scaler`."""
+        """Perform one step and return the closure's loss; takes a `torch.amp.GradScaler` as `grad_scaler`."""
         loss = run_closure(closure)
         self._step(self._loss_scaling(**scaler))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; it gets a learning rate and a step count of its own, on its device."""
+        """Add a parameter group with its own learning rate and step count on its device."""
         super().add_param_group(param_group)
         self._move_numbers(self.param_groups[-1])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this class or of `FusedLAMB` returned."""
+        """Load a state dict of this class or of `FusedLAMB`."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             self._move_numbers(group)
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """The float32 masters, by group, None for parameters without; nothing before the first step."""
+        """Return the float32 masters by group, None for parameters without one; empty before the first step."""
         if not self.state:
             return []
         return [{"params": [self.state[p].get(MASTER) for p in group["params"]]} for group in self.param_groups]
@@ -156,7 +156,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
 
 def _number(value: float | Tensor, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    """A tensor of its own, so that groups that started with the same default can go apart; None: wherever it is."""
+    """Return a new tensor, so that groups with the same default do not share it; `device` None keeps its device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, dtype, copy=True)
     return torch.tensor(value, dtype=dtype, device=HOST if device is None else device)

@@ -1,4 +1,4 @@
-"""FusedNovoGrad: NovoGrad in two passes over all gradients and one over the rest."""
+"""FusedNovoGrad: NovoGrad in two passes over all gradients and one over parameters and state."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from ._buckets import Bucket
 from ._checkpoints import check_saved
 
 NORM = "exp_avg_sq"
-# In place of a norm that has not been measured yet.
+# Stands for a norm that has not been computed yet.
 UNKNOWN = -1.0
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad (https://arxiv.org/abs/1905.11286): momentum of gradients over a moving average of their norm.
+    """NovoGrad (https://arxiv.org/abs/1905.11286): momentum of gradients divided by a moving average of their norm.
 
-    - `norm_type` 2 averages squares of each parameter's L2 norm, 0 averages its largest absolute value.
+    - `norm_type` 2 averages the square of each parameter's L2 norm, 0 averages its largest absolute value.
     - The average starts with the first norm, or at 0 with `init_zero`.
-    - `reg_inside_moment` puts division by the norm and weight decay inside the momentum; else they are done to the
-      update.
+    - `reg_inside_moment` applies the division by the norm and the weight decay inside the momentum, else to the update.
     - `grad_averaging=False` adds the whole gradient to the momentum instead of 1 - beta1 times the gradient.
 
     The average is a number per parameter, `state[p]["exp_avg_sq"]`, which a step updates in place. The original keeps
-    its root, of all parameters in a group with a gradient, in `group["exp_avg_sq"]`: a list of two tensors, for 16-bit
-    parameters and for others. `state_dict` adds this list and `load_state_dict` takes it, so that checkpoints go both
-    ways. See `FusedOptimizer` for the options by keyword.
+    the averages' roots in `group["exp_avg_sq"]`: two tensors, for 16-bit parameters and for others, with one element
+    per parameter that has a gradient. `state_dict` adds this list and `load_state_dict` reads it, so that checkpoints
+    can be exchanged. `FusedOptimizer` describes the keyword options.
     """
 
     _takes_shards = False
@@ -80,7 +79,7 @@ class FusedNovoGrad(FusedOptimizer):
         bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 
     def _averages(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
-        """The averages of a bucket, float32 [tensors, 2], in the first column; every state has its own as a view."""
+        """Return a bucket's averages, float32 [tensors, 2], in the first column; each state holds a view of its own."""
         averages = bucket.kept.get("averages")
         if averages is None:
             averages = _common_base(bucket.states)
@@ -102,7 +101,7 @@ class FusedNovoGrad(FusedOptimizer):
         return averages
 
     def state_dict(self) -> dict[str, Any]:
-        """The state; each group has the norms of its parameters as the original keeps them, too."""
+        """Return the state; each group also has its parameters' norms in the original's format."""
         saved = super().state_dict()
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
             lists: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -114,7 +113,7 @@ class FusedNovoGrad(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this class, or of the original, returned."""
+        """Load a state dict of this class or of the original."""
         check_saved(self, state_dict)
         norms = [group.get(NORM) for group in state_dict["param_groups"]]
         self._check_norms(state_dict, norms)
@@ -137,22 +136,22 @@ class FusedNovoGrad(FusedOptimizer):
             for name, state in zip(saved["params"], states, strict=True):
                 norm = state.get(NORM)
                 if NORM in state and (not isinstance(norm, Tensor) or norm.numel() != 1):
-                    found = tuple(norm.shape) if isinstance(norm, Tensor) else norm
-                    raise ValueError(f"{NORM} in the state of parameter {name} is {found}; one number is expected")
+                    actual = tuple(norm.shape) if isinstance(norm, Tensor) else norm
+                    raise ValueError(f"{NORM} in the state of parameter {name} is {actual}; one number is expected")
             if lists is None or len(states) != len(group["params"]):
-                continue  # the latter is for PyTorch to complain about
-            wanted = [0, 0]
+                continue  # PyTorch raises if the numbers of parameters differ
+            expected = [0, 0]
             for param, state in zip(group["params"], states, strict=True):
-                wanted[_place(param)] += "exp_avg" in state
-            found = [0 if tensor is None else tensor.numel() for tensor in lists]
-            if found != wanted:
+                expected[_place(param)] += "exp_avg" in state
+            counts = [0 if tensor is None else tensor.numel() for tensor in lists]
+            if counts != expected:
                 raise ValueError(
-                    f"param_groups[{index}]['exp_avg_sq'] has {found[0]} norms of 16-bit parameters and {found[1]} of "
-                    f"others; the state has {wanted[0]} and {wanted[1]} parameters with a gradient"
+                    f"param_groups[{index}]['exp_avg_sq'] has {counts[0]} norms of 16-bit parameters and {counts[1]} "
+                    f"of others; the state has {expected[0]} and {expected[1]} parameters with a gradient"
                 )
 
     def _stepped(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """The parameters of a group that have state, in order."""
+        """Yield the parameters of a group that have state, in order."""
         for param in group["params"]:
             state = self.state.get(param, {})
             if "exp_avg" in state:
@@ -160,9 +159,9 @@ class FusedNovoGrad(FusedOptimizer):
 
 
 def _common_base(states: Sequence[dict[str, Any]]) -> Tensor | None:
-    """The averages of an earlier bucket of the same parameters.
+    """Return the averages made by an earlier bucket of the same parameters, or None.
 
-    These go on to be used: a CUDA graph that began by gathering them would do so again at every replay.
+    They are reused because a CUDA graph that began by gathering averages would gather them again at every replay.
     """
     base = getattr(states[0].get(NORM), "_base", None)
     if base is None or base.shape != (len(states), 2):
@@ -173,5 +172,5 @@ def _common_base(states: Sequence[dict[str, Any]]) -> Tensor | None:
 
 
 def _place(param: Tensor) -> int:
-    """Which of the original's two lists has a parameter's norm."""
+    """Return the index of the original's list, of two, that holds a parameter's norm."""
     return 0 if param.dtype in LOW_PRECISION else 1

@@ -1,6 +1,6 @@
-"""FusedSGD and FusedLARS: stochastic gradient descent with momentum buffers, whose first step is undampened.
+"""FusedSGD and FusedLARS: stochastic gradient descent with momentum; the first step is not dampened.
 
-FusedSGD takes one pass over all parameters; FusedLARS, which has a learning rate per layer, takes two.
+FusedSGD takes one pass over all parameters. FusedLARS, which has a learning rate per layer, takes two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MomentumOptimizer(FusedOptimizer):
     """Base of the optimizers with a momentum buffer."""
 
     _counts_steps = False
-    # Before the first step that was not skipped, and without momentum.
+    # The buffer is missing before the first step that was not skipped, and without momentum.
     _may_lack = frozenset({BUFFER})
 
     def __init__(
@@ -41,13 +41,13 @@ class MomentumOptimizer(FusedOptimizer):
         check_options(defaults)
         check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
-        # Parameters whose first step an overflow may have kept from happening, and where the device notes it.
+        # For parameters whose first step may have been skipped for an overflow: the flag on the device that tells.
         self._undampened: dict[Tensor, Tensor] = {}
         more = {"materialize_master_grads": materialize_master_grads, "set_grad_none": set_grad_none}
         super().__init__(params, defaults, **more, **options)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-        """The momentum buffers of the parameters, made where there is none; and whether the last one is new."""
+        """Return the parameters' momentum buffers, creating missing ones, and whether the last one is new."""
         momentums, first_run = [], True
         for param in params:
             state = self.state[param]
@@ -61,7 +61,7 @@ class MomentumOptimizer(FusedOptimizer):
         return (BUFFER,) if group["momentum"] else ()
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """With dampening, parameters whose momentum buffer may not have seen a step yet form buckets of their own."""
+        """Put parameters whose momentum buffer may not have seen a step in separate buckets, if there is dampening."""
         fresh = BUFFER not in self.state[param]
         if fresh:
             self._undampened.pop(param, None)
@@ -71,7 +71,7 @@ class MomentumOptimizer(FusedOptimizer):
         return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
     def _first(self, bucket: Bucket, scaling: LossScaling) -> bool | Tensor:
-        """Whether this is the bucket's first step; a tensor where only the device knows of skipped ones."""
+        """Return whether this is the bucket's first step; a tensor if only the device knows of skipped steps."""
         if bucket.kind is None:
             return False
         flag = self._undampened.get(bucket.params[0])
@@ -85,12 +85,12 @@ class MomentumOptimizer(FusedOptimizer):
 
     @staticmethod
     def _note_first(first: bool | Tensor, scaling: LossScaling) -> None:
-        """Called after the step: the next one is the first no more, unless this one was skipped."""
+        """Clear the flag of the first step after a step, unless that step was skipped."""
         if isinstance(first, Tensor):
             first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, in the format of `torch.optim.SGD`, which loads it too; master weights included."""
+        """Return the state, including master weights, in the format of `torch.optim.SGD`, which can load it."""
         saved = super().state_dict()
         params = (param for group in self.param_groups for param in group["params"])
         indices = (index for group in saved["param_groups"] for index in group["params"])
@@ -100,13 +100,13 @@ class MomentumOptimizer(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` of this class, or of `torch.optim.SGD`, returned."""
+        """Load a state dict of this class or of `torch.optim.SGD`."""
         super().load_state_dict(state_dict)
         self._undampened.clear()
 
     def _rename_loaded_state(self) -> None:
         for state in self.state.values():
-            if state.get(BUFFER, self) is None:  # torch.optim.SGD may note that there is no buffer yet
+            if state.get(BUFFER, self) is None:  # torch.optim.SGD may save None before the first step
                 del state[BUFFER]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,17 +117,17 @@ class MomentumOptimizer(FusedOptimizer):
 
 
 def momentum_dtype(param: Tensor) -> torch.dtype:
-    """float32 for bfloat16 parameters, else the parameter's own: what SGD's momentum is stored in."""
+    """Return the dtype of SGD's momentum: float32 for bfloat16 parameters, else the parameter's dtype."""
     return torch.float16 if param.dtype == torch.float16 else state_dtype(param)
 
 
 class FusedSGD(MomentumOptimizer):
     """SGD with momentum, dampening, Nesterov's momentum and weight decay.
 
-    The same numbers as `torch.optim.SGD`, whose state dicts it loads and which loads its own; as there, the momentum of
-    float16 parameters without masters is float16. With `wd_after_momentum` the decay is added to the update instead of
-    the gradient, so that the momentum does not see it. See `FusedOptimizer` for
-    `materialize_master_grads` and the options by keyword.
+    It computes the same numbers as `torch.optim.SGD`, and each loads the other's state dicts. As in `torch.optim.SGD`,
+    the momentum of float16 parameters without masters is float16. With `wd_after_momentum` the decay is added to the
+    update instead of the gradient, and so stays out of the momentum. `FusedOptimizer` describes
+    `materialize_master_grads` and the keyword options.
     """
 
     def __init__(
@@ -171,16 +171,16 @@ class FusedSGD(MomentumOptimizer):
 
 
 class FusedLARS(MomentumOptimizer):
-    """Layer-wise adaptive rate scaling (https://arxiv.org/abs/1708.03888), as ROCm's variant of Apex has it.
+    """Layer-wise adaptive rate scaling (https://arxiv.org/abs/1708.03888), as in ROCm's variant of Apex.
 
     The learning rate of a parameter w with gradient g is multiplied by
 
         trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)
 
-    where neither norm is 0, and goes into the momentum buffer with the gradient: v = momentum * v - rate * (g + decay *
-    w), w = w + v. A group with `is_skipped=True` (biases, norms) keeps its plain learning rate. The original takes
-    `dampening` and `wd_after_momentum` and ignores them; here they do what they do in `FusedSGD`. See
-    `FusedOptimizer` for `materialize_master_grads` and the options by keyword.
+    if neither norm is 0. The momentum buffer includes the learning rate: v = momentum * v - rate * (g + decay * w),
+    w = w + v. A group with `is_skipped=True` (biases, norms) keeps its plain learning rate. The original ignores
+    `dampening` and `wd_after_momentum`; here they act as in `FusedSGD`. `FusedOptimizer` describes
+    `materialize_master_grads` and the keyword options.
     """
 
     _takes_shards = False

@@ -1,4 +1,4 @@
-"""Lamb: LAMB in the form of BERT's early PyTorch trainings, on combined parameters and gradients."""
+"""Lamb: LAMB as in early PyTorch trainings of BERT, on combined parameters and gradients."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ._buckets import Bucket
 from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped_together
 
-# Weights longer than this are taken as this long.
+# Larger weight norms are replaced by this norm.
 LONGEST_WEIGHT = 10.0
 
 
 class Lamb(NpuFusedOptimizerBase):
-    """LAMB without bias correction, the norm of the weights clamped to 10.
+    """LAMB without bias correction, with the norm of the weights clamped to 10.
 
-    Each parameter moves by `lr * min(|p|, 10) / |u| * u`, where u is Adam's step plus `weight_decay * p`; by `lr * u`
-    where a norm is zero, and with `adam`. With `use_global_grad_norm` gradients longer than 1, all taken together, are
-    first divided by their norm. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
+    Each parameter moves by `lr * min(|p|, 10) / |u| * u`, where u is Adam's step plus `weight_decay * p`. It moves by
+    `lr * u` if a norm is zero, and with `adam`. With `use_global_grad_norm`, gradients are first divided by their joint
+    norm if it exceeds 1. `apex.optimizers.FusedLAMB` is LAMB with bias correction.
     """
 
     _counts_steps = False
@@ -43,7 +43,7 @@ class Lamb(NpuFusedOptimizerBase):
     ) -> None:
         self.adam = adam
         self.use_global_grad_norm = use_global_grad_norm
-        # What this step's gradients are multiplied by, the loss scale included.
+        # Factor for this step's gradients: clipping and loss scale combined.
         self._clipping: LossScaling | None = None
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **options)
 

@@ -15,7 +15,7 @@ from ._combined import NpuFusedOptimizerBase
 
 
 class NpuFusedAdadelta(NpuFusedOptimizerBase):
-    """The numbers of `torch.optim.Adadelta`, with which state dicts are interchangeable."""
+    """Adadelta with the numbers of `torch.optim.Adadelta`; their state dicts are interchangeable."""
 
     _counts_steps = False
 

@@ -20,7 +20,7 @@ _THRESHOLDS = "thresholds"
 
 
 class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
-    """The numbers of `torch.optim.Adam`, with which state dicts are interchangeable: decay is added to the gradient."""
+    """Adam with the numbers of `torch.optim.Adam` (L2 decay); their state dicts are interchangeable."""
 
     _decoupled = False
 
@@ -42,7 +42,7 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
 
 
 class NpuFusedAdamW(NpuFusedAdam):
-    """The numbers of `torch.optim.AdamW`, with which state dicts are interchangeable."""
+    """AdamW with the numbers of `torch.optim.AdamW`; their state dicts are interchangeable."""
 
     _decoupled = True
 
@@ -62,10 +62,11 @@ class NpuFusedAdamW(NpuFusedAdam):
 class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
     """AdamP (https://arxiv.org/abs/2006.08217): Adam that does not lengthen weights whose length has no effect.
 
-    A parameter of two or more dimensions counts as such when its gradient is nearly at right angles to it: when for
-    each channel (each index of dimension 0) the cosine of the angle is below `delta` over the root of the channel's
-    size, or else for the parameter as a whole below `delta` over the root of its size. Its step then loses what is
-    parallel to the channel, or to the whole, and its decoupled `weight_decay` is multiplied by `wd_ratio`.
+    A parameter of two or more dimensions counts as such if its gradient is nearly orthogonal to it. The first
+    test is that for every channel (each index of dimension 0) the cosine of the angle is below `delta` over the root of
+    the channel's size. The second test, if the first fails, is that for the parameter as a whole the cosine is below
+    `delta` over the root of its size. If one passes, the step loses its component parallel to each channel, or to the
+    whole parameter, and the decoupled `weight_decay` is multiplied by `wd_ratio`.
     """
 
     _takes_shards = False
@@ -92,7 +93,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         return "exp_avg", "exp_avg_sq"
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
-        # Rows that are no stretches of memory are nothing that a kernel could walk along.
+        # A kernel can process a row only if it is a contiguous stretch of memory.
         return super()._kind(param, state), rows_are_stretches(param)
 
     def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
@@ -105,10 +106,10 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         hyper["step"] = self._step_of(bucket, step)
         nesterov = bool(group["nesterov"])
-        found = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling.arguments)
-        assert found is not None
+        measured = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling.arguments)
+        assert measured is not None
         whole = rows.project(
-            found,
+            measured,
             limits,
             eps=group["eps"],
             delta=group["delta"],

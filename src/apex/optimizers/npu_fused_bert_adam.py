@@ -1,4 +1,4 @@
-"""NpuFusedBertAdam: BERT's Adam and its schedules of the learning rate, on combined parameters and gradients."""
+"""NpuFusedBertAdam: BERT's Adam and its learning rate schedules, on combined parameters and gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
 from ._parameter_steps import ParameterSteps
 
-# x is the share of the training that is done, a number or a tensor; a negative warmup means none.
+# x is the completed share of the training, a number or a tensor; a negative warmup means none.
 
 
 def _warmed_up(x: Any, warmup: float, later: Any) -> Any:
-    """x / warmup while x is below warmup, then `later`."""
+    """Return x / warmup if x is below warmup, else `later`."""
     if warmup <= 0:
         return later
     if isinstance(x, Tensor):
@@ -38,23 +38,23 @@ def _at_least_zero(x: Any) -> Any:
 
 
 def warmup_cosine(x: Any, warmup: float = 0.002) -> Any:
-    """Up to 1 in a straight line, then along half a cosine down to 0."""
+    """Return a factor that rises linearly to 1, then falls to 0 along half a cosine."""
     cosine = torch.cos(math.pi * x) if isinstance(x, Tensor) else math.cos(math.pi * x)
     return _warmed_up(x, warmup, 0.5 * (1.0 + cosine))
 
 
 def warmup_constant(x: Any, warmup: float = 0.002) -> Any:
-    """Up to 1 in a straight line, then 1."""
+    """Return a factor that rises linearly to 1, then stays 1."""
     return _warmed_up(x, warmup, torch.ones_like(x) if isinstance(x, Tensor) else 1.0)
 
 
 def warmup_linear(x: Any, warmup: float = 0.002) -> Any:
-    """Up to 1 in a straight line, then down to 0 in another."""
+    """Return a factor that rises linearly to 1, then falls linearly to 0."""
     return _warmed_up(x, warmup, _at_least_zero((x - 1.0) / (max(warmup, 0.0) - 1.0)))
 
 
 def warmup_poly(x: Any, warmup: float = 0.002, degree: float = 0.5) -> Any:
-    """Up to 1 in a straight line, then the given power of what is left of the training."""
+    """Return a factor that rises linearly to 1, then is the remaining share of the training to the given power."""
     return _warmed_up(x, warmup, _at_least_zero(1.0 - x) ** degree)
 
 
@@ -67,11 +67,11 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 
 
 class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
-    """Adam as BERT was trained with: no bias correction, decoupled weight decay, a schedule of the learning rate.
+    """Adam as used to train BERT: no bias correction, decoupled weight decay, a learning rate schedule.
 
-    The learning rate of a step is `lr` times `schedule` of the steps before it over `t_total`; `warmup` is the share of
-    `t_total` in which it rises, -1 for none. It is `lr` at all times if `t_total` is -1. Where a group has a
-    `max_grad_norm` above 0, its gradients are scaled down such that the norm over all groups would not exceed it.
+    The learning rate of a step is `lr` times `schedule` of the number of earlier steps over `t_total`; it is `lr` if
+    `t_total` is -1. `warmup` is the share of `t_total` during which it rises, -1 for none. If a group has a
+    `max_grad_norm` above 0, its gradients are multiplied by the factor that brings the norm over all groups down to it.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
         super().__init__(params, defaults, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        """Raises for hyperparameters of a group that are not usable; -1 stands for a limit or a warmup left out."""
+        """Raise an error if a group's hyperparameters are invalid; -1 means no limit, no warmup or no schedule."""
         warmup, t_total, schedule = options["warmup"], options["t_total"], options["schedule"]
         limits = {"max_grad_norm": options["max_grad_norm"], "warmup": warmup, "t_total": t_total}
         for name, value in limits.items():
@@ -121,7 +121,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
 
     @torch.no_grad()
     def get_global_grad_norm(self) -> Tensor:
-        """The norm of all gradients as they are, float32 [1]; also kept as `global_grad_norm`."""
+        """Return the norm of all gradients in `.grad`, float32 [1]; also stored as `global_grad_norm`."""
         norms = [torch.linalg.vector_norm(grad.float()) for grad in self._all_gradients()]
         total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
         if total is None:

@@ -1,4 +1,4 @@
-"""NpuFusedRMSprop, and NpuFusedRMSpropTF as TensorFlow has it: RMSprop on combined parameters and gradients."""
+"""NpuFusedRMSprop, and NpuFusedRMSpropTF with TensorFlow's formula: RMSprop on combined parameters and gradients."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RULES = (rules.RMSPROP, rules.RMSPROP_MORE, rules.RMSPROP_ALL)
 
 
 class NpuFusedRMSprop(NpuFusedOptimizerBase):
-    """The numbers of `torch.optim.RMSprop`, with which state dicts are interchangeable."""
+    """RMSprop with the numbers of `torch.optim.RMSprop`; their state dicts are interchangeable."""
 
     _counts_steps = False
 
-    # TensorFlow has epsilon below the root.
+    # TensorFlow adds epsilon below the root.
     _epsilon_below_root = False
-    # Defaults of a subclass's own.
+    # Further defaults of a subclass.
     _more_defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
@@ -56,11 +56,12 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
 
 
 class NpuFusedRMSpropTF(NpuFusedRMSprop):
-    """RMSprop with TensorFlow's numbers, as timm has it.
+    """RMSprop with TensorFlow's numbers, as in timm.
 
-    The mean square starts at one instead of zero and epsilon stands below the root, so that first steps are small. With
-    `lr_in_momentum` the momentum buffer gathers whole updates, so that a change of the learning rate acts with delay.
-    `decoupled_decay` shrinks the parameter by `lr * weight_decay` instead of adding the decay to the gradient.
+    The mean square starts at one instead of zero and epsilon is added below the root, so that first steps are small.
+    With `lr_in_momentum` the momentum buffer accumulates updates that include the learning rate, so that a change of
+    the learning rate acts with delay. `decoupled_decay` shrinks the parameter by `lr * weight_decay` instead of adding
+    the decay to the gradient.
     """
 
     _epsilon_below_root = True

@@ -7,4 +7,4 @@ from .fused_sgd import FusedSGD
 
 
 class NpuFusedSGD(NpuFusedOptimizerBase, FusedSGD):
-    """The numbers of `torch.optim.SGD`, with which state dicts are interchangeable; the arguments of `FusedSGD`."""
+    """SGD with the numbers of `torch.optim.SGD` and the arguments of `FusedSGD`; state dicts are interchangeable."""

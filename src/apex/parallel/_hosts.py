@@ -35,6 +35,9 @@ def chosen_hosts(
         hosts = [words[0] for words in lines if words]  # what follows a name is of other launchers
     else:
         hosts = _listed(host)
+    # ssh would take such a word for one of its options, and run what it says.
+    if wrong := [each for each in hosts if each.startswith("-")]:
+        raise ValueError(f"{wrong[0]!r} is no name of a machine: names do not begin with a dash")
     for name, wanted in (("--include", _listed(include)), ("--exclude", _listed(exclude))):
         if unknown := [each for each in wanted if each not in hosts]:
             raise ValueError(f"{name} names {', '.join(unknown)}, but the machines are {', '.join(hosts)}")

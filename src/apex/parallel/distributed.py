@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from .._distributed.comparison import check_same_everywhere
+from .._distributed.experts import is_expert
 from .._distributed.reducer import weak_method
 from .._failures import explained
 from ._buckets import Arithmetic, multiply
@@ -56,15 +57,25 @@ def _check_process_group(who: str) -> None:
         )
 
 
+def _replicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters, by name, of which all processes hold the same: all but experts (`allreduce=False`)."""
+    return [(name, param) for name, param in module.named_parameters() if not is_expert(param)]
+
+
 def _take_state_of_first_rank(module: nn.Module) -> None:
-    """Parameters, buffers, and the float32 masters of parameters that amp has cast: a step would bring them back."""
-    check_same_everywhere(list(module.named_parameters()))
+    """Give parameters and buffers rank 0's values, but for experts.
+
+    That includes the float32 masters of parameters that amp has cast: a step would bring their values back.
+    """
+    named = _replicated(module)
+    check_same_everywhere(named)
+    params = [param for _, param in named]
     masters: list[Tensor] = []
     if "apex.amp" in sys.modules:
         from ..amp._amp_state import masters_on_every_rank
 
-        masters = masters_on_every_rank(module.parameters(), broadcast_from_first)
-    broadcast_from_first([*module.parameters(), *masters, *module.buffers()])
+        masters = masters_on_every_rank(params, broadcast_from_first)
+    broadcast_from_first([*params, *masters, *module.buffers()])
 
 
 class Reducer:
@@ -72,6 +83,7 @@ class Reducer:
 
     `module_or_grads_list` is a module, whose parameters and buffers take the values of rank 0, or gradients in nested
     iterables. A parameter of the module that has a gradient in some processes only counts as zero in the others.
+    Experts (parameters with `allreduce = False`) are left as they are.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
@@ -90,7 +102,7 @@ class Reducer:
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
             return
-        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        named = [(name, param) for name, param in _replicated(self.module) if param.requires_grad]
         if self._reducer is None or self._reducer.signature != signature_of([param for _, param in named]):
             self._reducer = GradientReducer(named, Arithmetic(), delay=True)
         try:
@@ -121,7 +133,8 @@ class DistributedDataParallel(nn.Module):
       `gradient_average_split_factor` is its old name.
     - `prof`: names the work in profiles.
 
-    Parameters without a gradient in some process, or in all, are no error: see docs/parallel.md.
+    Parameters without a gradient in some process, or in all, are no error: see docs/parallel.md. Experts, which are
+    parameters with `allreduce = False`, keep their own values and gradients.
     """
 
     def __init__(
@@ -245,7 +258,7 @@ class DistributedDataParallel(nn.Module):
             self._in_pass = False
             if self._reducer is not None:
                 self._reducer.abandon_pass()
-        named = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        named = [(name, param) for name, param in _replicated(self.module) if param.requires_grad]
         if self._reducer is not None and self._reducer.signature == signature_of([param for _, param in named]):
             self._stay_last()
             return
@@ -294,7 +307,7 @@ class DistributedDataParallel(nn.Module):
     def create_hooks(self) -> None:
         """Has backward passes say when they have added to the gradient of a parameter."""
         hook = weak_method(self, DistributedDataParallel._gradient_arrived)
-        for param in self.module.parameters():
+        for _, param in _replicated(self.module):
             known = self._hooked.get(id(param))
             if param.requires_grad and (known is None or known[0]() is not param):
                 handle = param.register_post_accumulate_grad_hook(hook)
@@ -346,7 +359,7 @@ class DistributedDataParallel(nn.Module):
 
     def allreduce_fallback(self) -> None:
         """Reduces all gradients now, one bucket per type: what `disable_allreduce` left undone."""
-        grads = [param.grad for param in self.module.parameters() if param.grad is not None]
+        grads = [param.grad for _, param in _replicated(self.module) if param.grad is not None]
         buckets = split_half_float_double_bfloat16(grads)
         self._fallback_buffers = [None] * len(buckets) if self.retain_allreduce_buffers else []
         for index, bucket in enumerate(buckets):

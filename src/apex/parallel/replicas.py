@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._distributed.comparison import checksum, differing, gathered, ranks_of
+from .._distributed.experts import is_expert
 from ..ops._host import HOST
 from .distributed import DistributedDataParallel
 
@@ -27,7 +28,8 @@ def check_replicas(
 
     Compares the bits of the model's parameters and buffers, amp's loss scales and masters, and if they are given the
     optimizer's state and options and the scale of a `scaler`. Names what differs and which ranks have another value
-    than most. An optimizer whose state is spread over the processes is not to be given.
+    than most. Experts (parameters with `allreduce = False`) may differ. An optimizer whose state is spread over the
+    processes is not to be given.
 
     It reads everything once and sends 8 bytes per tensor.
     """
@@ -79,7 +81,9 @@ def _everything(
 ) -> Iterator[tuple[str, Any]]:
     """Everything to compare, by name: tensors and plain values."""
     known: dict[int, str] = {}
-    for name, param in model.named_parameters():
+    params = [(name, param) for name, param in model.named_parameters() if not is_expert(param)]
+    experts = {id(param) for param in model.parameters() if is_expert(param)}
+    for name, param in params:
         known[id(param)] = name
         yield f"parameter {name}", param
     for name, buffer in model.named_buffers():
@@ -87,7 +91,8 @@ def _everything(
     if "apex.amp" in sys.modules:
         from ..amp._amp_state import _amp_state
 
-        for name, param in list(model.named_parameters()):
+        experts |= {id(_amp_state.masters.get(param)) for param in model.parameters() if is_expert(param)}
+        for name, param in params:
             master = _amp_state.masters.get(param)
             if master is not None:
                 known[id(master)] = name
@@ -97,15 +102,20 @@ def _everything(
     if scaler is not None:
         yield "scale of the scaler", scaler.get_scale()
     if optimizer is not None:
-        yield from _of_optimizer(optimizer, known)
+        yield from _of_optimizer(optimizer, known, experts)
 
 
-def _of_optimizer(optimizer: torch.optim.Optimizer, known: dict[int, str]) -> Iterator[tuple[str, Any]]:
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, known: dict[int, str], experts: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yield an optimizer's options and state by name; `experts` are ids of parameters whose state is left out."""
     for number, group in enumerate(optimizer.param_groups):
         for option, value in sorted(group.items()):
             if option != "params" and isinstance(value, Tensor | bool | int | float | tuple):
                 yield f"option {option} of group {number}", value
         for index, param in enumerate(group["params"]):
+            if id(param) in experts:
+                continue
             name = known.get(id(param), f"{index} of group {number}")
             for key, value in sorted(optimizer.state.get(param, {}).items(), key=str):
                 if isinstance(value, Tensor | bool | int | float):

@@ -1,4 +1,4 @@
-"""What test suites of apex share: decorators that skip tests, by the environment."""
+"""Decorators for apex's test suites that skip tests depending on the environment."""
 
 from .common_utils import SKIP_FLAKY_TEST, TEST_WITH_ROCM, skipFlakyTest, skipIfRocm
 

@@ -1,4 +1,4 @@
-"""Decorators that skip a test where `APEX_TEST_WITH_ROCM=1` or `APEX_SKIP_FLAKY_TEST=1` is set."""
+"""Decorators that skip a test if `APEX_TEST_WITH_ROCM=1` or `APEX_SKIP_FLAKY_TEST=1` is set."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _skipping(fn: F, skip: Callable[[], bool], reason: str) -> F:
 
 
 def skipIfRocm(fn: F) -> F:
-    """Skips the test on AMD GPUs, that is where `TEST_WITH_ROCM` is True."""
+    """Skip the test on AMD GPUs, that is if `TEST_WITH_ROCM` is True."""
     return _skipping(fn, lambda: TEST_WITH_ROCM, f"{fn.__name__} does not work on ROCm")
 
 
 def skipFlakyTest(fn: F) -> F:
-    """Skips the test where `SKIP_FLAKY_TEST` is True."""
+    """Skip the test if `SKIP_FLAKY_TEST` is True."""
     return _skipping(fn, lambda: SKIP_FLAKY_TEST, f"{fn.__name__} does not pass every time")

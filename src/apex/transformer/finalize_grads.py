@@ -1,4 +1,4 @@
-"""What is left to do to gradients after the last backward pass of a step, all of it in one call."""
+"""Sums and means of gradients that are left to do after the last backward pass of a step, all in one call."""
 
 from __future__ import annotations
 
@@ -11,30 +11,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._distributed import collectives, exchange
+from .._distributed.experts import is_expert
 from . import parallel_state
 from .pipeline_parallel.utils import REPLICATED
 
 
 def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_parallel: bool | None = None) -> None:
-    """Makes the gradients of a split model those of the whole: call it before the optimizer's step.
+    """Make the gradients of a split model those of the whole model: call it before the optimizer's step.
 
     - Parameters that see a part of the sequence (`sequence_parallel_enabled`) get the sum over tensor-parallel ranks.
     - Embeddings that several pipeline stages hold (`shared_embedding`, `shared_position_embedding`) get the sum over
       these stages; where two chunks of a process are first and last stage, `shared_embedding` is summed within it.
-    - Everything gets the mean over data-parallel and context-parallel ranks, experts (`allreduce = False`) over the
-      ranks that hold the same ones.
+    - Everything gets the mean over data-parallel and context-parallel ranks.
+    - Experts (`allreduce = False`) get the sum over the ranks that hold the same ones, divided by the number of
+      data-parallel times context-parallel ranks: an expert's gradient is a sum over the tokens of all ranks that send
+      it some.
 
     `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`; what layers
     without gradient_accumulation_fusion have left in `grad` is added to it, and `grad` is `main_grad` afterwards where
     it may have its dtype, for optimizers that know no other. The mean over replicas is left out for modules in torch's
     or apex's DistributedDataParallel, which have done it for `grad`, and with `data_parallel=False`, for optimizers
-    that do it themselves (ZeRO). Every process must call it.
+    that do it themselves (ZeRO); experts, which both leave out, are reduced here all the same. Every process must call
+    it.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
+    for chunk in chunks:
+        _check_experts(chunk)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
     _merge_gradients(parameters)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
-    _sum_over(tensor_group, [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)], False)
+    _sum_over(tensor_group, [p for p in parameters if getattr(p, "sequence_parallel_enabled", False)])
     of_chunks = (
         [p for p in chunk.parameters() if p.requires_grad and getattr(p, "shared_embedding", False)] for chunk in chunks
     )
@@ -42,18 +48,32 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     if len(shared) == 2:
         _sum_within(*shared)
     elif parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-        _sum_over(parallel_state.get_embedding_group(), (p for each in shared for p in each), False)
+        _sum_over(parallel_state.get_embedding_group(), (p for each in shared for p in each))
     if parallel_state.is_rank_in_position_embedding_group():
         positions = [parameter for parameter in parameters if getattr(parameter, "shared_position_embedding", False)]
-        _sum_over(parallel_state.get_position_embedding_group(), positions, False)
+        _sum_over(parallel_state.get_position_embedding_group(), positions)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = [parameter for parameter in parameters if is_expert(parameter)]
+    _sum_over(parallel_state.get_expert_data_parallel_group(), experts, dist.get_world_size(replicas))
     if data_parallel is False:
         return
     reduced = {id(p) for chunk in chunks if isinstance(chunk, REPLICATED) for p in chunk.parameters()}
     left = [p for p in parameters if data_parallel or id(p) not in reduced or getattr(p, "main_grad", None) is not None]
-    dense = [parameter for parameter in left if getattr(parameter, "allreduce", True)]
-    _sum_over(parallel_state.get_data_parallel_group(with_context_parallel=True), dense, True)
-    experts = [parameter for parameter in left if not getattr(parameter, "allreduce", True)]
-    _sum_over(parallel_state.get_expert_data_parallel_group(), experts, True)
+    dense = [parameter for parameter in left if not is_expert(parameter)]
+    _sum_over(replicas, dense, dist.get_world_size(replicas))
+
+
+def _check_experts(chunk: nn.Module) -> None:
+    """Raise a ValueError if torch's DistributedDataParallel treats experts of a chunk as replicas."""
+    if not isinstance(chunk, nn.parallel.DistributedDataParallel):
+        return
+    for name, parameter in chunk.module.named_parameters():
+        if is_expert(parameter) and name not in chunk.parameters_to_ignore:
+            raise ValueError(
+                f"{name} is an expert (allreduce=False), and torch's DistributedDataParallel has given it rank 0's "
+                "values: use apex.parallel.DistributedDataParallel, build_model of apex.transformer.pipeline_parallel, "
+                "or before wrapping DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+            )
 
 
 @torch.no_grad()
@@ -89,13 +109,19 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> None:
-    """Sums (or averages) the gradients over a group, those of one dtype and device as one tensor.
+@torch.no_grad()
+def _sum_over(group: Any, parameters: Iterable[nn.Parameter], divisor: int = 1) -> None:
+    """Give gradients their sum over a group, divided by `divisor`; those of one dtype and device as one tensor.
 
     A gradient that this process lacks counts as zero, because others may have it.
     """
     if dist.get_world_size(group) == 1:
+        if divisor > 1:
+            parameters = (p for p in parameters if p.grad is not None or getattr(p, "main_grad", None) is not None)
+            for parameter in parameters:
+                _gradient(parameter).div_(divisor)
         return
+    average = divisor == dist.get_world_size(group)
     by_kind: dict[tuple, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         gradient = _gradient(parameter)
@@ -104,6 +130,8 @@ def _sum_over(group: Any, parameters: Iterable[nn.Parameter], average: bool) -> 
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         what = "the sum of gradients after a step's last backward pass"
         exchange.check_alike(flat, group, what)
+        if not average and divisor > 1:
+            flat.div_(divisor)  # before the sum, which might overflow in half precision
         collectives.all_reduce(flat, group, what, average).wait()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

@@ -62,12 +62,12 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     device_mesh: Any = None,
 ) -> None:
-    """Makes all process groups of a model that is split over the processes of the default group.
+    """Make all process groups of a model that is split over the processes of the default group.
 
-    Sizes larger than the number of processes become that number. `default_backend` and `p2p_backend` (pipelines) are
-    the default group's unless given. Every `context_parallel_size` ranks share a sequence. `expert_model_parallel_size`
-    splits experts over ranks that hold the same part of everything else. With `use_fp8_` there is a group to agree on
-    the largest magnitudes.
+    Sizes larger than the number of processes become that number, with a warning. `default_backend` and `p2p_backend`
+    (pipelines) are the default group's unless given. Every `context_parallel_size` ranks share a sequence.
+    `expert_model_parallel_size` splits experts over ranks that hold the same part of everything else. With `use_fp8_`
+    there is a group to agree on the largest magnitudes.
 
     `device_mesh` gives sizes and ranks instead: a `DeviceMesh` over all processes with dimensions named "tp", "pp",
     "dp" or "cp", in any order, whose own groups are used.
@@ -79,7 +79,8 @@ def initialize_model_parallel(
         raise AssertionError("model parallel groups exist already: call destroy_model_parallel first")
     world = dist.get_world_size()
     if device_mesh is None:
-        tensor, pipeline = min(tensor_model_parallel_size_, world), min(pipeline_model_parallel_size_, world)
+        tensor = _at_most(world, tensor_model_parallel_size_=tensor_model_parallel_size_)
+        pipeline = _at_most(world, pipeline_model_parallel_size_=pipeline_model_parallel_size_)
         sizes = sizes_of(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
         mesh = mesh_of(sizes)
     else:
@@ -103,6 +104,16 @@ def initialize_model_parallel(
         state.mpi_group = dist.new_group(backend="mpi")
         state.groups.made.append(state.mpi_group)
     _state = state
+
+
+def _at_most(world: int, **size: int) -> int:
+    """Return the size, or, with a warning that names both numbers, the number of processes if that is smaller."""
+    ((name, value),) = size.items()
+    if not isinstance(value, int) or value <= world:
+        return value
+    ranks = f"{world} process" if world == 1 else f"{world} processes"
+    warnings.warn(f"{name}={value} is more than the {ranks} that there are: {world} is used instead", stacklevel=3)
+    return world
 
 
 def _check_backend(backend: str | None) -> None:
@@ -157,9 +168,23 @@ def get_rank_info() -> tuple[int, int, int, int | None]:
 
 
 def _group(kind: str, name: str) -> Any:
+    """Return this rank's group of a kind, or raise an AssertionError that calls it `name`."""
     group = _state.groups.by_kind.get(kind)
-    assert group is not None, f"{name} is not initialized, or this rank is not in it"
+    if group is None:
+        raise AssertionError(f"{name} is not initialized: {_missing(kind)}")
     return group
+
+
+def _missing(kind: str) -> str:
+    """Return why there is no group of a kind, and what to do."""
+    if is_unitialized():
+        return (
+            "call torch.distributed.init_process_group and apex.transformer.parallel_state.initialize_model_parallel "
+            "before layers, losses and schedules of apex.transformer are used, in one process too"
+        )
+    if kind == "amax_reduction":
+        return "initialize_model_parallel was called without use_fp8_=True"
+    return f"rank {dist.get_rank()} is in none of them"
 
 
 def _size(kind: str, name: str) -> int:
@@ -205,6 +230,11 @@ def get_expert_model_parallel_group() -> Any:
 def get_expert_data_parallel_group() -> Any:
     """The ranks that hold the same experts."""
     return _group("expert_data", "expert data parallel group")
+
+
+def get_expert_tensor_model_pipeline_parallel_group() -> Any:
+    """Return the group of ranks that hold one copy of all experts together."""
+    return _group("expert_model", "expert tensor, model and pipeline parallel group")
 
 
 def get_embedding_group() -> Any:
@@ -314,7 +344,8 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 def _member(kind: str, place: int) -> int:
     ranks = _state.groups.ranks.get(kind)
-    assert ranks is not None, f"{kind} parallel group is not initialized"
+    if ranks is None:
+        raise AssertionError(f"{kind} parallel group is not initialized: {_missing(kind)}")
     return ranks[place % len(ranks)]
 
 

@@ -9,14 +9,15 @@ from .._distributed import exchange
 from .parallel_state import get_tensor_model_parallel_group
 
 
-def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """An AssertionError unless `denominator` divides `numerator`."""
-    assert numerator % denominator == 0, f"{numerator} is not divisible by {denominator}"
+def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
+    """Raise an AssertionError unless `denominator` divides `numerator`; `what` says which numbers these are."""
+    if numerator % denominator:
+        raise AssertionError(f"{what}{': ' if what else ''}{numerator} is not divisible by {denominator}")
 
 
-def divide(numerator: int, denominator: int) -> int:
-    """The quotient; an AssertionError where there is a remainder."""
-    ensure_divisibility(numerator, denominator)
+def divide(numerator: int, denominator: int, what: str = "") -> int:
+    """Return the quotient, or raise an AssertionError if there is a remainder; `what` says which numbers these are."""
+    ensure_divisibility(numerator, denominator, what)
     return numerator // denominator
 
 

@@ -365,6 +365,8 @@ def test_errors() -> None:
         quiet(model)
     with pytest.raises(TypeError, match="got int"):
         ASP.init_optimizer_for_pruning(3)
+    with pytest.raises(ValueError, match=r"none of the parameters of the optimizer \(SGD\) belongs to the model"):
+        ASP.init_optimizer_for_pruning(torch.optim.SGD(make().parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"mask_calculator gave \[1, 16\] for 0.weight of shape \[32, 16\]"):
         ASP.compute_sparse_masks()
 

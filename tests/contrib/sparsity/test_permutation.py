@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -89,9 +92,46 @@ def test_what_cannot_be_traced_stays_and_says_so() -> None:
 
     model = Branches(nn.Linear(16, 32), nn.Linear(32, 16))
     before = [param.clone() for param in model.parameters()]
-    with pytest.warns(UserWarning, match="without permuting its channels: TraceError"):
+    with pytest.warns(
+        UserWarning, match=r"without permuting its channels: torch.fx cannot trace Branches \(TraceError"
+    ):
         assert not permute(model)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def decorated(forward: Any) -> Any:
+    """Wrap a forward as transformers does: the wrapper's own code names no argument."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    @decorated
+    def forward(self, x: Any, mask: Any = None, *more: Any, scale: float = 2.0, **options: Any) -> Any:
+        hidden = self.first(x) if mask is None else self.first(x) * mask
+        for each in more:
+            hidden = hidden * each
+        return self.second(hidden.relu()) * scale
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_forward_behind_a_decorator_is_traced(count: int) -> None:
+    torch.manual_seed(0)
+    model = Decorated().double()
+    randomize(model)
+    examples = (torch.randn(4, 16).double(), torch.rand(4, 1).double(), torch.rand(4, 1).double())
+    before, kept_before = model(*examples), kept(model)
+    assert permute(model, examples[:count] or None)
+    torch.testing.assert_close(model(*examples), before)
+    assert kept(model) > kept_before
 
 
 def test_branches_of_training_are_followed_too() -> None:

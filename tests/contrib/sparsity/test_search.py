@@ -71,6 +71,24 @@ def test_a_spent_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None
     assert sum_after_2_to_4(matrix[:, order]) > sum_after_2_to_4(matrix)
 
 
+def test_a_budget_that_is_spent_within_one_look_at_all_windows_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that counts windows: 2016 pairs of stripes would take 20 seconds."""
+    best_splits, looked_at = exhaustive_search.op.best_splits, 0
+
+    def counted(columns: torch.Tensor, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal looked_at
+        looked_at += len(windows)
+        return best_splits(columns, windows)
+
+    monkeypatch.setattr(exhaustive_search.op, "best_splits", counted)
+    monkeypatch.setattr(time, "monotonic", lambda: looked_at / 100)
+    matrix = torch.from_numpy(uniform(8, 256))
+    order = exhaustive_search.search(matrix, time_budget=3.0)
+    assert 300 < looked_at < 350
+    assert sorted(order) == list(range(256))
+    assert sum_after_2_to_4(matrix[:, order]) > sum_after_2_to_4(matrix)
+
+
 def test_long_searches_show_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("rich")
     monkeypatch.setattr(exhaustive_search, "_LARGE", 1)

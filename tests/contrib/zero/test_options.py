@@ -13,6 +13,7 @@ from torch import nn
 import apex
 from apex.contrib.optimizers import DistributedFusedAdam
 from apex.contrib.optimizers._zero.gradients import GradientSync
+from apex.contrib.optimizers.distributed_fused_adam import _multi_tensor_copy
 from apex.ops import implementation
 from apex.ops.multi_tensor.triton_lists import TritonLists
 from apex.optimizers import FusedAdam
@@ -22,6 +23,23 @@ def test_it_is_reachable() -> None:
     assert apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam is DistributedFusedAdam
     with pytest.raises(AttributeError, match="no_such_optimizer"):
         _ = apex.contrib.optimizers.no_such_optimizer
+
+
+def test_names_that_subclasses_use() -> None:
+    """NeMo's subclass names the class in annotations and makes fragments by their names."""
+    assert DistributedFusedAdam.ParameterBucket().params_shard is None
+    ranges = dict.fromkeys(("param_range", "bucket_range"), (3, 3))
+    nothing = dict.fromkeys(("shard_range", "shard_bucket_range", "shard_param_range"))
+    fragment = DistributedFusedAdam.ParameterFragment(
+        param_group_id=0, param_id=1, bucket_id=2, in_local_shard=False, **ranges, **nothing
+    )
+    net = nn.Linear(2, 2)
+    optimizer = DistributedFusedAdam(net.parameters())
+    assert optimizer.parameter(fragment) is net.bias
+    with pytest.raises(ValueError, match="buffers_in has 1 tensors and buffers_out 0"):
+        _multi_tensor_copy([torch.zeros(2)], [])
+    with pytest.raises(ValueError, match=r"norm_type=3\.0 is not supported; 2 is"):
+        optimizer._local_grad_norm(norm_type=3.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What two processes do."""
 
-from tests.contrib.zero import adam_checks, engine_checks, option_checks, schedule_checks
+from tests.contrib.zero import adam_checks, engine_checks, option_checks, schedule_checks, subclass_checks
 from tests.parallel.processes import Check
 
 CHECKS: dict[str, Check] = {
@@ -8,4 +8,5 @@ CHECKS: dict[str, Check] = {
     **adam_checks.CHECKS,
     **option_checks.CHECKS,
     **schedule_checks.CHECKS,
+    **subclass_checks.CHECKS,
 }

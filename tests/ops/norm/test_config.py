@@ -84,12 +84,6 @@ def test_backward(rows: int, length: int, size: int, bias_grad: bool, device: De
     assert (config.num_stages - 1) * 2 * tile_bytes <= device.shared_memory
 
 
-@pytest.mark.parametrize(("backend", "one_launch"), [("cuda", True), ("hip", False)])
-def test_programs_finish_each_others_work_where_stores_are_published(backend: str, one_launch: bool) -> None:
-    device = DeviceFacts("any", backend, multiprocessors=100, warp_size=64, shared_memory=64 << 10)
-    assert (backward_config(4096, 1024, 2, True, device).group > 0) == one_launch
-
-
 @pytest.mark.parametrize(("value", "expected"), [(1, 1), (2, 2), (3, 4), (1000, 1024), (1024, 1024), (1025, 2048)])
 def test_next_power_of_2(value: int, expected: int) -> None:
     assert next_power_of_2(value) == expected

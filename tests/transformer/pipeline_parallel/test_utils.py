@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from apex.transformer.enums import ModelType
+from apex.transformer.microbatches import ConstantNumMicroBatches
 from apex.transformer.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules, utils
 from apex.transformer.pipeline_parallel._split_backward import backward_input
 from apex.transformer.pipeline_parallel._timers import _Timers
@@ -15,7 +16,7 @@ from apex.transformer.pipeline_parallel.schedules import common
 
 @pytest.fixture(autouse=True)
 def _no_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utils, "_calculator", None)
+    monkeypatch.setattr(utils, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     monkeypatch.setattr(utils, "_timers", None)
 
 
@@ -39,6 +40,20 @@ def test_microbatches() -> None:
         [[0, 1, 2, 3], [0, 10, 20, 30]],
         [[4, 5], [40, 50]],
     ]
+
+
+def test_clients_read_the_calculator_by_name() -> None:
+    """NeMo imports the name before and after the calculator is made, and looks at its attributes."""
+    from apex.transformer.pipeline_parallel.utils import _GLOBAL_NUM_MICROBATCHES_CALCULATOR as before
+
+    utils.setup_microbatch_calculator(1, None, 8, 2, 1)
+    from apex.transformer.pipeline_parallel.utils import _GLOBAL_NUM_MICROBATCHES_CALCULATOR as after
+
+    assert before is None
+    assert isinstance(after, ConstantNumMicroBatches)
+    assert (after.current_global_batch_size, after.micro_batch_size, after.num_micro_batches) == (8, 2, 4)
+    utils._reconfigure_microbatch_calculator(1, None, 6, 1, 1)
+    assert utils._GLOBAL_NUM_MICROBATCHES_CALCULATOR.num_micro_batches == utils.get_num_microbatches() == 6
 
 
 def test_choosing_a_schedule() -> None:

@@ -301,6 +301,41 @@ def exchanges_of_a_layer(rank: int) -> None:
         assert sum(counted) == halves * hidden.numel(), sequence
 
 
+def mistakes_are_named(rank: int) -> None:
+    """Errors name the argument, its value and what is accepted."""
+    with pytest.raises(ValueError, match=r"hidden_size=32 is not divisible by num_attention_heads=5: .* kv_channels"):
+        config_of(1, num_attention_heads=5)
+    words = words_of(1)[0]
+    longer = torch.cat([words, words], 1)
+    with groups(Layout()):
+        model = gpt(config=config_of(1))
+        message = rf"a sequence of {2 * LENGTH} words is longer than max_position_embeddings={LENGTH}"
+        with pytest.raises(ValueError, match=message):
+            model(longer)
+        positions = torch.arange(LENGTH, device=words.device)[None] + 1
+        if not positions.is_cuda:
+            message = rf"position_ids has positions from 1 to {LENGTH}; 0 to {LENGTH - 1} are accepted"
+            with pytest.raises(ValueError, match=message):
+                model(words, positions)
+        assert model(words, positions - 1).shape == (1, LENGTH, WORDS)
+        assert gpt(config=config_of(1, position_embedding="rope"))(longer).shape[1] == 2 * LENGTH
+        for types, given, message in (
+            (2, None, r"tokentype_ids is None, and the model has num_tokentypes=2: .*torch\.zeros_like"),
+            (0, torch.zeros_like(words), r"tokentype_ids is given, and the model has num_tokentypes=0"),
+        ):
+            bert = BertModel(types, False, config=config_of(1)).to(words.device)
+            with pytest.raises(ValueError, match=message):
+                bert(words, torch.ones_like(words), given)
+    with groups(Layout(4)):
+        for options, message in (
+            ({"num_attention_heads": 2}, "num_attention_heads over the tensor-parallel ranks: 2 is not divisible by 4"),
+            ({"vocab_size": 30}, "words of the vocabulary over the tensor-parallel ranks: 30 is not divisible by 4"),
+            ({"ffn_hidden_size": 30}, "output_size over the tensor-parallel ranks: 30 is not divisible by 4"),
+        ):
+            with pytest.raises(AssertionError, match=message):
+                gpt(config=config_of(1, **options))
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -312,6 +347,7 @@ CHECKS = {
         gpt_of_the_command_line,
         bert_of_the_command_line,
         layers_of_a_stage,
+        mistakes_are_named,
         exchanges_of_a_layer,
     )
 }

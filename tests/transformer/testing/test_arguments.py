@@ -42,7 +42,10 @@ def test_what_follows_from_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not args.bias_gelu_fusion
     assert args.masked_softmax_fusion
     assert (args.optimizer, args.lr, args.seed, args.split) == ("adam", None, 1234, "969, 30, 1")
-    alone = parse(monkeypatch, "--micro-batch-size 2 --tensor-model-parallel-size 2 --checkpoint-activations")
+    with pytest.warns(
+        UserWarning, match="--tensor-model-parallel-size 2 is more than fits into 1 processes: 1 is used"
+    ):
+        alone = parse(monkeypatch, "--micro-batch-size 2 --tensor-model-parallel-size 2 --checkpoint-activations")
     assert (alone.tensor_model_parallel_size, alone.recompute_granularity) == (1, "full")
     assert alone.async_tensor_model_parallel_allreduce
 
@@ -66,7 +69,8 @@ def test_defaults_fill_and_overrides_replace(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "--micro-batch-size must be positive"),
+        ("", "--micro-batch-size is required"),
+        ("--micro-batch-size 0", "--micro-batch-size must be positive, got 0"),
         ("--micro-batch-size 1 --batch-size 2", "use --micro-batch-size instead"),
         ("--micro-batch-size 1 --fp16 --bf16", "cannot be given together"),
         ("--micro-batch-size 1 --train-iters 5 --train-samples 9", "--train-samples cannot be used with --train-iters"),

@@ -1,1 +1,1 @@
-"""One module per family of benchmark cases; each calls `apex._bench.registry.register` when it is imported."""
+"""Benchmark cases, one module per family; each calls `apex._bench.registry.register` when it is imported."""

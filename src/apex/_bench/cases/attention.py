@@ -1,4 +1,4 @@
-"""OpenFold's attention and attention within packed sequences, beside the same by hand with PyTorch's attention."""
+"""OpenFold's attention and attention within packed sequences, compared with code around PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..directions import Maker, Random, call, exact, leaves_of, long_name, passe
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 INF = 1e9
-MOVED = {"fwd": 4, "bwd": 8}  # tensors of the query's size that each direction reads and writes
+MOVED = {"fwd": 4, "bwd": 8}  # number of tensors of the query's size that each direction reads and writes
 
 
 @dataclass(frozen=True)
 class Openfold:
-    """Rows of an alignment as batches, with a mask of residues and a bias of pairs that has a gradient."""
+    """An attention problem of OpenFold: rows of an alignment as batches, a residue mask, a trained pair bias."""
 
     batch: int
     heads: int
@@ -45,14 +45,14 @@ class Openfold:
         return self.heads * self.length * self.length
 
     def checked(self) -> Openfold:
-        """What is held against the reference: small and exact."""
+        """Return the setting that is checked against the reference: small, in float32."""
         return dataclasses.replace(self, batch=3, length=40, dtype=torch.float32)
 
     def tensors(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """Query, key, value, bias and mask, and the gradient of the output."""
+        """Return query, key, value, bias and mask, and the gradient of the output."""
         random = Random(device)
         normal = functools.partial(random.normal, dtype=self.dtype)
-        # Heads behind lengths, as projections leave them.
+        # Heads come after lengths in memory, as projections produce them.
         shape = self.batch, self.length, self.heads, self.head
         query, key, value, gradient = (normal(*shape).transpose(1, 2) for _ in range(4))
         bias = normal(1, self.heads, self.length, self.length)
@@ -83,7 +83,7 @@ class Openfold:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of `shortest` to `length` rows, one after the other."""
+    """A problem of packed sequences, each of `shortest` to `length` rows."""
 
     sequences: int
     shortest: int
@@ -110,7 +110,7 @@ class Packed:
     bias_elements = 0
 
     def checked(self) -> Packed:
-        """What is held against the reference: small, exact, without dropout, which differs from peer to peer."""
+        """Return the setting that is checked: small, in float32, without dropout, which differs between peers."""
         even = self.shortest == self.length
         return dataclasses.replace(
             self, sequences=3, shortest=40 if even else 9, length=40, dtype=torch.float32, dropout=0.0
@@ -128,13 +128,13 @@ class Packed:
 
         makers: dict[str, Maker] = {OURS: lambda: ours, "sdpa": lambda: self._by_hand(device)}
         known = importlib.util.find_spec("torch.nn.attention.varlen") is not None
-        # PyTorch's own has neither dropout nor float32.
+        # PyTorch's varlen attention supports neither dropout nor float32.
         if all_peers and known and not self.dropout and self.dtype != torch.float32:
             makers["varlen"] = lambda: self._varlen
         return makers
 
     def _by_hand(self, device: torch.device) -> Callable[..., Tensor]:
-        """Padded to the greatest length, with a mask; as they are where all have that length."""
+        """Return attention by padding to the greatest length with a mask; without padding if all lengths are equal."""
         lengths = torch.tensor(self.lengths, device=device)
         inside = torch.arange(self.length, device=device) < lengths[:, None]
         mask = None if self.shortest == self.length else inside[:, None, None, :]
@@ -205,7 +205,7 @@ def _prepare(setting: Setting, direction: str, device: torch.device) -> Prepared
     checked = small.implementations(device, False)
     timed = setting.implementations(device, on_gpu)
     checked.update({name: maker for name, maker in timed.items() if name not in checked})
-    # A peer that takes half precision only is checked in it, on inputs that were rounded to it.
+    # A peer that accepts only half precision is checked in half precision, on rounded inputs.
     half = dataclasses.replace(small, dtype=setting.dtype)
     others = {name: half for name in checked if name == "varlen"}
 
@@ -227,7 +227,7 @@ def _case(setting: Setting, direction: str) -> Case:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Forward and backward apart; a processor gets smaller shapes."""
+    """Return cases of both directions; a CPU gets smaller shapes."""
     settings = GPU_SETTINGS if device.type == "cuda" else CPU_SETTINGS
     if quick:
         settings = (settings[0], next(setting for setting in settings if isinstance(setting, Packed)))

@@ -1,6 +1,6 @@
 """Dense layers: two with gelu between them, the multi-layer perceptron, accumulation of weight gradients.
 
-Matrix products, not memory, are the limit of most of these cases: their notes count floating-point operations.
+Most of these cases are limited by matrix products, not by memory: their notes count floating-point operations.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ...ops.dense import mlp_forward, reference, wgrad_gemm_accum
 from ..directions import SHORT, Random, exact, prepare, with_peers
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
-# rows, input and output features, features between
+# rows, input and output features, intermediate features
 GPU_GELU, CPU_GELU = (torch.float16, 8192, 4096, 16384), (torch.float32, 256, 256, 1024)
 # rows, sizes
 GPU_MLP, CPU_MLP = (torch.float16, 4096, [1024] * 4), (torch.float32, 512, [256] * 4)
 # rows, input features, output features
 GPU_ACCUMULATION, CPU_ACCUMULATION = (torch.bfloat16, 8192, 4096, 4096), (torch.float32, 512, 512, 512)
-# It leaves its weights as the memory was, and a GPU multiplies zeros at a higher clock than random numbers. The calls
-# that it makes to cuBLASLt, made by hand on the same H200, took 2902 us forward and 6358 backward on weights of zero,
-# 3391 and 7403 on weights as of torch.nn.Linear; recorded are 2925 and 6516. So what was recorded is shown beside both
-# cases, and like is compared with like in the one of zero weights.
+# NVIDIA apex leaves its weights uninitialised, and a GPU multiplies zeros at a higher clock than random numbers. Its
+# calls to cuBLASLt, made by hand on the same H200, took 2902 us forward and 6358 backward with zero weights, 3391 and
+# 7403 with weights as in torch.nn.Linear; the recorded times are 2925 and 6516. So the recorded times are shown beside
+# both cases, and the case with zero weights is the fair comparison.
 UNFILLED = "; nvidia apex was recorded with weights that nobody filled: compare the case of zero weights"
 
 
 def _tensors(device: torch.device, dtype: torch.dtype, rows: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """A normal input, weights and biases as `torch.nn.Linear` has them, and gradients of a mean over the rows."""
+    """Return a normal input, weights and biases as in `torch.nn.Linear`, and gradients of a mean over the rows."""
     random = Random(device)
 
     def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
@@ -85,7 +85,7 @@ def _prepare_mlp(dtype: torch.dtype, rows: int, sizes: list[int], direction: str
     if direction == "fwd":
         results: Sequence[Tensor] = (reference.mlp(wide_x, wide, [b.double() for b in biases], "relu"),)
     else:
-        # At the outputs as they were stored: what was rounded to zero decides where a relu lets gradients through.
+        # From the stored outputs: values rounded to zero decide where relu passes gradients.
         stored = [output.double() for output in mlp_forward(x.detach(), weights, biases, "relu")]
         dx, dweights, dbiases = reference.mlp_backward(dy.double(), wide_x, stored, wide, "relu")
         results = (dx, *dweights, *dbiases)
@@ -107,7 +107,7 @@ def _prepare_accumulation(dtype: torch.dtype, rows: int, ins: int, outs: int, de
         return (total.add_(dy.t().mm(x)),)
 
     def started(call: Call, checked: bool) -> Call:
-        """What is checked starts from zero at every call; what is timed goes on."""
+        """Return a call that starts from zero if it is checked; a timed call keeps accumulating."""
 
         def from_zero() -> Sequence[Tensor]:
             total.zero_()
@@ -120,7 +120,7 @@ def _prepare_accumulation(dtype: torch.dtype, rows: int, ins: int, outs: int, de
     slack = tensor_core_error(rows) if device.type == "cuda" else 0.0
     return Prepared(
         {name: functools.partial(started, call, True) for name, call in calls.items()},
-        # In the inputs' dtype, to which the peer rounds the product before it is added.
+        # In the inputs' dtype, because the peer rounds the product to it before the addition.
         [Expected(product, dtype, rows, slack)],
         timed={name: functools.partial(started, call, False) for name, call in calls.items()},
         expected_of={OURS: [Expected(product, torch.float32, rows, slack)]},
@@ -132,18 +132,18 @@ def _floating_point(operations: float) -> str:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """The same few cases everywhere; a processor gets smaller ones."""
-    on_gpu, found = device.type == "cuda", list[Case]()
+    """Return the cases; a CPU gets smaller ones."""
+    on_gpu, result = device.type == "cuda", list[Case]()
 
     def add(
         name: str, moved: int, operations: float, make: Any, note: str = "", recorded_as: str | None = None
     ) -> None:
-        found.append(Case(name, moved, make, note=_floating_point(operations) + note, recorded_as=recorded_as))
+        result.append(Case(name, moved, make, note=_floating_point(operations) + note, recorded_as=recorded_as))
 
     dtype, rows, outer, inner = GPU_GELU if on_gpu else CPU_GELU
     name = f"dense_gelu_dense {SHORT[dtype]} {rows}x{outer}x{inner}"
     for zero, (way, products) in itertools.product((False, True)[: 1 + on_gpu], (("fwd", 2), ("bwd", 4))):
-        # Activations and weights once each, and those of the layer between, which the backward pass reads.
+        # Activations and weights are counted once each, and the intermediate layer's, which the backward pass reads.
         moved = 2 * rows * outer + (2 + products // 4) * rows * inner + products * outer * inner
         make = functools.partial(_prepare_gelu, dtype, rows, outer, inner, zero, way)
         note = UNFILLED if on_gpu and not zero else ""
@@ -160,7 +160,7 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
     moved = dtype.itemsize * rows * (ins + outs) + 8 * ins * outs
     make = functools.partial(_prepare_accumulation, dtype, rows, ins, outs)
     add(f"wgrad_accum {SHORT[dtype]}->fp32 {rows}x{ins}x{outs}", moved, 2.0 * rows * ins * outs, make)
-    return found[-3:] if quick and on_gpu else found
+    return result[-3:] if quick and on_gpu else result
 
 
 register(Family("dense", "dense layers with gelu, multi-layer perceptron, weight gradients", cases))

@@ -1,4 +1,4 @@
-"""Gated linear units: SwiGLU with and without bias and GeGLU, forward and backward apart, a small step."""
+"""Gated linear units: SwiGLU with and without bias and GeGLU, forward and backward separately, and a small step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..registry import Case, Family, Prepared, register
 
 
 class Kind(NamedTuple):
-    """One row of the table per direction, under this name."""
+    """A variant of the gated linear unit; it has one row in the table per direction, under this name."""
 
     name: str
     activation: str
@@ -56,16 +56,16 @@ def _prepare(kind: Kind, dtype: torch.dtype, rows: int, columns: int, direction:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
+    """Return large shapes in both directions, then steps of small shapes; a CPU gets smaller shapes."""
     shapes, steps = (GPU_SHAPES, GPU_STEPS) if device.type == "cuda" else (CPU_SHAPES, ())
     most = 1 if quick else None
     rows = [(kind, shape, {"fwd": 3, "bwd": 5}) for shape in shapes[:most] for kind in KINDS[:most]]
     rows += [(SWIGLU, shape, {"step": 8}) for shape in steps[:most]]
-    found = []
-    for kind, (dtype, *sizes), halves in rows:  # tensors of half the input's size; biases are negligible
+    result = []
+    for kind, (dtype, *sizes), halves in rows:  # number of tensors of half the input's size; biases are negligible
         moved = {way: count * math.prod(sizes) // 2 * dtype.itemsize for way, count in halves.items()}
-        found += passes(f"{kind.name} {SHORT[dtype]} {times(sizes)}", moved, _prepare, kind, dtype, *sizes)
-    return found
+        result += passes(f"{kind.name} {SHORT[dtype]} {times(sizes)}", moved, _prepare, kind, dtype, *sizes)
+    return result
 
 
 register(Family("glu", "gated linear units: SwiGLU and GeGLU", cases))

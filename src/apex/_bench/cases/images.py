@@ -1,4 +1,10 @@
-"""Norms and convolutions of images at the sizes of ResNet-50 and of diffusion models, forward and backward apart."""
+"""Norms and convolutions of images at the sizes of ResNet-50 and of diffusion models, forward and backward separately.
+
+The families are batch norm with ReLU, with and without an addend; group norm with SiLU; convolution with bias and ReLU;
+and SyncBatchNorm in a group of one process, which still exchanges its statistics. PyTorch's SyncBatchNorm module skips
+the exchange if there is one process, so its autograd function is called. That needs a GPU; on a CPU the peer is
+PyTorch's batch norm, which exchanges nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
 def _square(*shapes: tuple[int, int, int]) -> tuple[Shape, ...]:
-    """Images, channels and height, which is the width too."""
+    """Return image shapes from (images, channels, height), with the width equal to the height."""
     return tuple((*shape, shape[-1]) for shape in shapes)
 
 
@@ -45,9 +51,6 @@ def _tensors(dtype: torch.dtype, shape: Shape, layout: torch.memory_format, rand
 
 def _pixels(shape: Shape) -> int:
     return math.prod(shape) // shape[1]
-
-
-# Batch norm with ReLU, and with an addend and ReLU -------------------------------------------------------------------
 
 
 def _batch_norm_torch(x: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
@@ -74,19 +77,16 @@ def _batch_norm(dtype: torch.dtype, shape: Shape, addend: bool, direction: str, 
 
 
 def batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Every shape with and without an addend, in both directions."""
+    """Return every shape with and without an addend, in both directions."""
     on_gpu = device.type == "cuda"
     shapes, dtype = (BATCH_NORM_SHAPES, torch.float16) if on_gpu else (CPU_SHAPES, torch.float32)
-    found = []
+    cases = []
     for shape in shapes[:1] if quick else shapes:
         size = math.prod(shape) * dtype.itemsize
         for addend, what, fwd, bwd in ((False, "batch_norm+relu", 2, 3), (True, "batch_norm+add+relu", 3, 5)):
             name = f"{what} {long_name(dtype)} {times(shape)}"
-            found += passes(name, {"fwd": fwd * size, "bwd": bwd * size}, _batch_norm, dtype, shape, addend)
-    return found
-
-
-# Group norm with SiLU ------------------------------------------------------------------------------------------------
+            cases += passes(name, {"fwd": fwd * size, "bwd": bwd * size}, _batch_norm, dtype, shape, addend)
+    return cases
 
 
 def _group_norm(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
@@ -99,25 +99,20 @@ def _group_norm(dtype: torch.dtype, shape: Shape, direction: str, device: torch.
 
 
 def group_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Every shape in both directions."""
+    """Return every shape in both directions."""
     shapes, dtype = GROUP_NORM_SHAPES, torch.bfloat16
     if device.type != "cuda":
         shapes, dtype = _square((2, 320, 16), (2, 640, 32)), torch.float32
-    found = []
+    cases = []
     for shape in shapes[:1] if quick else shapes:
         size = math.prod(shape) * dtype.itemsize
         name = f"group_norm+silu {long_name(dtype)} {times(shape)}"
-        found += passes(name, {"fwd": 2 * size, "bwd": 3 * size}, _group_norm, dtype, shape)
-    return found
-
-
-# SyncBatchNorm in a group of one process, which exchanges its statistics all the same ---------------------------------
-# PyTorch's module leaves the exchange out where there is one process, so its autograd function is called. That needs a
-# GPU; on a CPU the peer is its batch norm, which exchanges nothing.
+        cases += passes(name, {"fwd": 2 * size, "bwd": 3 * size}, _group_norm, dtype, shape)
+    return cases
 
 
 def _group(device: torch.device) -> dist.ProcessGroup:
-    """This process, connected with itself for as long as it runs."""
+    """Return a process group of this process alone, initialized at the first call."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -151,22 +146,19 @@ def _sync_batch_norm(dtype: torch.dtype, shape: Shape, layout: str, direction: s
 
 
 def sync_batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Every shape in both layouts and both directions."""
+    """Return every shape in both layouts and both directions."""
     if not dist.is_available():
         return []
     on_gpu = device.type == "cuda"
     shapes = SYNC_SHAPES if on_gpu else CPU_SHAPES
-    found = []
+    cases = []
     for dtype in (torch.float16, torch.float32) if on_gpu else (torch.float32,):
         for shape in shapes[:1] if quick else shapes:
             moved = {way: tensors * math.prod(shape) * dtype.itemsize for way, tensors in (("fwd", 2), ("bwd", 3))}
             for layout in LAYOUTS:
                 name = f"sync_batch_norm {long_name(dtype)} {layout} {times(shape)}"
-                found += passes(name, moved, _sync_batch_norm, dtype, shape, layout)
-    return found
-
-
-# Convolution with bias and ReLU --------------------------------------------------------------------------------------
+                cases += passes(name, moved, _sync_batch_norm, dtype, shape, layout)
+    return cases
 
 
 def _conv(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
@@ -186,17 +178,17 @@ def _conv(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device
 
 
 def conv_cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Every shape in both directions."""
+    """Return every shape in both directions."""
     shapes, dtype = (CONV_SHAPES, torch.float16) if device.type == "cuda" else (((8, 32, 64, 28, 3),), torch.float32)
     note = "bytes are those that must move; the products may take longer"
-    found = []
+    cases = []
     for shape in shapes[:1] if quick else shapes:
         images, channels, outputs, side, kernel = shape
         moved = (images * (channels + outputs) * side * side + outputs * channels * kernel * kernel) * dtype.itemsize
         sizes = f"{images}x{channels}x{side}x{side} to {outputs}, kernel {kernel}"
         name = f"conv+bias+relu {long_name(dtype)} {sizes}"
-        found += passes(name, {"fwd": moved, "bwd": 2 * moved}, _conv, dtype, shape, note=note)
-    return found
+        cases += passes(name, {"fwd": moved, "bwd": 2 * moved}, _conv, dtype, shape, note=note)
+    return cases
 
 
 register(Family("batch_norm", "batch norm with an addend and ReLU, channels last", batch_norm_cases))

@@ -1,4 +1,4 @@
-"""index_mul_2d: products with indexed rows, forward, backward and the step of a loss that holds a force."""
+"""index_mul_2d: products with indexed rows, forward, backward and the step of a loss that includes a force."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """`count` rows of in2 and as many indices, into `in1_rows` rows of in1."""
+    """A problem with `count` rows of in2 and as many indices into `in1_rows` rows of in1."""
 
     dtype: torch.dtype
     in1_rows: int
@@ -31,12 +31,12 @@ class Shape:
         return name if self.in1_rows == self.count else f"{name} of {self.in1_rows} rows"
 
     def bytes_moved(self, direction: str) -> int:
-        """Of the first derivative at most: a force is computed by several passes."""
+        """Return the bytes moved by the first derivative at most; a force takes several passes."""
         rows = self.in1_rows + 2 * self.count if direction == "fwd" else 2 * self.in1_rows + 3 * self.count
         return rows * self.columns * self.dtype.itemsize
 
 
-# NVIDIA apex was recorded with 800000 positions; as many rows are what its floor counts.
+# NVIDIA apex was recorded with 800000 positions; its floor counts as many rows of in1.
 GPU_SHAPES = (
     Shape(torch.float32, 800000, 800000, 256),
     Shape(torch.float32, 100000, 800000, 256),
@@ -51,7 +51,7 @@ def _eager(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
 
 
 def _force_step(product: Product, in1: Tensor, in2: Tensor, index: Tensor) -> Sequence[Tensor]:
-    """The gradients of a loss that holds a gradient of an energy; in float32 at least."""
+    """Return the gradients of a loss that includes a gradient of an energy; in float32 at least."""
     wide = torch.promote_types(in1.dtype, torch.float32)
     energy = product(in1, in2, index).to(wide).square().mean()
     (force,) = torch.autograd.grad(energy, in1, create_graph=True)
@@ -82,7 +82,7 @@ def _prepare(shape: Shape, direction: str, device: torch.device) -> Prepared:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Large shapes in both directions, then a small step with second derivatives."""
+    """Return large shapes in both directions, then a small step with second derivatives."""
     shapes, steps = (GPU_SHAPES, GPU_STEPS) if device.type == "cuda" else (CPU_SHAPES, CPU_SHAPES[:1])
     rows: list[tuple[Shape, tuple[str, ...]]] = [(shape, ("fwd", "bwd")) for shape in (shapes[:1] if quick else shapes)]
     rows += [(shape, ("force step",)) for shape in (() if quick else steps)]

@@ -1,4 +1,4 @@
-"""Attention modules: whole steps, forward and backward, beside the same by hand around PyTorch's attention."""
+"""Attention modules: whole steps, forward and backward, compared with code around PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
 @dataclass(frozen=True)
 class Setting:
-    """One module and what it is given; `mask` is "none", "padding", "time" or "causal"."""
+    """An attention module and its inputs; `mask` is "none", "padding", "time" or "causal"."""
 
     length: int
     batch: int
@@ -41,17 +41,17 @@ class Setting:
 
     @property
     def bytes_moved(self) -> int:
-        """Inputs, outputs and their gradients, parameters and theirs: far less than the arithmetic takes."""
+        """Return the bytes of inputs, outputs, parameters and their gradients; arithmetic takes far longer."""
         activations = (6 if self.encdec else 4) * self.length * self.batch * self.width
         return self.dtype.itemsize * (activations + 8 * self.width * self.width)
 
 
-# What is timed may draw random numbers and be in half precision; what is checked is small and exact.
+# Timed settings may use dropout and half precision; checked settings are small, deterministic and in float32.
 CHECKED: dict[str, Any] = {"length": 24, "batch": 3, "width": 64, "heads": 4, "dropout": 0.0, "dtype": torch.float32}
 
 
 def by_hand(setting: Setting, ours: Any) -> Callable[..., Tensor]:
-    """What one writes around `F.scaled_dot_product_attention`, with the parameters and masks of our modules."""
+    """Return attention around `F.scaled_dot_product_attention`, with our modules' parameters and masks."""
 
     def split(packed: Tensor, parts: int) -> list[Tensor]:
         shape = (*packed.shape[:2], setting.heads, parts, setting.width // setting.heads)
@@ -82,7 +82,7 @@ def by_hand(setting: Setting, ours: Any) -> Callable[..., Tensor]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors of a setting; `mask` is True where a key is hidden."""
+    """Tensors of a setting; `mask` is True for hidden keys."""
 
     setting: Setting
     query: Tensor
@@ -98,7 +98,7 @@ class Problem:
 
 
 def make_problem(setting: Setting, device: torch.device) -> Problem:
-    """Normal inputs; a padding mask hides up to half of each sequence's keys, a time mask the future."""
+    """Make normal inputs; a padding mask hides up to half of each sequence's keys, a time mask the future."""
     random = Random(device)
     shape = (setting.length, setting.batch, setting.width)
     query, key, gradient = (random.normal(*shape, dtype=setting.dtype) for _ in range(3))
@@ -136,13 +136,13 @@ def _call(problem: Problem, implementation: str) -> Call:
 
 
 def expected_results(problem: Problem) -> list[Expected]:
-    """Output and gradients of every leaf, in float64."""
+    """Return the output and the gradients of every leaf, in float64."""
     setting = problem.setting
     tensors = [each.detach().double().requires_grad_() for each in (problem.query, problem.key, problem.gradient)]
     wide = dataclasses.replace(
         problem, query=tensors[0], key=tensors[1], gradient=tensors[2], ours=copy.deepcopy(problem.ours).double()
     )
-    # Each element comes out of sums over an embedding or over all tokens, of terms that are such sums themselves.
+    # Each element is a sum over an embedding or over all tokens, of terms that are such sums themselves.
     terms = setting.width * setting.length * setting.batch
     return [Expected(result.detach(), setting.dtype, terms) for result in _call(wide, "torch")()]
 
@@ -183,14 +183,14 @@ CPU_SETTINGS = [
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Steps of modules of BERT's and of longer lengths; a processor gets smaller ones."""
+    """Return steps of modules of BERT's and of longer lengths; a CPU gets smaller ones."""
     on_gpu = device.type == "cuda"
     settings = GPU_SETTINGS if on_gpu else CPU_SETTINGS
     result = []
     for setting in settings[:1] if quick else settings:
-        # What there is to fuse beside PyTorch's attention is around it: torch.compile is a peer there.
+        # torch.compile is a peer only if there are operations around PyTorch's attention to fuse.
         peers = ("torch", "compile") if on_gpu and setting.norm_add else ("torch",)
-        # Short sequences keep the host busy for as long as the GPU: what a training loop sees is the wall clock's time.
+        # Short sequences keep the host as busy as the GPU: a training loop sees the wall clock time.
         timing = "device" if on_gpu and setting.length > _SHORT[0] else "wall"
         make = functools.partial(_prepare, setting, peers)
         result.append(Case(f"{setting} step", setting.bytes_moved, make, timing))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm: forward and backward apart, whole steps of small shapes."""
+"""Layer norm and RMS norm: forward and backward separately, and whole steps of small shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..directions import Random, exact, long_name, passes, prepare, times, with_
 from ..registry import Case, Family, Prepared, register
 
 EPS = 1e-5
-# Ours and PyTorch's.
+# Our module and PyTorch's.
 NORMS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "layer_norm": (FusedLayerNorm, nn.LayerNorm),
     "rms_norm": (FusedRMSNorm, nn.RMSNorm),
@@ -64,19 +64,19 @@ def _prepare(norm: str, dtype: torch.dtype, shape: tuple[int, int], direction: s
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
+    """Return large shapes in both directions, then steps of small shapes; a CPU gets smaller shapes."""
     on_gpu = device.type == "cuda"
     shapes: Sequence[tuple[int, int]] = GPU_SHAPES if on_gpu else CPU_SHAPES
     step_shapes: Sequence[tuple[int, int]] = GPU_STEP_SHAPES if on_gpu else CPU_STEP_SHAPES
     if quick:
         step_shapes = step_shapes[:1]
         shapes = shapes[:1] if on_gpu else step_shapes
-    found = []
+    result = []
     for sizes, ways in ((shapes, {"fwd": 2, "bwd": 3}), (step_shapes, {"step": 5})):  # tensors that are read or written
         for dtype, shape, norm in itertools.product(DTYPES, sizes, NORMS):
             moved = {way: count * math.prod(shape) * dtype.itemsize for way, count in ways.items()}
-            found += passes(f"{norm} {long_name(dtype)} {times(shape)}", moved, _prepare, norm, dtype, shape)
-    return found
+            result += passes(f"{norm} {long_name(dtype)} {times(shape)}", moved, _prepare, norm, dtype, shape)
+    return result
 
 
 register(Family("norm", "layer norm and RMS norm", cases))

@@ -1,4 +1,4 @@
-"""Optimizers, and the passes over all gradients around them: norm, scaling with a look for overflows, clipping."""
+"""Optimizers, and the passes over all gradients around them: norm, scaling with overflow check, clipping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..registry import Case, Family, Prepared, register
 LR = 0.01
 GPU_SETS = ("gpt1.3b", "resnet50")
 CPU_SETS = ("resnet50", "1000_small")
-# Parameters, gradients, the state of one implementation and the temporaries of a foreach optimizer: six lists.
+# Six lists: parameters, gradients, the state of one implementation and the temporaries of a foreach optimizer.
 LARGE_BYTES = 6 * 4 * 1_315_719_168
 
 
@@ -28,7 +28,7 @@ def _running(optimizer: Any, params: list[nn.Parameter]) -> Running:
 
 
 def _ours(name: str, **options: Any) -> Maker:
-    """An optimizer of `apex.optimizers`."""
+    """Return a maker of an optimizer of `apex.optimizers`."""
 
     def make(params: list[nn.Parameter]) -> Running:
         import apex.optimizers
@@ -39,12 +39,12 @@ def _ours(name: str, **options: Any) -> Maker:
 
 
 def _torch(name: str, **options: Any) -> Maker:
-    """An optimizer of `torch.optim`."""
+    """Return a maker of an optimizer of `torch.optim`."""
     return lambda params: _running(getattr(torch.optim, name)(params, **options), params)
 
 
 def _by_operators(name: str, **options: Any) -> Maker:
-    """An optimizer of `apex.optimizers` that runs its formula with PyTorch's operators."""
+    """Return a maker of an optimizer of `apex.optimizers` that computes its formula by PyTorch's operators."""
 
     def make(params: list[nn.Parameter]) -> Running:
         fused = _ours(name, **options)(params)
@@ -59,7 +59,7 @@ def _by_operators(name: str, **options: Any) -> Maker:
 
 
 def _flavours(name: str, *flavours: str, **options: Any) -> dict[str, Maker]:
-    """PyTorch's optimizer `name` as "torch_fused" and "torch_foreach", as far as it exists."""
+    """Return makers of PyTorch's optimizer `name` in the given flavours: "torch_fused", "torch_foreach"."""
     return {f"torch_{flavour}": _torch(name, **options, **{flavour: True}) for flavour in flavours}
 
 
@@ -71,7 +71,10 @@ def _adamw_with_masters(params: list[nn.Parameter]) -> Running:
 
 
 def _distributed_adamw(params: list[nn.Parameter]) -> Running:
-    """A world of one process. It takes gradients away from its parameters, which are others of the same memory."""
+    """Make a DistributedFusedAdam in a world of one process.
+
+    It takes gradients away from its parameters, so it gets copies of the parameters that share their memory.
+    """
     from apex.contrib.optimizers import DistributedFusedAdam
 
     twins = [nn.Parameter(param.detach()) for param in params]
@@ -81,7 +84,7 @@ def _distributed_adamw(params: list[nn.Parameter]) -> Running:
 
 
 def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
-    """What PyTorch's users write: a fused step of float32 copies, gradients copied to them and values back."""
+    """Make PyTorch's usual mixed precision: a fused step of float32 copies, with gradients and values copied."""
     masters = [nn.Parameter(param.detach().float()) for param in params]
     for master in masters:
         master.grad = torch.empty_like(master)
@@ -99,7 +102,7 @@ def _torch_adamw_with_masters(params: list[nn.Parameter]) -> Running:
 def _against_torch(
     name: str, moved: int, ours: str, torchs: str, *flavours: str, cpu_flavours: tuple[str, ...] = (), **options: Any
 ) -> Algorithm:
-    """Ours and PyTorch's optimizer of the same formula."""
+    """Return an algorithm whose peer is PyTorch's optimizer of the same formula."""
     return Algorithm(
         name,
         moved,
@@ -111,14 +114,14 @@ def _against_torch(
 
 
 def _against_operators(name: str, moved: int, ours: str, **eps: float) -> Algorithm:
-    """Ours, and for want of one in `torch.optim` the same formula by PyTorch's operators."""
+    """Return an algorithm that `torch.optim` lacks; its peer is the same formula by PyTorch's operators."""
     eager = _by_operators(ours, lr=LR, weight_decay=0.01, **eps)
     return Algorithm(name, moved, _ours(ours, lr=LR, weight_decay=0.01, **eps), eager, {"eager": eager})
 
 
 _ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.1}
 
-# Bytes: LAMB reads gradients for their norm, then takes a step of two passes, as AdamP does; NovoGrad reads them twice.
+# Bytes: LAMB reads gradients for their norm, then takes a step of two passes, like AdamP; NovoGrad reads them twice.
 ALGORITHMS = (
     _against_torch("adamw fp32", 28, "FusedAdam", "AdamW", "fused", "foreach", **_ADAMW),
     Algorithm(
@@ -140,7 +143,7 @@ ALGORITHMS = (
     _against_torch("sgd momentum fp32", 20, "FusedSGD", "SGD", "fused", "foreach", lr=LR, momentum=0.9),
     _against_operators("lamb fp32", 44, "FusedLAMB", eps=1e-6),
     _against_operators("novograd fp32", 24, "FusedNovoGrad"),
-    # PyTorch has a fused one for CPUs only.
+    # PyTorch has a fused Adagrad for CPUs only.
     _against_torch("adagrad fp32", 20, "FusedAdagrad", "Adagrad", "foreach", cpu_flavours=("fused",), lr=LR, eps=1e-10),
     _against_torch("adadelta fp32", 28, "NpuFusedAdadelta", "Adadelta", "foreach", lr=1.0),
     _against_torch("rmsprop fp32", 20, "NpuFusedRMSprop", "RMSprop", "foreach", lr=LR),
@@ -149,7 +152,7 @@ ALGORITHMS = (
 
 
 def _checked_shapes(name: str, device: torch.device) -> tuple[Shapes, str | None]:
-    """What the results of a set are checked on, and what the reader is told of it."""
+    """Return the shapes on which a set's results are checked, and a note for the reader if they differ."""
     if device.type == "cpu":
         if name == "resnet50":
             return parameter_sets.resnet50(width=16), "results are checked on a resnet50 of a quarter of the width"
@@ -169,20 +172,20 @@ def _prepare(algorithm: Algorithm, name: str, device: torch.device) -> Prepared:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Every algorithm and pass on every parameter set."""
+    """Return every algorithm and pass on every parameter set."""
     timing: Literal["device", "wall"] = "wall" if device.type == "cpu" else "device"
-    found = []
+    result = []
     for name in _set_names(device, quick):
         count, note = elements(SETS[name]()), _checked_shapes(name, device)[1]
-        found += [
+        result += [
             Case(f"{a.name} {name}", a.bytes_per_element * count, functools.partial(_prepare, a, name), timing, note)
             for a in (*ALGORITHMS, *PASSES)
         ]
-    return found
+    return result
 
 
 def _set_names(device: torch.device, quick: bool) -> list[str]:
-    """The large set is left out of a quick run, and on a GPU that cannot hold it."""
+    """Return the names of the parameter sets; a quick run, or a GPU with too little memory, omits the large set."""
     names = list(CPU_SETS if device.type == "cpu" else GPU_SETS)
     if quick:
         return ["1000_small"] if device.type == "cpu" else ["resnet50"]

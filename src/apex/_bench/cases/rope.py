@@ -19,16 +19,16 @@ from ...transformer.functional import (
 from ..directions import SHORT, Random, has_liger, prepare, with_peers
 from ..registry import Call, Case, Expected, Family, Prepared, register
 
-# Maps the tensors of a problem to the rotated ones.
+# Maps the tensors of a problem to the rotated tensors.
 Rotate = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A problem: what is rotated, and by which tables.
+    """A problem: the kind of tensors to rotate and of the tables to rotate them by.
 
-    `shape` is [s, b, h, d]; of "thd" [t, h, d]; of "2d" [b, img_h, img_w, h, d]; of "qk" [b, s, h, d], with `key_heads`
-    for the key. "cached" has cosines and sines for "sbhd".
+    `shape` is [s, b, h, d] for "sbhd" and "cached", which has tables of cosines and sines; [t, h, d] for "thd";
+    [b, img_h, img_w, h, d] for "2d"; and [b, s, h, d] for "qk", with `key_heads` for the key.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Kind:
 
 
 def _tables(kind: Kind, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The angles of RoFormer, or their cosines and sines, and the cu_seqlens of packed sequences."""
+    """Return RoFormer's angles, or their cosines and sines, and the cu_seqlens of packed sequences."""
     channels = kind.shape[-1]
     if kind.kind == "2d":
         rows, columns = (_angles(n, channels // 2, device).transpose(0, 1) for n in kind.shape[1:3])
@@ -73,7 +73,7 @@ def _tables(kind: Kind, device: torch.device) -> tuple[tuple[Tensor, ...], Tenso
 
 
 def _angles(positions: int, channels: int, device: torch.device) -> Tensor:
-    """Angles of both halves, [positions, 1, 1, channels]."""
+    """Return the angles of both halves, [positions, 1, 1, channels]."""
     rates = 10000 ** (-torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels)
     half = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * rates
     return torch.cat((half, half), -1)[:, None, None]
@@ -98,7 +98,7 @@ def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _eager(kind: Kind, tables: tuple[Tensor, ...], edges: Tensor | None) -> Rotate:
-    """The formula as models write it: cosines and sines in the dtype of the input."""
+    """Return the formula as models write it: cosines and sines in the dtype of the input."""
 
     def cosines_and_sines(dtype: torch.dtype) -> list[Tensor]:
         if len(tables) == 1:
@@ -125,7 +125,7 @@ def _eager(kind: Kind, tables: tuple[Tensor, ...], edges: Tensor | None) -> Rota
 
 
 def _liger(tables: tuple[Tensor, ...]) -> Rotate:
-    """Rotates in place, with heads before tokens."""
+    """Return Liger-Kernel's function, which rotates in place, with heads before tokens."""
     from liger_kernel.ops.rope import LigerRopeFunction  # type: ignore[import-not-found]
 
     cos, sin = (table[None, :, 0, 0] for table in tables)
@@ -159,7 +159,7 @@ def _prepare(kind: Kind, device: torch.device) -> Prepared:
     if kind.kind != "qk" or not has_liger(device):
         return prepared
 
-    # Liger-Kernel rotates in place: it is checked on copies, and timed on one that it goes on turning.
+    # Liger-Kernel rotates in place: it is checked on fresh copies, and timed on one copy that it rotates repeatedly.
     def check() -> Call:
         rotate = _liger(tables)
         return lambda: rotate(*(t.detach().clone() for t in leaves))
@@ -203,7 +203,7 @@ _CPU = [
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Large shapes forward, one of them backward, then steps of small ones; a processor gets smaller shapes."""
+    """Return large shapes forward, one of them backward, then steps of small shapes; a CPU gets smaller shapes."""
     kinds = _GPU if device.type == "cuda" else _CPU
     if quick:
         kinds = [kinds[0], kinds[-1]]

@@ -1,4 +1,4 @@
-"""Softmax of attention scores: causal, masked and scaled only, forward and backward apart, steps of small shapes."""
+"""Softmax of attention scores: causal, masked and scaled, forward and backward separately, and small steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..registry import Case, Expected, Family, Prepared, register
 SCALE = 0.125
 BF16, FP32 = torch.bfloat16, torch.float32
 Shape = tuple[int, ...]
-# Kind, dtype and shape; [b, heads, queries, keys], or with batch and heads in one dimension.
+# Kind, dtype and shape; [b, heads, queries, keys], or with batch and heads combined.
 GPU_SHAPES: Sequence[tuple[str, torch.dtype, Shape]] = (
     ("causal_softmax", BF16, (64, 1024, 1024)),
     ("causal_softmax", BF16, (64, 2048, 2048)),
@@ -41,7 +41,10 @@ Softmax = Callable[[Tensor], Tensor]
 
 
 def _bytes_moved(kind: str, dtype: torch.dtype, shape: Shape, direction: str) -> int:
-    """A causal pass reads half of its inputs and writes its whole output; a mask is a byte per batch, query and key."""
+    """Return the bytes that a direction moves.
+
+    A causal pass reads half of its inputs and writes its whole output; a mask is a byte per batch, query and key.
+    """
     tensor = math.prod(shape) * dtype.itemsize
     read = 0.5 if kind == "causal_softmax" else 1.0
     forward, backward = (1 + read) * tensor, (1 + 2 * read) * tensor
@@ -51,7 +54,7 @@ def _bytes_moved(kind: str, dtype: torch.dtype, shape: Shape, direction: str) ->
 
 
 def _mask(kind: str, shape: Shape, random: Random) -> Tensor | None:
-    """What the eager code hides: of a causal softmax the future, else a fifth of the keys, or nothing."""
+    """Return the eager code's mask: the future for a causal softmax, a fifth of the keys for a masked one, or None."""
     if kind == "causal_softmax":
         return reference.causal_mask(shape[-2], shape[-1], random.device)
     if kind == "masked_softmax":
@@ -79,16 +82,16 @@ def _liger() -> Softmax:
 
 
 def _expected(kind: str, input: Tensor, mask: Tensor | None, gradient: Tensor, direction: str) -> Expected:
-    """One batch at a time: the float64 intermediates of all of them would not fit beside each other.
+    """Compute the expected result one batch at a time: the float64 intermediates of all batches would not fit.
 
-    A gradient is that of the rounded output, which is what a backward pass gets.
+    A gradient is computed from the rounded output, like in a backward pass.
     """
     keys = input.shape[-1]
     expected = torch.empty(input.shape, dtype=torch.float64, device=input.device)
     spec = SoftmaxSpec(SCALE, kind == "causal_softmax")
     for i in range(input.shape[0]):
-        given = None if mask is None or spec.causal else mask[i]
-        expected[i], _ = reference.forward(input[i].detach().double(), given, None, *spec)
+        hidden = None if mask is None or spec.causal else mask[i]
+        expected[i], _ = reference.forward(input[i].detach().double(), hidden, None, *spec)
         if direction != "fwd":
             expected[i] = reference.backward(gradient[i].double(), expected[i].to(input.dtype).double(), None, *spec)
     return Expected(expected, input.dtype, 1 if direction == "fwd" else keys)
@@ -111,16 +114,16 @@ def _prepare(kind: str, dtype: torch.dtype, shape: Shape, direction: str, device
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Large shapes in both directions, then steps of small ones; a processor gets smaller shapes."""
+    """Return large shapes in both directions, then steps of small shapes; a CPU gets smaller shapes."""
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     rows: list[tuple[str, torch.dtype, Shape, tuple[str, ...]]]
     rows = [(*shape, ("fwd", "bwd")) for shape in (shapes[:1] if quick else shapes)]
     rows += [(*step, ("step",)) for step in (STEPS[:1] if quick else STEPS)]
-    found = []
+    result = []
     for kind, dtype, shape, ways in rows:
         moved = {way: _bytes_moved(kind, dtype, shape, way) for way in ways}
-        found += passes(f"{kind} {SHORT[dtype]} {times(shape)}", moved, _prepare, kind, dtype, shape)
-    return found
+        result += passes(f"{kind} {SHORT[dtype]} {times(shape)}", moved, _prepare, kind, dtype, shape)
+    return result
 
 
 register(Family("softmax", "scaled and masked softmax of attention scores", cases))

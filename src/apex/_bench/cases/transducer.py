@@ -1,4 +1,4 @@
-"""Joint and loss of a speech transducer, forward and backward apart."""
+"""Joint and loss of a speech transducer, forward and backward separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPU_LOSSES: tuple[tuple[torch.dtype, Shape], ...] = ((torch.float16, (16, 300, 6
 CPU_JOINTS: tuple[tuple[torch.dtype, Shape], ...] = ((torch.float32, (4, 100, 40, 512)),)
 CPU_LOSSES: tuple[tuple[torch.dtype, Shape], ...] = ((torch.float32, (4, 60, 20, 256)),)
 BLANK = 0
-# Stands for -inf where a derivative of log-add would be NaN.
+# Replaces -inf, with which a derivative of log-add would be NaN.
 NEVER = -1e30
 
 
@@ -30,7 +30,7 @@ def _lengths(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _eager_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int) -> Tensor:
-    """What one writes without a kernel: log-probabilities, then alpha along the diagonals; sequences of full length."""
+    """Compute the losses without a kernel: log-probabilities, then alpha along the diagonals; for full lengths only."""
     batches, frames, tokens, _ = x.shape
     log_probabilities = x.log_softmax(-1, torch.promote_types(x.dtype, torch.float32))
     blanks = log_probabilities[..., blank]
@@ -45,12 +45,12 @@ def _eager_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank:
 
 
 def _skew(scores: Tensor) -> Tensor:
-    """Diagonal d of each sequence: element u is scores[d - u, u]."""
+    """Return the diagonals of each sequence: element u of diagonal d is scores[d - u, u]."""
     batches, frames, tokens = scores.shape
     diagonals = frames + tokens - 1
     t = torch.arange(diagonals, device=scores.device)[:, None] - torch.arange(tokens, device=scores.device)
-    found = scores.gather(1, t.clamp(0, frames - 1).expand(batches, -1, -1))
-    return found.masked_fill((t < 0) | (t >= frames), NEVER)
+    diagonal_scores = scores.gather(1, t.clamp(0, frames - 1).expand(batches, -1, -1))
+    return diagonal_scores.masked_fill((t < 0) | (t >= frames), NEVER)
 
 
 def _torchaudio_losses(x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank: int) -> Tensor:
@@ -84,16 +84,16 @@ def _loss(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device
     if importlib.util.find_spec("torchaudio") is not None:
         makers["torchaudio"] = lambda: _torchaudio_losses
     arguments = (x, label, f_len, g_len - 1, BLANK)
-    terms = (frames * tokens, frames * tokens)  # alpha and beta are sums over as many nodes
+    terms = (frames * tokens, frames * tokens)  # alpha and beta sum over as many nodes
     return prepare(
         makers, arguments, gradient, direction, exact(_eager_losses, arguments, gradient, direction, dtype, terms)
     )
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Sequences of full length, padded: what the padding saves depends on the data. A processor gets smaller ones."""
+    """Return cases of full-length sequences: savings by padding depend on the data. A CPU gets smaller ones."""
     joints, losses = (GPU_JOINTS, GPU_LOSSES) if device.type == "cuda" else (CPU_JOINTS, CPU_LOSSES)
-    found = []
+    result = []
     for what, make, rows in (("joint", _joint, joints), ("loss", _loss, losses)):
         for dtype, shape in rows:
             batches, frames, tokens, features = shape
@@ -102,8 +102,8 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
             if what == "joint":
                 moved = dict.fromkeys(moved, logits + inputs)
             name = f"transducer_{what} {'half' if dtype == torch.float16 else long_name(dtype)} {times(shape)}"
-            found += passes(name, moved, make, dtype, shape)
-    return found
+            result += passes(name, moved, make, dtype, shape)
+    return result
 
 
 register(Family("transducer", "joint and loss of a speech transducer", cases))

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of logits, and of a linear layer's outputs: both passes apart and together."""
+"""Softmax cross-entropy of logits and of a linear layer's outputs: both passes separately and together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _torch(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _liger(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the losses; leaves the gradient in the place of the logits."""
+    """Return the sum of the losses; overwrites the logits with their gradient."""
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
 
     # class weights, ignored index, factor of the squared logarithms, smoothing, reduction
@@ -65,7 +65,7 @@ def _linear_dtype(device: torch.device) -> torch.dtype:
 
 
 def make_linear(shape: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs and weights that make logits of order one, and labels."""
+    """Return inputs and weights that give logits of order one, and labels."""
     rows, features, classes = shape
     random, dtype = Random(device), _linear_dtype(device)
     values = random.normal(rows, features, dtype=dtype).requires_grad_()
@@ -89,30 +89,30 @@ def _linear_step(make: Maker, values: Tensor, weight: Tensor, labels: Tensor) ->
     loss = make()
 
     def step() -> tuple[Tensor, ...]:
-        found = loss(values, weight, labels)
-        return found.detach(), *torch.autograd.grad(found, (values, weight))
+        value = loss(values, weight, labels)
+        return value.detach(), *torch.autograd.grad(value, (values, weight))
 
     return step
 
 
 def _exact_linear(values: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients in float64, some rows at a time: all logits and their gradients would be 70 gigabytes."""
+    """Compute loss and gradients in float64, some rows at a time: all logits and gradients would be 70 gigabytes."""
     wide = weight.detach().double().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64, device=values.device)
     gradients, total = [], torch.zeros_like(wide)
     for part, target in zip(values.detach().split(1024), labels.split(1024), strict=True):
         leaf = part.double().requires_grad_()
-        found = functional.cross_entropy(functional.linear(leaf, wide), target, reduction="sum") / len(labels)
-        gradient, change = torch.autograd.grad(found, (leaf, wide))
+        part_loss = functional.cross_entropy(functional.linear(leaf, wide), target, reduction="sum") / len(labels)
+        gradient, change = torch.autograd.grad(part_loss, (leaf, wide))
         gradients.append(gradient)
         total += change
-        loss += found.detach()
+        loss += part_loss.detach()
     return loss, torch.cat(gradients), total
 
 
 def _prepare_linear(shape: tuple[int, int, int], device: torch.device) -> Prepared:
     tensors = make_linear(shape, device)
-    # The loss owes its error to the logits, which are rounded to this dtype.
+    # The loss inherits its error from the logits, which are rounded to this dtype.
     expected = [Expected(value, tensors[0].dtype) for value in _exact_linear(*tensors)]
     makers = with_peers(linear_cross_entropy, _linear_torch, device, liger=_linear_liger)
     return Prepared({n: functools.partial(_linear_step, make, *tensors) for n, make in makers.items()}, expected)
@@ -120,7 +120,7 @@ def _prepare_linear(shape: tuple[int, int, int], device: torch.device) -> Prepar
 
 def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
     rows, features, classes = shape
-    # Input and weight are read, their gradients written; three matrix products take far longer than that.
+    # Input and weight are read, their gradients written; three matrix products take far longer.
     moved = 2 * features * (rows + classes) * _linear_dtype(device).itemsize
     name = f"linear_xentropy {long_name(_linear_dtype(device))} {times(shape)} step"
     note = "bound by three matrix products, not by the bytes of the floor"
@@ -128,20 +128,20 @@ def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Logits in both directions and at once, then whole steps of a linear layer and its loss."""
+    """Return cases of logits in both directions and in one call, then whole steps of a linear layer and its loss."""
     on_gpu = device.type == "cuda"
     shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
-    found = []
+    result = []
     for dtype, shape in [(torch.float32, shapes[0])] if quick else itertools.product(DTYPES, shapes):
-        size = math.prod(shape) * dtype.itemsize  # of the logits; losses and labels are negligible
+        size = math.prod(shape) * dtype.itemsize  # the logits; losses and labels are negligible
         name = f"xentropy {long_name(dtype)} {times(shape)} ls{SMOOTHING}"
-        found += passes(name, {"fwd": size, "bwd": 2 * size}, _prepare, dtype, shape)
+        result += passes(name, {"fwd": size, "bwd": 2 * size}, _prepare, dtype, shape)
         if on_gpu and not quick:
             note = "ours leaves the logits as they are"
-            found += passes(name, {TOGETHER: 3 * size}, _prepare, dtype, shape, note=note)
+            result += passes(name, {TOGETHER: 3 * size}, _prepare, dtype, shape, note=note)
     if not quick:
-        found += [_linear_case(shape, device) for shape in (GPU_LINEAR if on_gpu else CPU_LINEAR)]
-    return found
+        result += [_linear_case(shape, device) for shape in (GPU_LINEAR if on_gpu else CPU_LINEAR)]
+    return result
 
 
 register(Family("xentropy", "softmax cross-entropy, also of a linear layer's outputs", cases))

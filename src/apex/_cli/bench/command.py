@@ -23,7 +23,6 @@ from ..devices import pick_device
 from .chart import write_chart
 from .table import print_report
 
-RESULTS_DIRECTORY = Path("benchmarks") / "results"
 SUCCESS, WRONG_RESULT, INTERRUPTED = 0, 1, 130
 
 
@@ -41,14 +40,14 @@ def run_bench(
     cases: int = 200,
     seed: int = 0,
 ) -> int:
-    """Runs the benchmark and returns an exit status.
+    """Run the benchmark and return an exit status.
 
-    `families` empty means all. `output` is the JSON file, or a folder for it (default: `benchmarks/results`); the chart
-    goes beside it. `filter` keeps the cases whose name contains all of its words. `list_only` prints names and measures
-    nothing. With `all_cores` the process is not kept on one core while a GPU is timed. `sweep` names families, or all
-    of them, of which `cases` random cases are measured instead (see sweep.py). The status is 0, 1 where a result of
-    ours was wrong or failed or a file could not be written, 130 when interrupted (what was measured is kept). A request
-    that cannot be met is a `typer.BadParameter`.
+    `families` empty means all. `output` is the JSON file, or a folder for it; the chart goes beside it. Without it
+    results are printed and nothing is written. `filter` keeps the cases whose name contains all of its words.
+    `list_only` prints names and measures nothing. With `all_cores` the process is not kept on one core while a GPU is
+    timed. `sweep` names families, or all of them, of which `cases` random cases are measured instead (see sweep.py).
+    The status is 0; 1 if a result of ours was wrong or failed or a file could not be written; 130 when interrupted (the
+    cases measured so far are printed and written). A request that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
     try:
@@ -97,15 +96,18 @@ def run_bench(
     return _publish(report, path, plot, console, messages)
 
 
-def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path:
-    """The JSON file to write, its folder made and found writable before minutes are spent on measuring."""
+def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path | None:
+    """Return the JSON file to write, or None without an `output`.
+
+    Its folder is made and found writable before minutes are spent on measuring.
+    """
+    if output is None:
+        return None
     name = describe(device)["device"]["name"]
     what = "-".join(families) if families and len(families) < len(known_families()) else "all"
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     default_name = f"{device_stem(name)}-{what}-{stamp}.json"
-    if output is None:
-        path = RESULTS_DIRECTORY / default_name
-    elif output.is_dir() or not output.suffix:
+    if output.is_dir() or not output.suffix:
         path = output / default_name
     elif output.suffix == ".json":
         path = output
@@ -117,18 +119,19 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
     return path
 
 
-def _publish(report: Report, path: Path, plot: bool, console: Console, messages: Console) -> int:
-    """The JSON first, then the table, then the chart, so that a failure loses nothing before it."""
+def _publish(report: Report, path: Path | None, plot: bool, console: Console, messages: Console) -> int:
+    """Write the JSON, print the table, draw the chart, in this order: a failure loses nothing before it."""
     status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
     try:
-        write_json(report, path)
+        if path is not None:
+            write_json(report, path)
     except OSError as error:
         messages.print(f"apex bench: {path} was not written: {error}", style="red")
         status = WRONG_RESULT
     print_report(report, console)
-    if path.exists():
+    if path is not None and path.exists():
         console.print(f"results: {path}", soft_wrap=True)
-    if plot:
+    if plot and path is not None:
         chart = path.with_suffix(".png")
         try:
             write_chart(report, chart)
@@ -136,6 +139,6 @@ def _publish(report: Report, path: Path, plot: bool, console: Console, messages:
         except (ImportError, OSError) as error:
             messages.print(f"no chart was drawn: {error}; `pip install matplotlib` provides what it needs", style="red")
     if report.interrupted:
-        messages.print("interrupted: the cases measured so far were kept")
+        messages.print(f"interrupted: the cases measured so far were {'kept' if path else 'printed'}")
         return INTERRUPTED
     return status

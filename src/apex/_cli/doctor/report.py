@@ -84,7 +84,7 @@ def _device_facts(device: Device) -> str:
     if device.multiprocessors is not None:
         facts.append(f"{device.multiprocessors} multiprocessors")
     if device.threads is not None:
-        facts.append(f"{device.threads} threads")
+        facts.append("1 thread" if device.threads == 1 else f"{device.threads} threads")
     return ", ".join(facts)
 
 

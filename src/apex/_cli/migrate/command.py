@@ -65,18 +65,26 @@ def _print(results: list[Migrated], changed: list[Migrated], written: bool) -> N
     if not results:
         messages.print("nothing to rewrite")
     elif refusals:
-        messages.print(
-            f"{len(changed)} files {'rewritten' if written else 'change'}, {refusals} places left as they are"
-        )
+        files = "1 file" if len(changed) == 1 else f"{len(changed)} files"
+        places = "1 place left as it is" if refusals == 1 else f"{refusals} places left as they are"
+        change = "rewritten" if written else "changes" if len(changed) == 1 else "change"
+        messages.print(f"{files} {change}, {places}")
 
 
 def found_files(paths: list[Path]) -> list[Path]:
-    """The files that are named, and the Python files in folders, without hidden ones."""
+    """Return the files that are named, and the Python files in folders, without hidden files and links.
+
+    A link in a folder may lead to a file elsewhere, which was not asked to be written.
+    """
     found: dict[Path, None] = {}
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{str(path)!r} does not exist")
-        inner = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        inner = [path]
+        if path.is_dir():
+            root = path.resolve()
+            inner = [each for each in sorted(path.rglob("*.py")) if each.is_file() and not each.is_symlink()]
+            inner = [each for each in inner if each.resolve().is_relative_to(root)]
         hidden = [any(part.startswith(".") for part in each.relative_to(path).parts) for each in inner]
         found.update(dict.fromkeys(each for each, is_hidden in zip(inner, hidden, strict=True) if not is_hidden))
     return list(found)

@@ -23,6 +23,7 @@ class Edits:
     after: dict[Node, list[str]] = field(default_factory=dict)
     # Items that `with` statements lose; without any left their body takes their place.
     unwrapped: dict[Node, set[Node]] = field(default_factory=dict)
+    bodies: set[Node] = field(default_factory=set)  # `if` statements whose first branch takes their place
     # Statements that become the body of a new `with`: the first of them, by the last one and the text of the item.
     wrapped: dict[Node, tuple[Node, str]] = field(default_factory=dict)
     needed: set[str] = field(default_factory=set)  # imports that the new code asks for
@@ -112,7 +113,7 @@ class Rewriter(cst.CSTTransformer):
                 lines[0] = lines[0].with_changes(trailing_whitespace=space)
             leading += [cst.EmptyLine(comment=comment) for comment in comments]
             return lines, []
-        if self._edits.unwrapped.get(old) != set(getattr(old, "items", [None])):
+        if old not in self._edits.bodies and self._edits.unwrapped.get(old) != set(getattr(old, "items", [None])):
             return [new], []
         if isinstance(new.body, cst.SimpleStatementSuite):
             return _one_per_line(new.body.body, (), new.body.trailing_whitespace), []

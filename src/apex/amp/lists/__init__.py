@@ -1,8 +1,8 @@
-"""Which functions O1 and O4 run in which type: PyTorch's autocast with the rules of `apex.ops.autocast`.
+"""Lists of the functions that O1 and O4 cast, by dtype: PyTorch's autocast with the rules of `apex.ops.autocast`.
 
-A script may change the lists before `amp.initialize`. A name that was moved to another list is then cast like a
-function registered with `amp.register_half_function` and its kin; one that is on no list any more runs in the widest
-type of its arguments.
+A script may change the lists before `amp.initialize`. A name moved to another list is then cast like a function
+registered with `amp.register_half_function` and its siblings. A name removed from all lists runs in the widest dtype of
+its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULES = (functional_overrides, tensor_overrides, torch_overrides)
 
 
 def _casts(overrides: ModuleType, half: str) -> dict[str, str]:
-    """The cast of every name on the lists of a module, where `half` is the half-precision type of the session."""
+    """Return the cast of every name on a module's lists; `half` is the half-precision type of the session."""
     kinds = {f"{'FP16' if half == 'half' else 'BFLOAT16'}_FUNCS": half, "FP32_FUNCS": "float"}
     kinds |= {"CASTS": "promote", "SEQUENCE_CASTS": "promote"}
     return {name: cast for kind, cast in kinds.items() for name in getattr(overrides, kind, ())}
@@ -31,7 +31,7 @@ _SHIPPED = {half: [_casts(overrides, half) for overrides in _MODULES] for half i
 
 
 def changes(dtype: torch.dtype) -> Iterator[tuple[Any, str, str]]:
-    """(module, name, cast) of every function that was moved, for a session in `dtype`."""
+    """Yield (module, name, cast) of every function that was moved, for a session in `dtype`."""
     half = "half" if dtype == torch.float16 else "bfloat16"
     for overrides, shipped in zip(_MODULES, _SHIPPED[half], strict=True):
         current = _casts(overrides, half)

@@ -1,4 +1,4 @@
-"""Functions of `torch.nn.functional` by the type in which they run under O1, and BFLOAT16_FUNCS under O4."""
+"""Functions of `torch.nn.functional` by their dtype under O1; BFLOAT16_FUNCS is for O4."""
 
 import torch
 
@@ -11,7 +11,7 @@ FP16_FUNCS = [*CONVOLUTIONS, "linear", "scaled_dot_product_attention"]
 
 BFLOAT16_FUNCS = list(FP16_FUNCS)
 
-# `gelu` is not among them: it runs in the type that comes in, float32 inside.
+# `gelu` is not listed: it runs in its input's dtype, with float32 inside.
 FP32_FUNCS = [
     *("interpolate", "grid_sample", "softplus", "softmin", "log_softmax", "softmax"),
     *("layer_norm", "group_norm", "local_response_norm", "normalize", "cosine_similarity", "pdist"),
@@ -21,5 +21,5 @@ FP32_FUNCS = [
     *("triplet_margin_loss", "ctc_loss"),
 ]
 
-# A tuple, since changing it would have no effect: `amp.init(allow_banned=True)` lets them run, in float32.
+# A tuple, because changing it would have no effect: `amp.init(allow_banned=True)` lets them run, in float32.
 BANNED_FUNCS = ((BANNED, BAN_MESSAGE),)

@@ -1,6 +1,6 @@
-"""Methods of `torch.Tensor` by the type in which they run under O1, and BFLOAT16_FUNCS under O4.
+"""Methods of `torch.Tensor` by their dtype under O1; BFLOAT16_FUNCS is for O4.
 
-A method in place keeps the type of its tensor and is on no list.
+In-place methods keep their tensor's dtype and are on no list.
 """
 
 import torch
@@ -20,7 +20,7 @@ BFLOAT16_FUNCS = list(FP16_FUNCS)
 
 FP32_FUNCS = _methods(torch_overrides.FP32_FUNCS, "__pow__", "__rpow__")
 
-# The widest type among the arguments.
+# Cast to the widest dtype among the arguments.
 _ARITHMETIC = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 _COMPARISONS = ("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__")
 CASTS = _methods(torch_overrides.CASTS, *_ARITHMETIC, *_COMPARISONS)

@@ -1,4 +1,4 @@
-"""Functions of `torch` by the type in which they run under O1, and BFLOAT16_FUNCS under O4."""
+"""Functions of `torch` by their dtype under O1; BFLOAT16_FUNCS is for O4."""
 
 import torch
 
@@ -18,11 +18,11 @@ FP32_FUNCS = [
     *("sinh", "tan", "pow", "cumprod", "cumsum", "dist", "logsumexp", "norm", "prod", "std", "sum", "var", "renorm"),
 ]
 
-# The widest type among the arguments.
+# Cast to the widest dtype among the arguments.
 CASTS = [
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "scatter_add", "tensordot", "vdot"),
     *("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne"),
 ]
 
-# The widest type in the sequence that is the first argument.
+# Cast to the widest dtype in the sequence that is the first argument.
 SEQUENCE_CASTS = ["cat", "stack"]

@@ -7,8 +7,10 @@ from .plugin_base import DPPluginBase, PipelinePluginBase, Plugin
 
 _PLUGINS = {
     "GeminiPlugin": "gemini_plugin",
+    "GradientCheckpointConfig": "_gradient_checkpoints",
     "HybridParallelPlugin": "hybrid_parallel_plugin",
     "LowLevelZeroPlugin": "low_level_zero_plugin",
+    "PipelineGradientCheckpointConfig": "_gradient_checkpoints",
     "TorchDDPPlugin": "torch_ddp_plugin",
     "TorchFSDPPlugin": "torch_fsdp_plugin",
 }

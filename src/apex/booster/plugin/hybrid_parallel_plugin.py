@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from ..._distributed.experts import is_expert
 from ...amp._amp_state import HALF
+from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
 from ...transformer import finalize_model_grads, parallel_state
 from ...transformer._norms import counted, grad_norm
+from ...transformer._resharding.gathered import of_all_stages
 from ...transformer.amp.loss_scaler import agree_on_overflows
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.pipeline_parallel._schedule import Placement
@@ -26,17 +29,16 @@ from .._whole import names_in
 from .._zero import ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import AmpOptimizer
 from ..wrappers import ModelWrapper, unwrapped
+from ._arguments import changed, note, refuse, warn, warn_of
+from ._fusing import Fusing
+from ._gradient_checkpoints import check_config, checkpoint_layers, chosen_layers
+from ._places import GroupMesh, StageManager, mesh_of_all
+from .low_level_zero_plugin import NO_OFFLOAD, zero_options
 from .plugin_base import PipelinePluginBase, own_precision
-from .torch_ddp_plugin import not_reduced, replicated
+from .torch_ddp_plugin import DDP_ARGUMENTS, not_reduced, replicated
+from .torch_ddp_plugin import ddp_options as make_ddp_options
 
 __all__ = ["HybridParallelModel", "HybridParallelPlugin"]
-
-# Arguments of the original about kernels and shards of its own layers; here they are the model's.
-_OF_LAYERS = (
-    "sp_size enable_all_optimization enable_fused_normalization enable_flash_attention enable_jit_fused "
-    "enable_sequence_overlap parallel_output make_vocab_size_divisible_by gradient_checkpoint_config dp_outside "
-    "overlap_p2p overlap_communication overlap_allgather communication_dtype zero_bucket_size_in_m norm_type"
-)
 
 
 class HybridParallelModel(ModelWrapper):
@@ -58,32 +60,81 @@ class HybridParallelPlugin(PipelinePluginBase):
     stages; or this process's own stage, a module with `set_input_tensor`, or a ModuleList of such chunks; or
     `custom_policy(model, stage, stages)` makes a stage of it.
 
-    - `precision`, `initial_scale` and others of the loss scale, `max_norm`: as in `LowLevelZeroPlugin`;
+    - `precision`, `initial_scale` and others of the loss scale, `max_norm`, `use_fp8`: as in `LowLevelZeroPlugin`;
     - `zero_stage`: 0, or 1 or 2 for an optimizer whose state is divided among processes with the same parts;
+      `zero_bucket_size_in_m`, `communication_dtype`, `overlap_communication` and `overlap_allgather` are about its
+      exchanges, as in `LowLevelZeroPlugin`;
+    - `broadcast_buffers`, `ddp_bucket_cap_mb`, `find_unused_parameters`, `check_reduction`, `gradient_as_bucket_view`,
+      `static_graph`: as in `TorchDDPPlugin`, without ZeRO; `ddp_options` has further arguments of torch's
+      DistributedDataParallel;
     - `num_microbatches` or `microbatch_size`: how `execute_pipeline` divides a batch; one is needed with `pp_size` > 1;
     - `pp_style`: "1f1b", "interleaved" with `num_model_chunks` > 1, or "zbv" with 2 of them;
+    - `num_layers_per_stage`: how many layers of an `nn.Sequential` each stage has, in the order of the stages;
+    - `dp_outside`: whether the processes of a pipeline are nearer to each other than replicas are;
     - `enable_sequence_parallelism`, with `sequence_parallelism_mode="split_gather"`: what layers with
       `sequence_parallel_enabled` need is always done; other modes are not there;
-    - `ddp_options`: arguments of torch's DistributedDataParallel.
+    - `enable_fused_normalization`, `enable_flash_attention`, `enable_jit_fused`, `enable_all_optimization`: replace
+      norms, attention, the rest of what `apex.fuse` knows except heads with their loss, or all three;
+    - `gradient_checkpoint_config`: a GradientCheckpointConfig, for layers that compute their forward pass twice.
+
+    `stage_manager` (None without pipelines), `dp_group`, `tp_group`, `pp_group`, `sp_group` and `pg_mesh` say where
+    this process is.
     """
 
     def __init__(
         self,
         tp_size: int = 1,
         pp_size: int = 1,
+        sp_size: int | None = None,
         precision: Any = "fp16",
         zero_stage: int = 0,
+        enable_all_optimization: bool = False,
+        enable_fused_normalization: bool = False,
+        enable_flash_attention: bool = False,
+        enable_jit_fused: bool = False,
         enable_sequence_parallelism: bool = False,
         sequence_parallelism_mode: str | None = None,
+        parallel_output: bool = True,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
         max_norm: float = 0.0,
+        broadcast_buffers: bool = True,
+        ddp_bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        zero_bucket_size_in_m: float = 12,
+        cpu_offload: bool = False,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        custom_policy: Any = None,
         pp_style: str = "1f1b",
         num_model_chunks: int = 1,
-        custom_policy: Any = None,
+        scheduler_nodes: Any = None,
+        num_layers_per_stage: list[int] | None = None,
+        gradient_checkpoint_config: Any = None,
+        enable_metadata_cache: bool = True,
+        make_vocab_size_divisible_by: int = 64,
+        dp_outside: bool = True,
+        overlap_p2p: bool = True,
+        overlap_allgather: bool = False,
+        fp8_communication: bool = False,
+        use_fp8: bool = False,
+        inner_ring_size: int | None = None,
+        *,
+        norm_type: float = 2.0,
+        enable_sequence_overlap: bool = False,
         ddp_options: dict[str, Any] | None = None,
-        **options: Any,
     ) -> None:
+        given = changed(HybridParallelPlugin.__init__, locals())
         super().__init__()
         world = dist.get_world_size()
         if tp_size < 1 or pp_size < 1 or world % (tp_size * pp_size):
@@ -98,30 +149,91 @@ class HybridParallelPlugin(PipelinePluginBase):
                 f"pp_style={pp_style!r} with num_model_chunks={num_model_chunks}: use '1f1b' with 1, 'interleaved' "
                 "with more, 'zbv' with 2"
             )
-        if enable_sequence_parallelism and sequence_parallelism_mode not in (None, "split_gather"):
-            raise NotImplementedError(
-                f"sequence_parallelism_mode={sequence_parallelism_mode!r} is not there; 'split_gather' is"
-            )
-        scaling = {name: value for name, value in options.items() if name not in _OF_LAYERS.split()}
-        self.precision = own_precision("HybridParallelPlugin", precision, scaling)
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
+        refuse(given, "cpu_offload", NO_OFFLOAD)
+        refuse(given, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
+        refuse(given, "inner_ring_size", "ring attention is not there")
+        _check_sequences(given, tp_size)
+        self.precision = own_precision(
+            "HybridParallelPlugin",
+            precision,
+            use_fp8,
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            max_scale=max_scale,
+        )
         self.tp_size, self.pp_size, self.zero_stage, self.max_norm = tp_size, pp_size, zero_stage, max_norm
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-        self.pp_style, self.custom_policy, self.ddp_options = pp_style, custom_policy, ddp_options or {}
+        self.pp_style, self.custom_policy = pp_style, custom_policy
         self.placement = Placement(pp_size, num_model_chunks if pp_size > 1 else 1, pp_style == "zbv")
+        self.num_layers_per_stage, self.gradient_checkpoint_config = num_layers_per_stage, gradient_checkpoint_config
+        check_config(gradient_checkpoint_config, self.placement.stages)
+        self.fusing = Fusing(
+            enable_all_optimization, enable_fused_normalization, enable_flash_attention, enable_jit_fused
+        )
+        self.zero_options = zero_options(
+            zero_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather
+        )
+        self.ddp_options = {
+            **make_ddp_options(
+                broadcast_buffers,
+                ddp_bucket_cap_mb,
+                find_unused_parameters,
+                check_reduction,
+                gradient_as_bucket_view,
+                static_graph,
+            ),
+            **(ddp_options or {}),
+        }
+        _tell_of_unused(given, tp_size, pp_size, zero_stage)
+        self._take_place(dp_outside, enable_sequence_parallelism)
+
+    def _take_place(self, dp_outside: bool, sequences: bool) -> None:
+        """Make the groups of `apex.transformer`, or check those that exist, and note this process's place in them."""
+        replicas = dist.get_world_size() // (self.tp_size * self.pp_size)
+        # The order of apex.transformer by itself is that of dp_outside=False.
+        mesh: Any = (replicas, self.pp_size, self.tp_size) if dp_outside and min(replicas, self.pp_size) > 1 else None
         if not parallel_state.model_parallel_is_initialized():
-            virtual = num_model_chunks if pp_size > 1 and num_model_chunks > 1 else None
-            parallel_state.initialize_model_parallel(tp_size, pp_size, virtual)
+            virtual = self.placement.chunks if self.placement.chunks > 1 else None
+            mesh = mesh and mesh_of_all(mesh, ("dp", "pp", "tp"))
+            parallel_state.initialize_model_parallel(self.tp_size, self.pp_size, virtual, device_mesh=mesh)
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
-        if found != (tp_size, pp_size):
+        if found != (self.tp_size, self.pp_size):
             raise ValueError(
-                f"apex.transformer is initialised with (tp_size, pp_size) = {found}, not {tp_size, pp_size}"
+                f"apex.transformer is initialised with (tp_size, pp_size) = {found}, not {self.tp_size, self.pp_size}"
             )
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.dp_group = parallel_state.get_data_parallel_group()
+        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
+        self.sp_group = self.tp_group if sequences else parallel_state.get_context_parallel_group()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.stage_manager = StageManager(self.placement, stage) if self.pp_size > 1 else None
+        # Stages of one pipeline are at a distance of tp_size ranks where replicas are outside.
+        stages, is_outside = dist.get_process_group_ranks(self.pp_group), dp_outside
+        if replicas > 1 and self.pp_size > 1:
+            is_outside = stages[1] - stages[0] == self.tp_size
+            if is_outside != dp_outside:
+                warn(f"dp_outside={dp_outside} has no effect: apex.transformer has groups in another order already")
+        axes = [(replicas, self.dp_group), (self.pp_size, self.pp_group)]
+        axes = [*(axes if is_outside else axes[::-1]), (self.tp_size, self.tp_group)]
+        alone = parallel_state.get_context_parallel_group()
+        self.pg_mesh = GroupMesh((*(size for size, _ in axes), 1), (*(group for _, group in axes), alone))
 
     def control_precision(self) -> bool:
         return True
+
+    @property
+    def takes_experts(self) -> bool:  # type: ignore[override]
+        """Whether models may have experts: ZeRO takes none."""
+        return self.zero_stage == 0
 
     def support_no_sync(self) -> bool:
         return self.pp_size == 1
@@ -130,16 +242,26 @@ class HybridParallelPlugin(PipelinePluginBase):
         return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
+        self._check_layers(model)
         chunks = self._chunks(model)
+        config = self.gradient_checkpoint_config
+        chosen = [
+            each for index, chunk in enumerate(chunks) for each in chosen_layers(chunk, config, self._stage(index))
+        ]
+        self.fusing.apply(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
+        checkpoint_layers(chosen)
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_world_size(group)
-        broadcast_from_first([tensor for c in chunks for tensor in (*c.parameters(), *c.buffers())], group)
-        names = None if optimizer is None else _keep_own(optimizer, chunks)
-        # Before anything is cast: masters of half-precision parameters may not say whether these are split.
-        is_counted = [] if optimizer is None else counted(optimizer)
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
+        broadcast_from_first([*(param for param in params if not is_expert(param)), *buffers], group)
+        broadcast_from_first(filter(is_expert, params), parallel_state.get_expert_data_parallel_group())
+        names = None if optimizer is None else _keep_own(optimizer, chunks, self.pp_size > 1)
+        # Before anything is cast: masters of half-precision parameters may not say whether these are split or experts.
+        kinds = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
-            optimizer, saved = zero_optimizer(optimizer, process_group=group)
+            optimizer, saved = zero_optimizer(optimizer, process_group=group, **self.zero_options)
         boosted, wrapped, criterion = self.precision.configure(chunks, optimizer, criterion)  # type: ignore[arg-type]
         if saved is not None:
             load_plain_state(optimizer, saved)
@@ -151,30 +273,49 @@ class HybridParallelPlugin(PipelinePluginBase):
         if replicas > 1 and not self.zero_stage:
             boosted = [replicated(chunk, "torch", self.ddp_options, group) for chunk in boosted]
         whole = HybridParallelModel(boosted)
+        whole.has_stages = self.pp_size > 1
         if wrapped is None:
             return whole, None, criterion
-        wrapped.max_norm, wrapped.names = self.max_norm, names
-        wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, is_counted, norm_type)
+        wrapped.max_norm, wrapped.names, wrapped.has_stages = self.max_norm, names, self.pp_size > 1
+        wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, kinds, norm_type)
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):
             agree_on_overflows()
-        if self.zero_stage and any(param.dtype in HALF for param in optimizer.parameters()):
+        if self.zero_stage:
             whole.masters = ExactWeights(optimizer)
         return whole, wrapped, criterion
 
     def _stage(self, chunk: int) -> int:
         return self.placement.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
+    def _check_layers(self, model: nn.Module) -> None:
+        """Raise if layers of the model should be split over processes and none is; all processes call it."""
+        if self.tp_size == 1:
+            return
+        is_split = any(getattr(param, "tensor_model_parallel", False) for param in model.parameters())
+        if not any(of_all_stages(is_split)):
+            raise ValueError(
+                f"tp_size={self.tp_size}, but no layer of the model is split; build it from "
+                "apex.transformer.tensor_parallel, or use tp_size=1"
+            )
+
     def _chunks(self, model: Any) -> list[nn.Module]:
-        """This process's parts of a model."""
+        """Return this process's parts of a model."""
         if self.pp_size == 1:
             return [model]
+        is_cut = self.custom_policy is None and isinstance(model, nn.Sequential)
+        if self.num_layers_per_stage is not None and not is_cut:
+            raise ValueError(
+                f"num_layers_per_stage={self.num_layers_per_stage} is for an nn.Sequential without custom_policy; the "
+                f"stages of this {type(model).__name__} are made already, or by custom_policy"
+            )
         stages = [self._stage(chunk) for chunk in range(self.placement.chunks)]
         if self.custom_policy is not None:
             found = [self.custom_policy(model, stage, self.placement.stages) for stage in stages]
-        elif isinstance(model, nn.Sequential):
-            found = [CutSequential(model, stage, self.placement.stages) for stage in stages]
+        elif is_cut:
+            counts = self.num_layers_per_stage
+            found = [CutSequential(model, stage, self.placement.stages, counts) for stage in stages]
         else:
             found = list(model) if isinstance(model, nn.ModuleList) else [model]
         if len(found) != len(stages) or not all(hasattr(chunk, "set_input_tensor") for chunk in found):
@@ -255,6 +396,50 @@ class HybridParallelPlugin(PipelinePluginBase):
         return size
 
 
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def _check_sequences(given: dict[str, Any], tp_size: int) -> None:
+    """Raise, or say what is done instead, if sequences are to be split in a way that is not there."""
+    mode, size = given.get("sequence_parallelism_mode"), given.get("sp_size", 1)
+    if "enable_sequence_parallelism" not in given:
+        if size != 1:
+            raise ValueError(f"sp_size={size} needs enable_sequence_parallelism=True")
+        warn_of(given, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
+        return
+    if mode not in (None, "split_gather"):
+        raise NotImplementedError(f"sequence_parallelism_mode={mode!r} is not there; 'split_gather' is")
+    if tp_size == 1:
+        raise ValueError(
+            "enable_sequence_parallelism=True needs tp_size > 1: 'split_gather' splits sequences over the processes "
+            "that hold the parts of a layer"
+        )
+    if mode is None:
+        get_dist_logger().info("sequence_parallelism_mode=None means 'split_gather'", ranks=[0])
+    if size != 1:
+        warn(f"no effect of sp_size={size}: with 'split_gather' sequences have tp_size={tp_size} parts")
+
+
+def _tell_of_unused(given: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:
+    """Warn of arguments that have no effect in this configuration; log those that never have one."""
+    if tp_size > 1:
+        warn_of(given, "parallel_output make_vocab_size_divisible_by", "the layers of the model decide")
+    else:
+        warn_of(given, "parallel_output make_vocab_size_divisible_by", "nothing is split with tp_size=1")
+    if pp_size > 1:
+        warn_of(given, "overlap_p2p", "messages between stages always travel beside computations")
+    else:
+        of_pipelines = "overlap_p2p pp_style num_model_chunks num_layers_per_stage custom_policy"
+        warn_of(given, of_pipelines, "there are no stages with pp_size=1")
+    warn_of(given, "enable_sequence_overlap", "the layers of the model decide")
+    of_zero = "zero_bucket_size_in_m communication_dtype overlap_communication overlap_allgather"
+    if zero_stage:
+        warn_of(given, f"{DDP_ARGUMENTS} ddp_bucket_cap_mb ddp_options", f"zero_stage={zero_stage} has no DDP")
+    else:
+        warn_of(given, of_zero, "they are of ZeRO, which zero_stage=0 has not")
+    note(given, "scheduler_nodes enable_metadata_cache", "schedules are made here, shapes travel with each tensor")
+
+
 # Stages ---------------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +455,7 @@ class _Stage(ModelWrapper):
             stage.set_input_tensor(tensors)
 
 
-def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
+def _keep_own(optimizer: Any, chunks: list[nn.Module], has_stages: bool) -> list[str | None]:
     """Leaves an optimizer the parameters that are in this process's stage; their names in the whole model."""
     own = {id(param) for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
@@ -279,6 +464,6 @@ def _keep_own(optimizer: Any, chunks: list[nn.Module]) -> list[str | None]:
                 optimizer.state.pop(param, None)
         group["params"] = [param for param in group["params"] if id(param) in own]
     named: dict[int, str] = {}
-    for chunk, names in zip(chunks, names_in(chunks), strict=True):
+    for chunk, names in zip(chunks, names_in(chunks, has_stages), strict=True):
         named.update({id(param): names[key] for key, param in chunk.named_parameters()})
     return [named.get(id(param)) for group in optimizer.param_groups for param in group["params"]]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...amp._amp_state import HALF
 from ...parallel._flat import broadcast_from_first
+from .._precision import CastModel
 from .._zero import BYTES_OF_A_GRADIENT, ExactWeights, load_plain_state, zero_optimizer
-from ..mixed_precision import FP8MixedPrecision
 from ..wrappers import ModelWrapper
+from ._arguments import changed, refuse
+from ._places import mesh_of_all
 from .plugin_base import DPPluginBase, own_precision
 
 __all__ = ["LowLevelZeroModel", "LowLevelZeroPlugin"]
@@ -31,13 +33,15 @@ class LowLevelZeroPlugin(DPPluginBase):
 
     - `precision`: "fp16" and "bf16" have weights in that type and float32 ones in the divided state; "fp32"; the names
       of other precisions, or a MixedPrecision, have what they have without the plugin;
-    - `initial_scale` and `scaling` (`min_scale`, `max_scale`, `growth_factor`, `backoff_factor`, `growth_interval`,
-      `hysteresis`, `verbose`, `cast_inputs`): arguments of FP16NaiveMixedPrecision, for "fp16";
+    - `initial_scale`, `min_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `hysteresis`, `max_scale`,
+      `verbose`: the loss scale of "fp16", as in FP16NaiveMixedPrecision;
+    - `cast_inputs`: whether inputs of the model are cast to "fp16" or "bf16";
     - `max_norm`: what every step clips gradients to, 0 for nothing; `norm_type` is 2;
     - `reduce_bucket_size_in_m`: the elements of a bucket of gradients, in millions; `communication_dtype`: what
       gradients travel in; `overlap_communication`, `overlap_allgather`: whether gradients and parameters travel beside
       computations;
     - `master_weights`: False leaves out the float32 weights: updates are rounded;
+    - `use_fp8`: FP8MixedPrecision in place of `precision`;
     - `extra_dp_size`: how many copies of the divided state there are.
     """
 
@@ -46,6 +50,12 @@ class LowLevelZeroPlugin(DPPluginBase):
         stage: int = 1,
         precision: Any = "fp16",
         initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         reduce_bucket_size_in_m: float = 12,
@@ -54,34 +64,43 @@ class LowLevelZeroPlugin(DPPluginBase):
         overlap_allgather: bool = False,
         cpu_offload: bool = False,
         master_weights: bool = True,
+        verbose: bool = False,
+        cast_inputs: bool = True,
         fp8_communication: bool = False,
         use_fp8: bool = False,
         extra_dp_size: int = 1,
-        **scaling: Any,
     ) -> None:
+        given = changed(LowLevelZeroPlugin.__init__, locals())
         super().__init__()
         if stage not in (1, 2):
             raise ValueError(f"stage={stage} is not known; 1 and 2 are, and TorchFSDPPlugin is stage 3")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        if cpu_offload or fp8_communication:
-            raise NotImplementedError(
-                "cpu_offload and fp8_communication are not there for ZeRO; GeminiPlugin has state in the host's memory"
-            )
+        refuse(given, "cpu_offload", NO_OFFLOAD)
+        refuse(given, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it")
         if extra_dp_size < 1 or dist.get_world_size() % extra_dp_size:
             raise ValueError(
                 f"extra_dp_size={extra_dp_size} must divide the number of processes, {dist.get_world_size()}"
             )
         self.stage, self.max_norm, self.extra_dp_size = stage, max_norm, extra_dp_size
-        chosen = own_precision("LowLevelZeroPlugin", precision, {"initial_scale": initial_scale, **scaling})
-        self.precision = FP8MixedPrecision() if use_fp8 else chosen
-        self.zero_options: dict[str, Any] = dict(
-            bucket_cap_mb=reduce_bucket_size_in_m * 1e6 * BYTES_OF_A_GRADIENT / 2**20,
-            grad_sync_dtype=communication_dtype,
-            overlap_grad_sync=overlap_communication,
-            overlap_param_sync=overlap_allgather,
-            store_params=master_weights,
+        self.cast_inputs = cast_inputs
+        self.precision = own_precision(
+            "LowLevelZeroPlugin",
+            precision,
+            use_fp8,
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            max_scale=max_scale,
+            verbose=verbose,
         )
+        self.zero_options: dict[str, Any] = {
+            **zero_options(reduce_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather),
+            "store_params": master_weights,
+        }
 
     def control_precision(self) -> bool:
         return True
@@ -100,8 +119,10 @@ class LowLevelZeroPlugin(DPPluginBase):
         model, optimizer, criterion = self.precision.configure(model, divided, criterion)
         if divided is not None and saved is not None:
             load_plain_state(divided, saved)
+        if not self.cast_inputs and isinstance(model, CastModel):
+            model._casts = dataclasses.replace(model._casts, inputs=None)
         boosted = LowLevelZeroModel(model)
-        if divided is not None and any(param.dtype in HALF for param in divided.parameters()):
+        if divided is not None:
             boosted.masters = ExactWeights(divided)
         if optimizer is not None:
             optimizer.max_norm = self.max_norm
@@ -110,12 +131,8 @@ class LowLevelZeroPlugin(DPPluginBase):
     def _groups(self) -> dict[str, Any]:
         if self.extra_dp_size == 1:
             return {}
-        from torch.distributed.device_mesh import init_device_mesh
-
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        kind = (accelerator or torch.get_default_device()).type
         shape = (self.extra_dp_size, dist.get_world_size() // self.extra_dp_size)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("redundant", "distributed"))
+        mesh = mesh_of_all(shape, ("redundant", "distributed"))
         return {f"{name}_process_group": mesh.get_group(name) for name in ("distributed", "redundant")}
 
     @contextlib.contextmanager
@@ -125,3 +142,18 @@ class LowLevelZeroPlugin(DPPluginBase):
             raise ValueError("no_sync needs the optimizer, or the model, that boost returned")
         with optimizer.no_sync():
             yield
+
+
+NO_OFFLOAD = "GeminiPlugin(offload_optim_frac=1.0) has optimizer state in the host's memory"
+
+
+def zero_options(
+    bucket_size_in_m: float, communication_dtype: torch.dtype | None, overlap_grads: bool, overlap_params: bool
+) -> dict[str, Any]:
+    """Return arguments of `zero_optimizer` for exchanges; the size of a bucket is in millions of elements."""
+    return {
+        "bucket_cap_mb": bucket_size_in_m * 1e6 * BYTES_OF_A_GRADIENT / 2**20,
+        "grad_sync_dtype": communication_dtype,
+        "overlap_grad_sync": overlap_grads,
+        "overlap_param_sync": overlap_params,
+    }

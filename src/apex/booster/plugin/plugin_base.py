@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ..._distributed.experts import refuse_experts
+from ...logging import get_dist_logger
 from ..checkpoint_io import CheckpointIO
 from ..mixed_precision import (
     BF16MixedPrecision,
+    FP8MixedPrecision,
     FP16NaiveMixedPrecision,
     FP32Precision,
     MixedPrecision,
@@ -104,6 +107,8 @@ class DPPluginBase(Plugin):
     """A plugin whose processes have the same model and different data."""
 
     takes_precision = True
+    # Whether models may have experts, parameters with `allreduce = False` that differ between processes.
+    takes_experts = False
 
     def __init__(self) -> None:
         connected = dist.is_available() and dist.is_initialized()
@@ -111,6 +116,12 @@ class DPPluginBase(Plugin):
             f"{type(self).__name__} needs torch.distributed, which is not initialised: call apex.launch_from_torch() "
             "in a script that `apex run` starts"
         )
+        self.logger = get_dist_logger()
+
+    @property
+    def dp_size(self) -> int:
+        """The number of parts that the data is divided into."""
+        return self.data_place()[0]
 
     def configure(
         self,
@@ -121,6 +132,10 @@ class DPPluginBase(Plugin):
         lr_scheduler: Any = None,
         precision: Any = None,
     ) -> Boosted:
+        if not self.takes_experts:
+            refuse_experts(
+                model.parameters(), type(self).__name__, "Use HybridParallelPlugin with zero_stage=0 for such models"
+            )
         return *self._boost(model, optimizer, criterion, precision), dataloader, lr_scheduler
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
@@ -176,12 +191,15 @@ class PipelinePluginBase(DPPluginBase):
         """One step's passes over the microbatches of the next batch; see `Booster.execute_pipeline`."""
 
 
-def own_precision(plugin: str, precision: Any, scaling: dict[str, Any]) -> MixedPrecision:
-    """The precision of a plugin that has its own: a name or a MixedPrecision.
+def own_precision(plugin: str, precision: Any, use_fp8: bool, **scaling: Any) -> MixedPrecision:
+    """Return the precision of a plugin that has its own: a name, a MixedPrecision, or float8 if `use_fp8`.
 
-    "fp16" and "bf16" mean weights in that type, and float32 ones beside the optimizer; `scaling` is for the first.
+    "fp16" and "bf16" mean weights in that type, and float32 ones beside the optimizer. `scaling` has the arguments of
+    the loss scale, which "fp16" alone has.
     """
-    naive = FP16NaiveMixedPrecision(**scaling)  # complains of arguments that it does not know
+    naive = FP16NaiveMixedPrecision(**scaling)  # complains of wrong numbers in every precision
+    if use_fp8:
+        return FP8MixedPrecision()
     if isinstance(precision, MixedPrecision):
         return precision
     known = {"fp16": naive, "fp16_naive": naive, "bf16": BF16MixedPrecision("O5"), "fp32": FP32Precision()}

@@ -9,11 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..._distributed.experts import hide_experts_from_ddp, is_expert
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from ...parallel import convert_syncbn_model
 from ...parallel._flat import broadcast_from_first
 from ..mixed_precision import AmpOptimizer, FP32Precision
 from ..wrappers import ModelWrapper
+from ._arguments import changed, refuse, warn_of
 from .plugin_base import DPPluginBase
 
 __all__ = ["TorchDDPModel", "TorchDDPPlugin"]
@@ -26,7 +28,9 @@ class TorchDDPModel(ModelWrapper):
 class TorchDDPPlugin(DPPluginBase):
     """Trains with torch's DistributedDataParallel, whose arguments it takes, or with `ddp="apex"` with apex's.
 
-    Batch norms become `apex.parallel.SyncBatchNorm` unless `sync_batch_norm` is False; their tensors stay the same.
+    apex's DistributedDataParallel chooses its buckets itself: the other arguments have no effect on it, and a warning
+    says so. `check_reduction`, which torch has retired, turns on `find_unused_parameters`. Batch norms become
+    `apex.parallel.SyncBatchNorm` unless `sync_batch_norm` is False; their tensors stay the same.
     """
 
     def __init__(
@@ -42,22 +46,22 @@ class TorchDDPPlugin(DPPluginBase):
         ddp: str = "torch",
         sync_batch_norm: bool = True,
     ) -> None:
+        given = changed(TorchDDPPlugin.__init__, locals())
         super().__init__()
-        if fp8_communication:
-            raise NotImplementedError("fp8_communication is not there: gradients travel in their own type")
+        refuse(given, "fp8_communication", "gradients travel in their own type; use fp8_communication=False")
         if ddp not in ("torch", "apex"):
             raise ValueError(f"ddp={ddp!r} is not known; use 'torch' or 'apex'")
+        if ddp == "apex":
+            warn_of(given, DDP_ARGUMENTS, "apex's DistributedDataParallel chooses its buckets itself")
         self.ddp, self.sync_batch_norm = ddp, sync_batch_norm
-        self.ddp_kwargs: dict[str, Any] = dict(
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
+        self.ddp_kwargs = ddp_options(
+            broadcast_buffers,
+            bucket_cap_mb,
+            find_unused_parameters,
+            check_reduction,
+            gradient_as_bucket_view,
+            static_graph,
         )
-        if not broadcast_buffers:  # new versions warn of the name, also where it says what is so anyway
-            self.ddp_kwargs["broadcast_buffers"] = False
-        if check_reduction and ddp == "torch":  # torch has retired it
-            self.ddp_kwargs["find_unused_parameters"] = True
 
     def support_no_sync(self) -> bool:
         return True
@@ -81,13 +85,43 @@ class TorchDDPPlugin(DPPluginBase):
             yield
 
 
+DDP_ARGUMENTS = (
+    "broadcast_buffers bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view static_graph"
+)
+
+
+def ddp_options(
+    broadcast_buffers: bool,
+    bucket_cap_mb: float,
+    find_unused_parameters: bool,
+    check_reduction: bool,
+    gradient_as_bucket_view: bool,
+    static_graph: bool,
+) -> dict[str, Any]:
+    """Return arguments of torch's DistributedDataParallel that it has no deprecation warning for."""
+    options: dict[str, Any] = {
+        "bucket_cap_mb": bucket_cap_mb,
+        # torch has retired check_reduction: it found parameters without a gradient too.
+        "find_unused_parameters": find_unused_parameters or check_reduction,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+        "static_graph": static_graph,
+    }
+    if not broadcast_buffers:  # new versions of torch warn of the name, also at its default
+        options["broadcast_buffers"] = False
+    return options
+
+
 def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> nn.Module:
-    """A model in DistributedDataParallel; the model itself where none of its parameters is trained."""
-    if not any(param.requires_grad for param in model.parameters()):
+    """Return the model in DistributedDataParallel, or the model itself if no parameter but experts is trained.
+
+    Experts (parameters with `allreduce = False`) keep their own values and gradients.
+    """
+    if not any(param.requires_grad and not is_expert(param) for param in model.parameters()):
         return model
     if ddp == "apex":
         # In float32: sums of scaled float16 gradients would overflow long before their means do.
         return ApexDistributedDataParallel(model, allreduce_always_fp32=True)
+    hide_experts_from_ddp(model)
     device = next(model.parameters()).device
     where = None if device.index is None else [device]
     return nn.parallel.DistributedDataParallel(model, device_ids=where, process_group=group, **options)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..._env import processes_on_machine
 from ...parallel._flat import broadcast_from_first
 from ...transformer._resharding.gathered import part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from ..wrappers import ModelWrapper
+from ._arguments import changed, refuse, warn_of
 from .plugin_base import DPPluginBase
 
 __all__ = ["TorchFSDPModel", "TorchFSDPPlugin"]
@@ -29,14 +33,20 @@ class TorchFSDPPlugin(DPPluginBase):
     Weights are float32 and sharded; what a precision says is the type in which they are gathered and computed with.
 
     - `process_group`: the processes, all of them by default;
-    - `sharding_strategy`: SHARD_GRAD_OP keeps gathered parameters until the backward pass; others do not;
+    - `sharding_strategy`: a `torch.distributed.fsdp.ShardingStrategy` or its name. SHARD_GRAD_OP keeps gathered
+      parameters until the backward pass; NO_SHARD shards nothing; HYBRID_SHARD shards among the processes of each
+      machine, and _HYBRID_SHARD_ZERO2 is both;
     - `cpu_offload`: parameters, gradients and state are in the host's memory;
-    - `auto_wrap_policy`: which modules are gathered on their own: classes, or a function of a module; by default the
-      elements of every `nn.ModuleList`;
-    - `mixed_precision`: a precision, by name or as an object, or a policy with `param_dtype` and `reduce_dtype`; None
-      for that of the Booster;
-    - `ignored_modules`: modules that are not sharded.
+    - `auto_wrap_policy`: which modules are gathered on their own: classes, a function of a module, or a policy of
+      `torch.distributed.fsdp.wrap`; by default the elements of every `nn.ModuleList`;
+    - `mixed_precision`: a precision, by name or as an object, or a policy with `param_dtype`, `reduce_dtype` and
+      `buffer_dtype`; None for that of the Booster;
+    - `ignored_modules`: modules that are not sharded;
+    - `sync_module_states`: whether all processes start from the weights of the first; the original's default is False.
     """
+
+    # How many copies of the sharded parameters there are.
+    copies = 1
 
     def __init__(
         self,
@@ -51,12 +61,23 @@ class TorchFSDPPlugin(DPPluginBase):
         sync_module_states: bool = True,
         fp8_communication: bool = False,
     ) -> None:
+        given = changed(TorchFSDPPlugin.__init__, locals())
         super().__init__()
-        if param_init_fn is not None or fp8_communication:
-            raise NotImplementedError("param_init_fn and fp8_communication are not there for FSDP2")
+        refuse(given, "param_init_fn", "FSDP2 shards models that are on a device; initialise the model before boost")
+        refuse(given, "fp8_communication", "FSDP2 sends parameters in the precision's type; use bf16")
+        warn_of(given, "backward_prefetch", "FSDP2 gathers the next parameters during a backward pass by itself")
         self.process_group = process_group
-        strategy = getattr(sharding_strategy, "name", sharding_strategy)
-        self.reshard_after_forward = strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "NO_SHARD")
+        strategy = str(getattr(sharding_strategy, "name", sharding_strategy or "FULL_SHARD"))
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"sharding_strategy={sharding_strategy!r} is not known; use one of {', '.join(STRATEGIES)}"
+            )
+        self.reshard_after_forward = strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+        if strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            if process_group is not None:
+                raise ValueError(f"sharding_strategy={strategy} is of all processes; process_group must be None")
+            world = dist.get_world_size()
+            self.copies = world if strategy == "NO_SHARD" else world // (processes_on_machine() or world)
         self.cpu_offload = bool(getattr(cpu_offload, "offload_params", cpu_offload))
         self.auto_wrap_policy = auto_wrap_policy
         self.sync_module_states = sync_module_states
@@ -64,6 +85,11 @@ class TorchFSDPPlugin(DPPluginBase):
         self.precision = (
             mixed_precision_factory(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
         )
+        if not isinstance(self.precision, Precision | None) and not hasattr(self.precision, "param_dtype"):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} must be a name or a precision of apex.booster.mixed_precision, a "
+                "policy with param_dtype, or None; give Booster a MixedPrecision of your own"
+            )
         self.max_norm = 0.0
 
     def control_precision(self) -> bool:
@@ -78,6 +104,7 @@ class TorchFSDPPlugin(DPPluginBase):
         chosen = self.precision or precision or FP32Precision()
         if isinstance(chosen, Precision):
             chosen.prepare(model)
+        _cast_buffers(model, getattr(chosen, "buffer_dtype", None))
         before = dict(model.named_parameters())
         self._shard(model, chosen)
         if optimizer is not None:
@@ -100,7 +127,9 @@ class TorchFSDPPlugin(DPPluginBase):
         if self.process_group is not None:
             mesh = DeviceMesh.from_group(self.process_group, device)
         else:
-            mesh = init_device_mesh(device, (self.data_place()[0],))
+            ranks = self.data_place()[0]
+            shape, names = ((ranks,), ("shard",)) if self.copies == 1 else ((self.copies, ranks // self.copies), COPIES)
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self.reshard_after_forward}
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
@@ -132,6 +161,18 @@ class TorchFSDPPlugin(DPPluginBase):
             sharded.set_requires_gradient_sync(True)
 
 
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+COPIES = ("replicate", "shard")
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the floating-point buffers of a model, except for those of batch norms, which stay in float32."""
+    for module in [] if dtype is None else list(model.modules()):
+        for name, buffer in [] if isinstance(module, _BatchNorm) else list(module._buffers.items()):
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
 def _blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
     """Modules that are gathered on their own, inner ones first."""
     if policy is None:
@@ -140,6 +181,10 @@ def _blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
     elif isinstance(policy, (set, frozenset, list, tuple)):
         kinds = tuple(policy)
         wanted = lambda module: isinstance(module, kinds)  # noqa: E731
+    elif "recurse" in inspect.signature(policy).parameters:  # of torch.distributed.fsdp.wrap
+        wanted = lambda module: policy(  # noqa: E731
+            module=module, recurse=False, nonwrapped_numel=sum(param.numel() for param in module.parameters())
+        )
     else:
         wanted = policy
     found = [module for module in model.modules() if module is not model and wanted(module)]

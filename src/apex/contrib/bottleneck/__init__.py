@@ -1,4 +1,4 @@
-"""ResNet bottlenecks with frozen batch norms, whole or divided by rows among ranks, and the exchanges of rows."""
+"""ResNet bottleneck blocks with frozen batch norms, optionally split by rows over ranks, and halo exchangers."""
 
 from .bottleneck import Bottleneck, SpatialBottleneck
 from .halo_exchangers import HaloExchangerAllGather, HaloExchangerNoComm, HaloExchangerPeer, HaloExchangerSendRecv

@@ -1,6 +1,7 @@
-"""Bottleneck and SpatialBottleneck: ResNet's block with frozen batch norms as one node of autograd.
+"""Bottleneck and SpatialBottleneck: ResNet's block with frozen batch norms as a single autograd node.
 
-Images are [N, C, H, W], best in channels_last; with `explicit_nhwc` they, and weights in checkpoints, are [N, H, W, C].
+Images are [N, C, H, W], fastest in channels_last. With `explicit_nhwc`, images and the weights in checkpoints are
+[N, H, W, C].
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from .halo_exchangers import HaloPadder
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """(x - running_mean) * scale + bias with scale = weight / sqrt(running_var), without an epsilon; all buffers."""
+    """A frozen batch norm: x * scale + shift, with scale = weight / sqrt(running_var) and without an epsilon.
+
+    The shift is bias - running_mean * scale. All four tensors are buffers.
+    """
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -33,7 +37,7 @@ class FrozenBatchNorm2d(nn.Module):
                 self.register_buffer(name, value)
 
     def get_scale_bias(self, nhwc: bool) -> list[Tensor]:
-        """Scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
+        """Return scale and bias as [1, 1, 1, C] or [1, C, 1, 1], in the buffers' dtype."""
         shape = (1, 1, 1, -1) if nhwc else (1, -1, 1, 1)
         return [values.view(shape) for (values,) in scales_and_biases([list(self._buffers.values())])]
 
@@ -62,7 +66,11 @@ def _channels_last(tensor: Tensor, nhwc: bool) -> Tensor:
 
 
 class BottleneckFunction(torch.autograd.Function):
-    """A block; `scale` and `bias` have an entry for each of the weights `conv`; or None, and the buffers of norms."""
+    """The autograd node of a bottleneck block.
+
+    `scale` and `bias` hold one tensor for each weight in `conv`. If `scale` is None, `bias` holds the buffers of each
+    norm instead.
+    """
 
     @staticmethod
     def forward(ctx, nhwc, stride_1x1, scale, bias, x, *conv):  # type: ignore[override]
@@ -83,7 +91,10 @@ _bottleneck = eager_apply(BottleneckFunction)
 
 
 class SpatialBottleneckFunction(BottleneckFunction):
-    """The same for images divided by rows, with upstream's arguments, of which the thresholds are not needed."""
+    """The autograd node of a bottleneck block whose images are split by rows over ranks.
+
+    It has upstream's arguments; the thresholds are not used.
+    """
 
     @staticmethod
     def forward(ctx, *arguments):  # type: ignore[override]
@@ -99,10 +110,11 @@ class SpatialBottleneckFunction(BottleneckFunction):
 
 
 class Bottleneck(nn.Module):
-    """relu(norm(conv1x1(relu(norm(conv3x3(relu(norm(conv1x1(x)))))))) + shortcut), norms frozen, the stride in front.
+    """relu(norm(conv1x1(relu(norm(conv3x3(relu(norm(conv1x1(x)))))))) + shortcut) with frozen norms.
 
-    The shortcut is x, or a 1x1 convolution and a norm where stride or channels change. `use_cudnn` is accepted and
-    changes nothing: one path serves every device, dtype and layout. `SpatialBottleneck` has `spatial_parallel_args`.
+    The first convolution has the stride. The shortcut is x, or a 1x1 convolution and a norm if the stride is not 1 or
+    the number of channels changes. `use_cudnn` is accepted and has no effect: one implementation serves every device,
+    dtype and layout. `SpatialBottleneck` describes `spatial_parallel_args`.
     """
 
     def __init__(
@@ -155,8 +167,8 @@ class Bottleneck(nn.Module):
 
     @property
     def w_conv(self) -> list[Any]:
-        """The weights of the convolutions, that of the shortcut last."""
-        modules: Any = self._modules  # an attribute that is a module takes a microsecond
+        """Return the convolutions' weights; the shortcut's weight comes last."""
+        modules: Any = self._modules  # reading a submodule as an attribute takes a microsecond
         shortcut = self.downsample
         weights = [modules["conv1"].weight, modules["conv2"].weight, modules["conv3"].weight]
         return weights if shortcut is None else [*weights, shortcut[0].weight]
@@ -168,7 +180,7 @@ class Bottleneck(nn.Module):
         return norms if shortcut is None else [*norms, shortcut[1]]
 
     def _scales_and_biases(self) -> tuple[Any, Any]:
-        """Scales and biases that `get_scale_bias_callable` has kept, else None and the norms' buffers."""
+        """Return the tensors kept by `get_scale_bias_callable`; without them, None and the norms' buffers."""
         if self.w_scale is None or self.w_bias is None:
             return None, [tuple(norm._buffers.values()) for norm in self._norms()]
         weight, scale = next(self.bn1.buffers()), self.w_scale[0]
@@ -180,24 +192,27 @@ class Bottleneck(nn.Module):
         return self.w_scale, self.w_bias
 
     def get_scale_bias_callable(self) -> Callable[[], None]:
-        """Has `forward` take scales and biases as they are now, for graphs; returns what renews them in place."""
+        """Compute scales and biases once, for use in graphs, and return a function that renews them in place.
+
+        After this call `forward` reads the kept scales and biases and no longer the norms' buffers.
+        """
         norms = self._norms()
         pairs = [norm.get_scale_bias(self.explicit_nhwc) for norm in norms]
         kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
 
         def renew() -> None:
-            found = scales_and_biases([tuple(norm._buffers.values()) for norm in norms])
-            for memories, values in zip(kept, found, strict=True):
-                torch._foreach_copy_([memory.view(-1) for memory in memories], values)
+            current = scales_and_biases([tuple(norm._buffers.values()) for norm in norms])
+            for kept_tensors, values in zip(kept, current, strict=True):
+                torch._foreach_copy_([memory.view(-1) for memory in kept_tensors], values)
 
         return renew
 
     def forward(self, x: Tensor) -> Tensor:
         check_floats(x=x)
         nhwc, stride, weights = self.explicit_nhwc, self.stride, self.w_conv
-        place = -1 if nhwc else 1
-        channels = weights[0].shape[place]
-        if x.dim() != 4 or x.shape[place] != channels:
+        channel_dim = -1 if nhwc else 1
+        channels = weights[0].shape[channel_dim]
+        if x.dim() != 4 or x.shape[channel_dim] != channels:
             layout = "[N, H, W, C]" if nhwc else "[N, C, H, W]"
             raise ValueError(f"x has shape {list(x.shape)}, expected {layout} with {channels} channels")
         scales, biases = self._scales_and_biases()
@@ -213,10 +228,11 @@ class Bottleneck(nn.Module):
 
 
 class SpatialBottleneck(Bottleneck):
-    """A Bottleneck of images whose rows are divided among ranks, from top to bottom: equal to the undivided one.
+    """A Bottleneck of images whose rows are split over ranks from top to bottom; equal to the unsplit block.
 
     `spatial_parallel_args` are (group size, rank in the group, communicator, halo exchanger, method, use_delay_kernel).
-    Methods 1 and 3 compute the 3x3 convolution while rows are on their way and its outer rows after that, method 2
-    waits and computes it once; results are alike. Weight gradients are those of this rank's rows: sum them over ranks.
-    The communicator and use_delay_kernel are accepted and not needed.
+    Methods 1 and 3 compute the inner rows of the 3x3 convolution during the halo exchange and its outer rows after it.
+    Method 2 waits for the exchange and computes all rows at once. All methods give the same results up to rounding.
+    Weight gradients cover this rank's rows only: sum them over ranks. The communicator and use_delay_kernel are
+    accepted and not used.
     """

@@ -1,4 +1,4 @@
-"""How a rank gives its outer rows to the ranks above (left) and below (right), and gets theirs."""
+"""Halo exchangers: a rank sends its outer rows to the ranks above (left) and below (right) and receives theirs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from ..peer_memory import PeerMemoryPool
 
 
 def _stream() -> Any:
-    """A stream of the accelerator beside the current one; None where there is none."""
+    """Return a new stream of the accelerator, or None if there is no accelerator."""
     if not torch.accelerator.is_available():
         return None
     return torch.Stream(device=torch.accelerator.current_accelerator())
 
 
 class HaloExchanger:
-    """Base of the exchangers. `ranks` go from top to bottom; a neighbour of -1 is an outer edge, which sends zeros."""
+    """Base class of the halo exchangers.
+
+    `ranks` are ordered from top to bottom. A neighbour of -1 stands for the edge of the image, whose halo is zeros.
+    """
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         size = len(ranks)
@@ -49,7 +52,10 @@ class HaloExchanger:
         left_input_halo: Tensor | None = None,
         right_input_halo: Tensor | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Sends the outputs; fills the inputs with what the neighbours sent, or returns it where none are given."""
+        """Send the output halos and receive the neighbours' halos.
+
+        Received halos are written into the input halos if these are given; otherwise they are returned.
+        """
         if (left_input_halo is None) != (right_input_halo is None):
             raise ValueError("left_input_halo and right_input_halo must both be given, or neither")
         sent = left_output_halo, right_output_halo
@@ -68,7 +74,7 @@ class HaloExchanger:
 
 
 class HaloExchangerNoComm(HaloExchanger):
-    """Gives a rank its own halos back, the left one on the right: wrong results, for timings only."""
+    """A halo exchanger that returns a rank's own halos, the left one on the right: wrong results, for timings only."""
 
     def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
         received[0].copy_(sent[1])
@@ -76,7 +82,7 @@ class HaloExchangerNoComm(HaloExchanger):
 
 
 class HaloExchangerAllGather(HaloExchanger):
-    """Every rank gets all halos. `comm` is the process group of `ranks`, in this order."""
+    """A halo exchanger that gathers all halos on every rank; `comm` is the process group of `ranks`, in their order."""
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int, comm: Any) -> None:
         super().__init__(ranks, rank_in_group)
@@ -87,13 +93,13 @@ class HaloExchangerAllGather(HaloExchanger):
     def _exchange(self, sent: tuple[Tensor, Tensor], received: tuple[Tensor, Tensor]) -> None:
         outer = torch.zeros_like(sent[0])
         all_sent = exchange.gather(torch.stack(sent), self.comm, "halos") if self.group_size > 1 else sent
-        halos = [outer, *all_sent, outer]  # those to the left and right of rank 0, of rank 1, ...
+        halos = [outer, *all_sent, outer]  # the left and right halo of rank 0, of rank 1, ... between two edges
         received[0].copy_(halos[2 * self.rank_in_group])
         received[1].copy_(halos[2 * self.rank_in_group + 3])
 
 
 class HaloExchangerSendRecv(HaloExchanger):
-    """Messages between neighbours, in a process group of their own."""
+    """A halo exchanger by messages between neighbours, in a process group made for it."""
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int) -> None:
         super().__init__(ranks, rank_in_group)
@@ -104,7 +110,7 @@ class HaloExchangerSendRecv(HaloExchanger):
 
 
 class HaloExchangerPeer(HaloExchanger):
-    """Writes into the neighbours' memory. `explicit_nhwc` and `numSM` are accepted and not needed."""
+    """A halo exchanger that writes into the neighbours' memory. `explicit_nhwc` and `numSM` are not used."""
 
     def __init__(
         self, ranks: Sequence[int], rank_in_group: int, peer_pool: PeerMemoryPool, explicit_nhwc: bool, numSM: int = 0
@@ -119,13 +125,13 @@ class HaloExchangerPeer(HaloExchanger):
 
 
 class HaloPadder:
-    """Pads images with `half_halo` rows (or columns) of the neighbours by an exchanger; see `wait`."""
+    """A callable that pads images with `half_halo` rows (or columns) of the neighbouring ranks; see `wait`."""
 
     def __init__(self, halo_ex: HaloExchanger) -> None:
         self.halo_ex = halo_ex
 
     def __call__(self, y: Tensor, half_halo: int, explicit_nhwc: bool, H_split: bool) -> Tensor:
-        """A padded copy of [N, C, H, W], or [N, H, W, C], in the same layout, complete after `wait`."""
+        """Return a padded copy of [N, C, H, W] or [N, H, W, C] in the same layout; it is complete after `wait`."""
         dim = 4 - (2 if H_split else 1) - (1 if explicit_nhwc else 0)
         if y.dim() != 4 or not 1 <= half_halo <= y.shape[dim]:
             raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} cannot give half_halo={half_halo}")
@@ -137,5 +143,5 @@ class HaloPadder:
         return padded
 
     def wait(self) -> None:
-        """Has what is queued from now on wait for the exchange."""
+        """Make all work queued from now on wait for the exchange."""
         wait_for(self.halo_ex.stream1)

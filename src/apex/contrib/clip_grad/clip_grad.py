@@ -1,4 +1,4 @@
-"""Gradients shortened to a norm: one pass that measures, one that scales by a factor which stays on the device."""
+"""Gradient clipping in two passes: one computes the norm, one scales by a factor that stays on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.multi_tensor import clip, clipped_before, l2norm, scale
 from ...ops.multi_tensor import max_norm as maximum
 
-# What PyTorch adds to the norm before it divides by it.
+# PyTorch adds this number to the norm before it divides by the norm.
 MARGIN = 1e-6
 
 _grad_of = operator.attrgetter("grad")
@@ -21,10 +21,10 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32}
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_`: scales all gradients by what brings their joint norm down to `max_norm`.
+    """Scale all gradients so that their joint norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    Returns the norm before that, in float32 for half-precision gradients too. PyTorch's own function serves norms other
-    than 2 and infinity, and gradients that are float64, sparse, distributed or given twice.
+    Returns the norm before clipping, in float32 for half-precision gradients too. Calls PyTorch's own function for
+    norms other than 2 and infinity, and for gradients that are float64, sparse, distributed or passed twice.
     """
     if not isinstance(parameters, Tensor | Iterable):
         raise TypeError(f"parameters must be a tensor or tensors, got {type(parameters).__name__}")
@@ -41,7 +41,7 @@ def clip_grad_norm_(
                 raise TypeError(f"parameters have a gradient of {gradient.dtype}, which has no norm to clip")
     norm_type = float(norm_type)
     if not gradients or norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
-        if norm_type == torch.inf:  # of which PyTorch has none for a gradient without elements
+        if norm_type == torch.inf:  # PyTorch raises for the maximum of a gradient without elements
             parameters = [parameter for parameter in parameters if parameter.grad is None or parameter.grad.numel()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not error_if_nonfinite and not isinstance(max_norm, Tensor):
@@ -61,6 +61,6 @@ def _are_plain(gradients: list[Tensor]) -> bool:
         {type(gradient) for gradient in gradients} <= {Tensor}
         and {gradient.dtype for gradient in gradients} <= _DTYPES
         and {gradient.layout for gradient in gradients} <= {torch.strided}
-        # PyTorch scales a gradient as often as it is given; in one pass over all it would be written to at once.
+        # PyTorch scales a gradient once for each time it is passed; one pass over all would write it concurrently.
         and len(set(map(id, gradients))) == len(gradients)
     )

@@ -1,11 +1,11 @@
-"""One flat buffer for a list of tensors, which become views of it: one operator on the buffer changes them all.
+"""A flat buffer for a list of tensors, which become views of it: one operation on the buffer changes them all.
 
     combined = combine_npu([weight, bias])
     combined.mul_(0.5)                                    # halves weight and bias
     is_combined_tensor_valid(combined, [weight, bias])    # False once one of them got other memory
 
-Works on every device. Sharing lasts until a tensor is given other memory (`tensor.data = ...`, `module.to(...)`); then
-combine again.
+Works on every device. A tensor shares the buffer until it gets other memory (`tensor.data = ...`, `module.to(...)`);
+then combine again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...ops.multi_tensor import flat
 
 
 def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = True) -> Tensor | None:
-    """Moves the tensors, which must have one dtype and device, to one flat buffer and returns it; None for no tensors.
+    """Move the tensors to one flat buffer and return it, or None if there are no tensors.
 
-    They keep shapes, strides and values, or become zero without `require_copy_value`. Each starts at a multiple of 16
-    bytes; the gaps are zero.
+    The tensors must have one dtype and device. They keep their shapes and strides, and also their values unless
+    `require_copy_value` is False, which sets them to zero. Each starts at a multiple of 16 bytes; the gaps are zero.
     """
     tensors = list(list_of_tensor)
     if not tensors:
@@ -32,7 +32,7 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
 
 
 def _check(tensors: list[Tensor]) -> None:
-    """Raises for tensors that cannot be combined."""
+    """Raise an error if the tensors cannot be combined."""
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
@@ -57,12 +57,12 @@ def _check(tensors: list[Tensor]) -> None:
 
 
 def get_aligned_storage_size(tensor: Tensor) -> int:
-    """The elements that `tensor` takes up in a combined buffer, the gap after it included."""
+    """Return the number of elements that `tensor` takes up in a combined buffer, including the gap after it."""
     return flat.aligned_size(tensor)
 
 
 def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: int) -> Tensor | None:
-    """The `size` elements of a combined buffer from `index` on, as a view; None of nothing."""
+    """Return a view of `size` elements of a combined buffer from `index` on, or None if there are none."""
     if combined_tensor is None or size == 0:
         return None
     if index < 0 or size < 0 or index + size > combined_tensor.numel():
@@ -73,12 +73,12 @@ def get_part_combined_tensor(combined_tensor: Tensor | None, index: int, size: i
 
 
 def is_combined_tensor_valid(combined_tensor: Tensor | None, list_of_tensor: Sequence[Tensor | None]) -> bool:
-    """Whether every tensor still lies in the combined buffer."""
+    """Return whether every tensor still lies in the combined buffer."""
     return next(_broken(combined_tensor, list_of_tensor), None) is None
 
 
 def check_combined_tensor(combined_tensor: Tensor | None, list_of_tensor: Sequence[Tensor | None]) -> None:
-    """Raises RuntimeError, naming every tensor that does not lie in the combined buffer any more, and why."""
+    """Raise RuntimeError if a tensor lies outside the combined buffer; the message names each such tensor and why."""
     problems = list(_broken(combined_tensor, list_of_tensor))
     if problems:
         raise RuntimeError("memory is no longer shared with the combined tensor: " + "; ".join(problems))

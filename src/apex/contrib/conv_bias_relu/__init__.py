@@ -1,4 +1,4 @@
-"""Convolutions with bias, ReLU, mask and frozen scale fused behind them."""
+"""Convolutions fused with bias, ReLU, a mask or a frozen scale."""
 
 from .conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 

@@ -1,7 +1,8 @@
-"""Convolutions of images, followed by bias, ReLU, mask or a frozen scale, as functions.
+"""Functions that convolve images and then apply bias, ReLU, a mask or a frozen scale.
 
-`bias` and `scale` have a value per channel, as [C] or [1, C, 1, 1]. Inside `torch.autocast` (or `apex.amp`) everything
-but a mask is cast to its dtype. Only what PyTorch's operators compute has a second derivative.
+`bias` and `scale` have a value per channel, as [C] or [1, C, 1, 1]. Inside `torch.autocast` (or `apex.amp`) all
+arguments except the mask are cast to autocast's dtype. Only results computed by PyTorch's operators alone can be
+differentiated twice.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, 
 
 
 class ConvBiasReLU_(torch.autograd.Function):
-    """relu(conv(x, weight) + bias)."""
+    """The autograd node of relu(conv(x, weight) + bias)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
@@ -50,7 +51,7 @@ class ConvBiasReLU_(torch.autograd.Function):
 
 
 class ConvBiasMaskReLU_(torch.autograd.Function):
-    """relu((conv(x, weight) + bias) * mask), with a mask of zeros and ones of the output's shape."""
+    """The autograd node of relu((conv(x, weight) + bias) * mask); the mask has the output's shape, zeros and ones."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mask, padding, stride):  # type: ignore[override]
@@ -65,7 +66,7 @@ class ConvBiasMaskReLU_(torch.autograd.Function):
 
 
 class ConvFrozenScaleBiasReLU_(torch.autograd.Function):
-    """relu(conv(x, weight) * scale + bias), with scale and bias that are not trained."""
+    """The autograd node of relu(conv(x, weight) * scale + bias); scale and bias are not trained."""
 
     @staticmethod
     def forward(ctx, x, weight, scale, bias, padding, stride):  # type: ignore[override]
@@ -80,7 +81,7 @@ class ConvFrozenScaleBiasReLU_(torch.autograd.Function):
 
 
 class ConvBias_(torch.autograd.Function):
-    """conv(x, weight) + bias."""
+    """The autograd node of conv(x, weight) + bias."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding, stride):  # type: ignore[override]
@@ -104,6 +105,6 @@ ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
 
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:
-    """conv(x, weight) + bias: PyTorch's convolution, to which nothing is left to add."""
+    """Compute conv(x, weight) + bias by PyTorch's convolution, which includes the bias."""
     check_floats(x=x, weight=weight, bias=bias)
     return conv_bias(x, weight, bias, ConvSpec(padding, stride))

@@ -1,4 +1,4 @@
-"""GroupBatchNorm2d: batch norm of images whose statistics a group of processes shares."""
+"""GroupBatchNorm2d: batch norm of images with statistics over a group of processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ...parallel._statistics import consecutive_exchange, consecutive_group
 
 
 class GroupBatchNorm2d(_BatchNorm):
-    """Batch norm of [N, C, H, W] in any memory format, in training over `group_size` processes of consecutive ranks.
+    """Batch norm of [N, C, H, W] in any memory format, with statistics over `group_size` consecutive ranks in training.
 
-    All processes must make the norm; gradients of its parameters are averages over the group. The arguments behind
-    `group_size` are those of `torch.nn.BatchNorm2d`. Inside `torch.autocast` the input is cast to its dtype.
-    `minibatch_mean` and `minibatch_inv_var` are the last batch's mean and one over its standard deviation.
+    All processes must construct the module. Gradients of its parameters are averages over the group. The arguments
+    after `group_size` have the same meaning as in `torch.nn.BatchNorm2d`. Inside `torch.autocast` the input is cast to
+    autocast's dtype. `minibatch_mean` and `minibatch_inv_var` are the last batch's mean and one over its standard
+    deviation.
     """
 
     def __init__(
@@ -40,21 +41,21 @@ class GroupBatchNorm2d(_BatchNorm):
         self._batch: BatchStatistics | None = None
 
     def get_peer_buffers(self, num_features: int) -> list[int]:
-        """Addresses of memory that the processes of the group share: 0, for none, since they exchange messages."""
+        """Return a zero for each process of the group: no address, because the processes exchange messages."""
         return [0] * self.group_size
 
     def _before_any(self, value: float) -> Tensor:
-        """A statistic of every channel while there was no batch."""
+        """Return a tensor [num_features] filled with `value`: the statistics before the first batch."""
         return torch.full((self.num_features,), value, dtype=torch.float32, device=HOST)
 
     @property
     def minibatch_mean(self) -> Tensor:
-        """Mean of every channel of the last batch in training; zeros before it."""
+        """Return each channel's mean in the last training batch; zeros before the first one."""
         return self._before_any(0.0) if self._batch is None else self._batch.asked().mean
 
     @property
     def minibatch_inv_var(self) -> Tensor:
-        """One over the standard deviation of every channel of the last batch in training; ones before it."""
+        """Return one over each channel's standard deviation in the last training batch; ones before the first one."""
         return self._before_any(1.0) if self._batch is None else self._batch.asked().inverse_deviation(self.eps)
 
     def _check_input_dim(self, input: Tensor) -> None:

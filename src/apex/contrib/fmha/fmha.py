@@ -1,4 +1,4 @@
-"""FMHA: self-attention of sequences of different lengths that lie one after the other, without padding."""
+"""FMHA: self-attention of sequences of different lengths, packed one after the other without padding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from ...ops.attention import op_packed, packed_attention
 
 
 class FMHAFun(torch.autograd.Function):
-    """Attention within the sequences of `qkv` [total, 3, heads, head size]: [total, heads, head size].
+    """The autograd node of attention within packed sequences.
 
-    Sequence i is rows `cu_seqlens[i]` to `cu_seqlens[i + 1]`; none is longer than `max_s`. Probabilities are dropped
-    with probability `p_dropout` if `is_training`. With `zero_tensors`, rows after the last sequence become zeros in the
-    output and in the gradient; otherwise they may be anything.
+    Maps `qkv` [total, 3, heads, head size] to [total, heads, head size]. Sequence i is rows `cu_seqlens[i]` to
+    `cu_seqlens[i + 1]`; none is longer than `max_s`. If `is_training`, attention probabilities are dropped with
+    probability `p_dropout`. With `zero_tensors`, rows after the last sequence are zero in the output and in the
+    gradient; otherwise they are undefined.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class FMHA(nn.Module):
     def forward(
         self, qkv: Tensor, cu_seqlens: Tensor, max_s: int, is_training: bool = True, zero_tensors: bool = False
     ) -> Tensor:
-        """`qkv` [total, 3 * hidden size], queries before keys before values, to [total, hidden size]."""
+        """Map `qkv` [total, 3 * hidden size], ordered queries, keys, values, to [total, hidden size]."""
         check_tensors(qkv=qkv)
         context = packed_attention(
             qkv.view(-1, 3, self.h, self.d),

@@ -38,11 +38,11 @@ def focal_loss(
     gamma: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The loss, one float32 (float64 for float64 scores).
+    """Return the focal loss as one float32 (float64 for float64 scores).
 
-    `cls_output` holds the scores before the sigmoid, the classes in its last dimension; those from `num_real_classes`
-    on are padding and count for nothing. `cls_targets_at_level` has one class per anchor: -1 for background, -2 for an
-    anchor that does not count. `num_positive_sum` is a tensor of one element, to divide by.
+    `cls_output` holds the scores before the sigmoid, with classes in its last dimension; classes from
+    `num_real_classes` on are padding and are ignored. `cls_targets_at_level` has one class per anchor: -1 for
+    background, -2 for an anchor to ignore. `num_positive_sum` is a tensor of one element, the divisor.
     """
     check_tensors(num_positive_sum=num_positive_sum)
     return _apply_node(

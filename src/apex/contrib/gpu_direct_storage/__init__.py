@@ -1,4 +1,4 @@
-"""GDSFile: a tensor's bytes between a file and a device, past the host's memory where cuFile can do that."""
+"""GDSFile: copies a tensor's bytes between a file and a device, bypassing host memory if cuFile is available."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ __all__ = ["GDSFile"]
 logger = logging.getLogger("apex.gpu_direct_storage")
 
 _MODES = ("r", "w", "rn", "wn")
-_BUFFER = 64 << 20  # bytes of the pinned buffer through which tensors of a device go without cuFile
+_BUFFER = 64 << 20  # bytes of the pinned buffer through which device tensors are copied without cuFile
 
 
 class GDSFile(contextlib.AbstractContextManager):
-    """A file for raw bytes of whole tensors, from its beginning; a context manager.
+    """A file that stores the raw bytes of one whole tensor from its beginning; a context manager.
 
-    Modes "r" and "w" use cuFile for tensors on a GPU, "rn" and "wn" never. Where cuFile is not to be had, `reason` says
-    why, and a pinned buffer takes its place. Writing begins with an empty file; a file that is too short raises.
+    Modes "r" and "w" use cuFile for tensors on a GPU, "rn" and "wn" never do. If cuFile cannot be used, `reason` says
+    why and the data passes through a pinned buffer. Opening for writing truncates the file. Loading from a file that is
+    too short raises EOFError.
     """
 
     def __init__(self, filename: str, mode: str) -> None:
@@ -43,18 +44,18 @@ class GDSFile(contextlib.AbstractContextManager):
         self.close()
 
     def close(self) -> None:
-        """Ends the use of the file; may be called twice."""
+        """Close the file; may be called twice."""
         self._direct = None
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def load_data(self, tensor: Tensor, direct: bool = True) -> None:
-        """Fills a tensor from the file, by way of the host's memory unless `direct`."""
+        """Fill a tensor from the file; unless `direct`, the data passes through host memory."""
         descriptor, size = self._open("r"), tensor.numel() * tensor.element_size()
-        found = os.fstat(descriptor).st_size
-        if found < size:
-            raise EOFError(f"{self.filename} has {found} bytes, the tensor {list(tensor.shape)} needs {size}")
+        available = os.fstat(descriptor).st_size
+        if available < size:
+            raise EOFError(f"{self.filename} has {available} bytes, the tensor {list(tensor.shape)} needs {size}")
         values = tensor.detach()
         whole = values if _is_whole(values) else torch.empty_like(values, memory_format=torch.contiguous_format)
         if not (direct and self._by_cufile(whole, "load_storage")):
@@ -63,7 +64,7 @@ class GDSFile(contextlib.AbstractContextManager):
             values.copy_(whole)
 
     def save_data(self, tensor: Tensor, direct: bool = True) -> None:
-        """Writes a tensor to the file, by way of the host's memory unless `direct`."""
+        """Write a tensor to the file; unless `direct`, the data passes through host memory."""
         descriptor, values = self._open("w"), tensor.detach()
         whole = values if _is_whole(values) else values.clone(memory_format=torch.contiguous_format)
         if not (direct and self._by_cufile(whole, "save_storage")):
@@ -82,7 +83,7 @@ class GDSFile(contextlib.AbstractContextManager):
         return self._descriptor
 
     def _by_cufile(self, whole: Tensor, call: str) -> bool:
-        """Whether cuFile has moved the tensor's storage."""
+        """Move the tensor's storage by cuFile and return True; return False if cuFile cannot be used."""
         if on_host(whole) or self.reason is not None or not whole.numel():
             return False
         try:
@@ -97,7 +98,7 @@ class GDSFile(contextlib.AbstractContextManager):
         return True
 
     def _by_host(self, whole: Tensor, call: Callable[..., int]) -> None:
-        """Reads (`os.readv`) or writes (`os.writev`) a tensor's bytes, a device's through a pinned buffer."""
+        """Read (`os.readv`) or write (`os.writev`) a tensor's bytes; a device's pass through a pinned buffer."""
         assert self._descriptor is not None
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         values = whole.reshape(-1).view(torch.uint8)
@@ -108,7 +109,7 @@ class GDSFile(contextlib.AbstractContextManager):
             if call is os.writev and through:
                 part.copy_(piece)
             done, view = 0, (ctypes.c_char * part.numel()).from_address(part.data_ptr())
-            while done < part.numel():  # the system may do a part at a time
+            while done < part.numel():  # one call may transfer only a part
                 count = call(self._descriptor, [memoryview(view)[done:]])
                 if not count:
                     raise EOFError(f"{self.filename} ended {part.numel() - done} bytes before the tensor was full")
@@ -118,5 +119,5 @@ class GDSFile(contextlib.AbstractContextManager):
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage, in order."""
+    """Return whether a tensor is contiguous and covers its whole storage."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

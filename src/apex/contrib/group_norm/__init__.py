@@ -1,4 +1,4 @@
-"""GroupNorm for channels-last tensors, with SiLU fused into it."""
+"""GroupNorm with an optional fused SiLU, for channels-last and contiguous tensors."""
 
 from .group_norm import GroupNorm
 

@@ -1,4 +1,4 @@
-"""GroupNorm for any number of groups and channels, in both layouts, with SiLU fused into it."""
+"""GroupNorm for any number of groups and channels, in both layouts, with an optional fused SiLU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...ops.group_norm.op import ACTIVATIONS
 
 
 def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps: float, act: str = "") -> Tensor:
-    """Group norm and the activation `act` by PyTorch's operators alone, for inputs and parameters of any dtypes."""
+    """Compute group norm and the activation `act` by PyTorch's operators, for inputs and parameters of any dtypes."""
     dtype = x.dtype if w is None else torch.promote_types(x.dtype, w.dtype)
     weight, bias = (None if each is None else each.to(dtype) for each in (w, b))
     y = nn.functional.group_norm(x.to(dtype), g, weight, bias, eps)
@@ -23,8 +23,7 @@ def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps:
 class GroupNorm(nn.Module):
     """Group norm of [N, C, ...], then `act`: "" or None for nothing, "silu" or "swish".
 
-    Statistics are float32; input and parameters may have different dtypes, and the output has the dtype and the layout
-    of the input.
+    Statistics are float32. Input and parameters may have different dtypes; the output has the input's dtype and layout.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class GroupNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights 1, biases 0."""
+        """Set weights to 1 and biases to 0."""
         if self.affine:
             init.ones_(self.weight)
             init.zeros_(self.bias)

@@ -1,4 +1,4 @@
-"""Batch norm of channels-last images, with an addend and ReLU fused into it."""
+"""Batch norm of channels-last images, fused with an addend and ReLU."""
 
 from .batch_norm import BatchNorm2d_NHWC
 

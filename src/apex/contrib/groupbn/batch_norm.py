@@ -1,4 +1,4 @@
-"""BatchNorm2d_NHWC: batch norm of [N, H, W, C], plus an addend, then ReLU, in one pass behind the statistics."""
+"""BatchNorm2d_NHWC: batch norm of [N, H, W, C]; normalisation, addend and ReLU take one pass after the statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...parallel._statistics import consecutive_exchange, consecutive_group
 
 
 def check_if_rocm_pytorch() -> bool:
-    """Whether this PyTorch was built for AMD GPUs."""
+    """Return whether this PyTorch was built for AMD GPUs."""
     return torch.version.hip is not None
 
 
@@ -32,12 +32,12 @@ IS_ROCM_PYTORCH = check_if_rocm_pytorch()
 
 
 def check_and_convert_channels_last(tensor: Tensor, torch_channels_last: bool) -> Tensor:
-    """The tensor, in PyTorch's channels-last format if that is asked for."""
+    """Return the tensor, converted to PyTorch's channels-last format if `torch_channels_last`."""
     return tensor.contiguous(memory_format=torch.channels_last) if torch_channels_last else tensor
 
 
 def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse_relu, is_train, rest) -> Tensor:
-    """`rest` begins with `torch_channels_last` where the caller knows ROCm's list of arguments."""
+    """Run the forward pass; `rest` starts with `torch_channels_last` if the caller uses ROCm's argument list."""
     channels_last, bn_group = (rest[0], rest[1]) if len(rest) == 12 else (False, rest[0])
     exchange = consecutive_exchange("bn_group", bn_group)
     exchange = exchange if is_train else None
@@ -52,7 +52,7 @@ def _forward(ctx: Any, x, z, s, b, rm, riv, mini_m, mini_riv, mom, epsilon, fuse
 
 
 class bn_NHWC_impl(torch.autograd.Function):
-    """Batch norm and ReLU, with upstream's arguments; those behind `bn_group` have no effect."""
+    """The autograd node of batch norm and ReLU with upstream's arguments; those after `bn_group` have no effect."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -69,7 +69,10 @@ class bn_NHWC_impl(torch.autograd.Function):
 
 
 class bn_addrelu_NHWC_impl(torch.autograd.Function):
-    """Batch norm, addend and ReLU, with upstream's arguments; those behind `bn_group` have no effect."""
+    """The autograd node of batch norm, addend and ReLU with upstream's arguments.
+
+    The arguments after `bn_group` have no effect.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -84,13 +87,13 @@ class bn_addrelu_NHWC_impl(torch.autograd.Function):
 
 
 class BatchNorm2d_NHWC(_BatchNorm):
-    """Batch norm of [N, H, W, C], plus `z` where it is given, then ReLU with `fuse_relu`, which an addend needs.
+    """Batch norm of [N, H, W, C], plus an optional addend `z`, then ReLU if `fuse_relu`, which an addend requires.
 
-    With `torch_channels_last` inputs are [N, C, H, W] in PyTorch's channels-last format, into which others are brought.
-    `bn_group` is the number of processes, of consecutive ranks, that share their statistics in training; all processes
-    must make the norm, and gradients of its parameters are averages over the group. How kernels are launched and on
-    which stream, they find out themselves: `max_cta_per_sm`, `cta_launch_margin` and `multi_stream` are kept and have
-    no effect. `minibatch_mean` and `minibatch_riv` are the last batch's mean and one over its standard deviation.
+    With `torch_channels_last`, inputs are [N, C, H, W] and are converted to PyTorch's channels-last format if needed.
+    `bn_group` is the number of processes, of consecutive ranks, that share their statistics in training. All processes
+    must construct the module, and gradients of its parameters are averages over the group. `max_cta_per_sm`,
+    `cta_launch_margin` and `multi_stream` are accepted and have no effect: the kernels choose their launch and stream.
+    `minibatch_mean` and `minibatch_riv` are the last batch's mean and one over its standard deviation.
     """
 
     def __init__(
@@ -122,13 +125,13 @@ class BatchNorm2d_NHWC(_BatchNorm):
 
     @property
     def minibatch_mean(self) -> Tensor:
-        """Mean of every channel of the last batch in training; zeros before it."""
+        """Return each channel's mean in the last training batch; zeros before the first one."""
         assert self.running_mean is not None  # always tracked
         return torch.zeros_like(self.running_mean) if self._batch is None else self._batch.asked().mean
 
     @property
     def minibatch_riv(self) -> Tensor:
-        """One over the standard deviation of every channel of the last batch in training; ones before it."""
+        """Return one over each channel's standard deviation in the last training batch; ones before the first one."""
         assert self.running_var is not None
         if self._batch is None:
             return torch.ones_like(self.running_var)
@@ -151,14 +154,14 @@ class BatchNorm2d_NHWC(_BatchNorm):
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, momentum or 0.0, training, self.fuse_relu, 1 if channels_last else -1)
         exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
-        parameters, buffers = self._parameters, self._buffers  # where `self.weight` would take a microsecond more
+        parameters, buffers = self._parameters, self._buffers  # `self.weight` would take a microsecond longer
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None or bias is None:  # or something else is in their place
+        if weight is None or bias is None:  # `weight` or `bias` may be something other than a parameter
             weight, bias = self.weight, self.bias
         running = Channels(buffers["running_mean"], buffers["running_var"], weight, bias)
         output, batch = batch_norm_with_statistics(x, z, running, spec, exchange)
         if batch is not None:
-            self.__dict__["_batch"] = batch  # as `self._batch = batch`, without a look whether it is a module
+            self.__dict__["_batch"] = batch  # `self._batch = batch` without nn.Module's check for submodules
         if training and self.momentum is None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output

@@ -1,7 +1,7 @@
-"""`index_mul_2d(in1, in2, idx1)` is in1[idx1] * in2 for matrices in1 and in2, with first and second derivatives.
+"""`index_mul_2d(in1, in2, idx1)` computes in1[idx1] * in2 for matrices in1 and in2, with first and second derivatives.
 
-Both matrices have the same floating dtype and rows of the same length, whatever they are; idx1 has one index per row of
-in2, from 0 to the number of rows of in1 less one. Gradients are deterministic.
+Both matrices have the same floating dtype and rows of the same length. idx1 has one index per row of in2, from 0 to the
+number of rows of in1 less one. Gradients are deterministic.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class IndexMul2d_(torch.autograd.Function):
 
 
 class IndexMul2dBackward_(torch.autograd.Function):
-    """The gradients of in1 and in2 as an autograd node of their own, for second derivatives."""
+    """The autograd node that computes the gradients of in1 and in2, for second derivatives."""
 
     @staticmethod
     def forward(ctx, in1, in2, idx1, grad_out):  # type: ignore[override]
         ctx.save_for_backward(in1, in2, idx1, grad_out)
-        ctx.set_materialize_grads(False)  # a gradient that nobody used costs no pass
+        ctx.set_materialize_grads(False)  # an unused gradient stays None and costs no pass
         return index_mul.INDEX_MUL.run_backward((grad_out,), (in1, in2, idx1), (), (True, True))
 
     @staticmethod
     def backward(ctx, grad_grad_in1, grad_grad_in2):  # type: ignore[override]
         in1, in2, idx1, grad_out = ctx.saved_tensors
-        given = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
-        of_grad_out, of_in1, of_in2 = index_mul.index_mul_backward_backward(*given)
+        arguments = (grad_grad_in1, grad_grad_in2, grad_out, in1, in2, idx1)
+        of_grad_out, of_in1, of_in2 = index_mul.index_mul_backward_backward(*arguments)
         return of_in1, of_in2, None, of_grad_out
 
 
 def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
-    """in1[idx1] * in2."""
+    """Compute in1[idx1] * in2."""
     index_mul.check(in1, in2, idx1)
     if index_mul.prefers_operators(in2):
         return index_mul.by_operators(in1, in2, idx1)

@@ -12,7 +12,7 @@ from ...ops._checks import check_floats
 
 
 class FastLayerNormFN(torch.autograd.Function):
-    """Layer norm over the last dimension; the output has gamma's dtype."""
+    """The autograd node of layer norm over the last dimension; the output has gamma's dtype."""
 
     @staticmethod
     def forward(ctx, x, gamma, beta, epsilon, memory_efficient=False):  # type: ignore[override]
@@ -24,6 +24,12 @@ class FastLayerNormFN(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):  # type: ignore[override]
         return *norm.NORM.backward_from_saved(ctx, dy), None, None
+
+
+def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
+    """Compute layer norm over the last dimension; the output has the weight's dtype, or autocast's."""
+    check_floats(x=x)
+    return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
 
 class FastLayerNorm(nn.Module):
@@ -42,7 +48,4 @@ class FastLayerNorm(nn.Module):
         init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        check_floats(x=x)
-        return mixed_dtype_fused_layer_norm_affine(
-            x, self.weight, self.bias, self.weight.shape, self.epsilon, self.memory_efficient
-        )
+        return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)

@@ -1,4 +1,4 @@
-"""Multihead attention modules whose projections, masks, layer norm and residual are part of them."""
+"""Multihead attention modules that include projections, masks, layer norm and residual."""
 
 from .encdec_multihead_attn import EncdecMultiheadAttn
 from .mask_softmax_dropout_func import fast_mask_softmax_dropout_func

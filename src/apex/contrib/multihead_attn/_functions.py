@@ -1,7 +1,7 @@
 """Upstream's autograd Functions of multihead attention, which take their arguments by position.
 
-Sequences are [length, batch, embedding]. `mask` is [queries, keys] with `use_time_mask`, else [batch, keys]; nonzero
-hides a key, or with an additive mask the values are added to the logits. There is dropout only if `is_training`.
+Sequences are [length, batch, embedding]. `mask` is [queries, keys] with `use_time_mask`, else [batch, keys]. A nonzero
+element hides a key; an additive mask is added to the logits instead. Dropout applies only if `is_training`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...ops import multihead
 from ...ops._library import cast_for_autocast, once_differentiable
 from ...ops.multihead import explicit
 
-# Step by step, with a backward pass from what each step left.
+# Attention step by step, with a backward pass from the saved result of each step.
 
 
 def _forward(ctx: Any, inputs: int, given: Sequence[Any], cover: Any, *settings: Any) -> Tensor:
-    """Attention of so many inputs, which come first among the tensors given, then weights, then biases or None."""
+    """Compute attention; `given` holds the `inputs` input tensors, then the weights, then the biases or None."""
     heads, scale, dropout = settings
     tensors, weights = cast_for_autocast(*given), 2 * inputs + 1
     parameters = tensors[:inputs], tensors[inputs:weights], tensors[weights:]
@@ -33,13 +33,16 @@ def _forward(ctx: Any, inputs: int, given: Sequence[Any], cover: Any, *settings:
 def _backward(ctx: Any, output_grads: Tensor) -> tuple[Tensor | None, ...]:
     inputs, settings = ctx.settings
     saved, weights = ctx.saved_tensors, 2 * inputs + 1
-    given = saved[:inputs], saved[inputs:weights], saved[weights:-4], saved[-4:]
-    return explicit.backward(output_grads, *given, settings)
+    groups = saved[:inputs], saved[inputs:weights], saved[weights:-4], saved[-4:]
+    return explicit.backward(output_grads, *groups, settings)
 
 
 class SelfAttnFunc(torch.autograd.Function):
-    """(use_time_mask, is_training, heads, scale, inputs, input_weights, output_weights, input_biases, output_biases,
-    mask, is_additive_mask, dropout_prob): self attention with both projections; biases may be None."""
+    """The autograd node of self attention with both projections; biases may be None.
+
+    Arguments: (use_time_mask, is_training, heads, scale, inputs, input_weights, output_weights, input_biases,
+    output_biases, mask, is_additive_mask, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
@@ -54,9 +57,11 @@ class SelfAttnFunc(torch.autograd.Function):
 
 
 class EncdecAttnFunc(torch.autograd.Function):
-    """(use_time_mask, is_training, heads, scale, inputs_q, inputs_kv, input_weights_q, input_weights_kv,
-    output_weights, input_biases_q, input_biases_kv, output_biases, mask, dropout_prob): attention of `inputs_q` to
-    `inputs_kv` with all projections; biases may be None."""
+    """The autograd node of attention of `inputs_q` to `inputs_kv` with all projections; biases may be None.
+
+    Arguments: (use_time_mask, is_training, heads, scale, inputs_q, inputs_kv, input_weights_q, input_weights_kv,
+    output_weights, input_biases_q, input_biases_kv, output_biases, mask, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
@@ -70,7 +75,7 @@ class EncdecAttnFunc(torch.autograd.Function):
         return None, None, None, None, *_backward(ctx, output_grads), None, None
 
 
-# Through PyTorch's fused attention, which has its own derivative; the logits are never stored.
+# Attention by PyTorch's fused function, which has its own derivative and never stores the logits.
 
 
 class _FastFunction(torch.autograd.Function):
@@ -85,9 +90,9 @@ class _FastFunction(torch.autograd.Function):
 
 
 def _fast_forward(ctx, inputs, use_time_mask, is_training, heads, *arguments, norm=False, additive=False) -> Tensor:  # type: ignore[no-untyped-def]
-    """Attention of so many inputs, keeping the graph that leads back to the tensors that want a gradient.
+    """Compute attention of `inputs` input tensors and keep the autograd graph for the backward pass.
 
-    The tensors are the inputs, weight and bias of a layer norm if it has a `norm`, then weights and biases.
+    The tensors are the inputs, weight and bias of the layer norm if `norm`, the weights, and the biases.
     """
     *tensors, pad_mask, dropout_prob = arguments
     mask = multihead.make_mask(pad_mask, use_time_mask, additive)
@@ -103,8 +108,11 @@ def _fast_forward(ctx, inputs, use_time_mask, is_training, heads, *arguments, no
 
 
 class FastSelfAttnFunc(_FastFunction):
-    """(use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases, pad_mask,
-    mask_additive, dropout_prob): as `SelfAttnFunc` with the scale of the head's size."""
+    """The autograd node of fused self attention: `SelfAttnFunc` with the scale 1 / sqrt(head size).
+
+    Arguments: (use_time_mask, is_training, heads, inputs, input_weights, output_weights, input_biases, output_biases,
+    pad_mask, mask_additive, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
@@ -113,8 +121,11 @@ class FastSelfAttnFunc(_FastFunction):
 
 
 class FastSelfAttnNormAddFunc(_FastFunction):
-    """(use_time_mask, is_training, heads, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights,
-    output_weights, pad_mask, dropout_prob): `inputs` + dropout(`FastSelfAttnFunc` of their layer norm)."""
+    """The autograd node of `inputs` + dropout(fused self attention of the layer norm of `inputs`).
+
+    Arguments: (use_time_mask, is_training, heads, inputs, lyr_nrm_gamma_weights, lyr_nrm_beta_weights, input_weights,
+    output_weights, pad_mask, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
@@ -122,8 +133,11 @@ class FastSelfAttnNormAddFunc(_FastFunction):
 
 
 class FastEncdecAttnFunc(_FastFunction):
-    """(use_time_mask, is_training, heads, inputs_q, inputs_kv, input_weights_q, input_weights_kv, output_weights,
-    pad_mask, dropout_prob): as `EncdecAttnFunc` with the scale of the head's size and without biases."""
+    """The autograd node of fused attention to another sequence: `EncdecAttnFunc` without biases.
+
+    The scale is 1 / sqrt(head size). Arguments: (use_time_mask, is_training, heads, inputs_q, inputs_kv,
+    input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
@@ -131,9 +145,11 @@ class FastEncdecAttnFunc(_FastFunction):
 
 
 class FastEncdecAttnNormAddFunc(_FastFunction):
-    """(use_time_mask, is_training, heads, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
-    input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob):
-    `inputs_q` + dropout(`FastEncdecAttnFunc` of their layer norm to `inputs_kv`)."""
+    """The autograd node of `inputs_q` + dropout(fused attention of the layer norm of `inputs_q` to `inputs_kv`).
+
+    Arguments: (use_time_mask, is_training, heads, inputs_q, inputs_kv, lyr_nrm_gamma_weights, lyr_nrm_beta_weights,
+    input_weights_q, input_weights_kv, output_weights, pad_mask, dropout_prob).
+    """
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]

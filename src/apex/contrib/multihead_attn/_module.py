@@ -1,4 +1,4 @@
-"""What both attention modules share: their settings, the layer norm in front and the choice of a mask."""
+"""Base class of both attention modules: settings, the layer norm in front and the choice of a mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CAUSAL = "causal"
 
 
 class MultiheadAttnBase(nn.Module):
-    """Settings by upstream's names; parameters are the subclasses' matter, but for those of the layer norm."""
+    """Settings by upstream's names and the layer norm's parameters; subclasses add all other parameters."""
 
     lyr_nrm_gamma_weights: Parameter
     lyr_nrm_beta_weights: Parameter
@@ -43,7 +43,7 @@ class MultiheadAttnBase(nn.Module):
         self.scaling = self.head_dim**-0.5
 
     def _make_norm(self) -> None:
-        """The layer norm in front: parameters of this module if it is 'fast', else a module of its own."""
+        """Create the layer norm in front: as parameters of this module if `impl` is 'fast', else as a submodule."""
         own = self.include_norm_add and self.impl == "fast"
         for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
             self.register_parameter(name, Parameter(torch.empty(self.embed_dim)) if own else None)
@@ -66,7 +66,7 @@ class MultiheadAttnBase(nn.Module):
     def _mask(
         self, key_padding_mask: Tensor | None, attn_mask: Tensor | str | None, additive: bool = False
     ) -> multihead.Mask | None:
-        """The one mask of a call."""
+        """Return the mask of a call made from its two mask arguments, or None."""
         check_optional_tensors(key_padding_mask=key_padding_mask)
         if key_padding_mask is not None:
             if attn_mask is not None:

@@ -1,4 +1,4 @@
-"""Attention of one sequence to another as a module."""
+"""EncdecMultiheadAttn: a module for attention of one sequence to another."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .encdec_multihead_attn_func import encdec_attn_func
 
 
 class EncdecMultiheadAttn(MultiheadAttnBase):
-    """Attention of a decoder's sequence to an encoder's, between projections.
+    """Attention of a decoder's sequence to an encoder's, with input and output projections.
 
-    `in_proj_weight_kv` has, head after head, the rows of its keys and its values. `include_norm_add` puts a layer norm
-    before the queries and adds the query, after dropout, behind. `impl` is 'fast' (PyTorch's fused attention, without
-    biases) or 'default' (step by step).
+    `in_proj_weight_kv` holds, for each head in turn, the rows of its keys and then of its values. `include_norm_add`
+    applies a layer norm to the queries and adds the query to the result after dropout. `impl` is 'fast' (PyTorch's
+    fused attention, without biases) or 'default' (step by step).
     """
 
     in_proj_bias_q: Parameter | None
@@ -46,7 +46,7 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every projection as a matrix [embed_dim, embed_dim] would be, biases zero."""
+        """Initialize each projection like a separate [embed_dim, embed_dim] matrix, and biases to zero."""
         nn.init.xavier_uniform_(self.in_proj_weight_q)
         # sqrt(6 / (1 + 1)) is sqrt(1.5) times sqrt(6 / (2 + 1))
         nn.init.xavier_uniform_(self.in_proj_weight_kv, gain=math.sqrt(1.5))
@@ -67,12 +67,12 @@ class EncdecMultiheadAttn(MultiheadAttnBase):
         attn_mask: Tensor | str | None = None,
         is_training: bool = True,
     ) -> tuple[Tensor, None]:
-        """`query` is [queries, batch, embed_dim], `key` [keys, batch, embed_dim]; values are projected from `key` too,
-        and `value` and `need_weights` are there for upstream's sake alone.
+        """Return the attention of `query` [queries, batch, embed_dim] to `key` [keys, batch, embed_dim], and None.
 
-        `key_padding_mask` [batch, keys] hides keys from all queries, `attn_mask` [queries, keys] keys from a query,
-        where nonzero; `attn_mask="causal"` hides from query i the keys beyond i, without a tensor. `is_training`, not
-        the mode of the module, decides about dropout. The second result is always None.
+        Values are projected from `key` too; `value` and `need_weights` are accepted for upstream's sake and not used.
+        Where nonzero, `key_padding_mask` [batch, keys] hides a key from all queries and `attn_mask` [queries, keys]
+        hides a key from one query. `attn_mask="causal"` hides the keys beyond i from query i, without a tensor.
+        Dropout depends on `is_training`, not on the module's mode.
         """
         check_floats(query=query, key=key)
         mask = self._mask(key_padding_mask, attn_mask)

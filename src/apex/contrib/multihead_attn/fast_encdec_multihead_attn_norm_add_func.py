@@ -1,4 +1,4 @@
-"""Attention of the layer norm of one sequence to another, added to the first."""
+"""Attention of one sequence's layer norm to another sequence, added to the first sequence."""
 
 from ._functions import FastEncdecAttnNormAddFunc as FastEncdecAttnNormAddFunc
 

@@ -1,4 +1,4 @@
-"""Self attention of the layer norm of its input, added to the input."""
+"""Self attention of the input's layer norm, added to the input."""
 
 from ._functions import FastSelfAttnNormAddFunc as FastSelfAttnNormAddFunc
 

@@ -1,4 +1,4 @@
-"""Softmax of the logits of attention with a mask per batch, then dropout."""
+"""Softmax of attention logits with a mask per batch element, followed by dropout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from ...ops._library import once_differentiable
 
 
 class MaskSoftmaxDropout(torch.autograd.Function):
-    """`inputs` are [batch * heads, queries, keys], `pad_mask` [batch, keys]: nonzero hides a key, or with
-    `mask_additive` it is added to the logits. A row with nothing to see is zero. Dropout only if `is_training`."""
+    """The autograd node of masked softmax and dropout.
+
+    `inputs` are [batch * heads, queries, keys], `pad_mask` is [batch, keys]. A nonzero mask element hides a key; with
+    `mask_additive` the mask is added to the logits instead. A row whose keys are all hidden becomes zero. Dropout
+    applies only if `is_training`.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]

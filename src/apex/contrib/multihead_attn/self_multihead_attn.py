@@ -1,4 +1,4 @@
-"""Self attention as a module."""
+"""SelfMultiheadAttn: a module for self attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .self_multihead_attn_func import self_attn_func
 
 
 class SelfMultiheadAttn(MultiheadAttnBase):
-    """Attention of a sequence to itself, between two projections.
+    """Attention of a sequence to itself, with input and output projections.
 
-    `in_proj_weight` has, head after head, the rows of its queries, its keys and its values; `separate_qkv_params` keeps
-    them as `q_weight`, `k_weight` and `v_weight`. `include_norm_add` puts a layer norm in front and adds the input,
-    after dropout, behind. `mask_additive` says that the `key_padding_mask` is added to the logits. `impl` is 'fast'
+    `in_proj_weight` holds, for each head in turn, the rows of its queries, keys and values; `separate_qkv_params` keeps
+    them as `q_weight`, `k_weight` and `v_weight`. `include_norm_add` applies a layer norm in front and adds the input
+    to the result after dropout. If `mask_additive`, the `key_padding_mask` is added to the logits. `impl` is 'fast'
     (PyTorch's fused attention) or 'default' (step by step).
     """
 
@@ -61,7 +61,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every projection as a matrix [embed_dim, embed_dim] would be, biases zero."""
+        """Initialize each projection like a separate [embed_dim, embed_dim] matrix, and biases to zero."""
         if self.separate_qkv_params:
             for weight in (self.q_weight, self.k_weight, self.v_weight):
                 nn.init.xavier_uniform_(weight)
@@ -76,7 +76,7 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         self._reset_norm()
 
     def _input_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [heads * 3 * head_dim, embed_dim] and bias of the packed projection."""
+        """Return the weight [heads * 3 * head_dim, embed_dim] and the bias of the packed input projection."""
         if not self.separate_qkv_params:
             return self.in_proj_weight, self.in_proj_bias
         by_head = (self.num_heads, self.head_dim, self.embed_dim)
@@ -97,11 +97,12 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         attn_mask: Tensor | str | None = None,
         is_training: bool = True,
     ) -> tuple[Tensor, None]:
-        """`query` is [length, batch, embed_dim]; `key`, `value` and `need_weights` are there for upstream's sake alone.
+        """Return the self attention of `query` [length, batch, embed_dim], and None.
 
-        `key_padding_mask` [batch, length] hides keys from all queries, `attn_mask` [length, length] keys from a query,
-        where nonzero; `attn_mask="causal"` hides what comes later, without a tensor. `is_training`, not the mode of the
-        module, decides about dropout. The second result is always None.
+        `key`, `value` and `need_weights` are accepted for upstream's sake and not used. Where nonzero,
+        `key_padding_mask` [batch, length] hides a key from all queries and `attn_mask` [length, length] hides a key
+        from one query. `attn_mask="causal"` hides the keys beyond i from query i, without a tensor. Dropout depends on
+        `is_training`, not on the module's mode.
         """
         check_floats(query=query)
         mask = self._mask(key_padding_mask, attn_mask, self.mask_additive)

@@ -1,4 +1,4 @@
-"""Pools of memory that NCCL has registered, so that collectives need no copies."""
+"""Memory pools registered with NCCL, so that collectives need no copies."""
 
 from .nccl_allocator import create_nccl_mem_pool, init, nccl_mem
 

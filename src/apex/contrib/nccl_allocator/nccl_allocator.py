@@ -1,4 +1,4 @@
-"""NCCL's memory by PyTorch's own allocator and memory pools; without NCCL everything here does nothing."""
+"""NCCL memory by PyTorch's own allocator and memory pools; without NCCL the functions have no effect."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ logger = logging.getLogger("apex.nccl_allocator")
 
 
 def get_func_args(func: Callable) -> list[str]:
-    """The names of a function's arguments."""
+    """Return the names of a function's arguments."""
     return list(inspect.signature(func).parameters)
 
 
 def init() -> None:
-    """Sets what NCCL and PyTorch read when a process group is made: NVLink SHARP on, no registration of all memory."""
+    """Set the environment variables read when a process group is made.
+
+    They turn NVLink SHARP on and the registration of all memory off.
+    """
     _env.set_nccl_allocator_variables()
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    """NCCL's part of a process group; None, with one line in the log, where there is none."""
+    """Return the NCCL backend of a process group; without one, log a line and return None."""
     if dist.is_initialized():
         group = dist.group.WORLD if group is None else group
         if dist.get_backend(group) == dist.Backend.NCCL:
@@ -38,7 +41,7 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 
 def get_nccl_allocator() -> Any:
-    """NCCL's allocator, of the default process group; None where that has no NCCL, or one without an allocator."""
+    """Return the NCCL allocator of the default process group, or None if the group or its NCCL has none."""
     backend = _backend(None, default_device())
     try:
         return None if backend is None else backend.mem_allocator
@@ -48,11 +51,11 @@ def get_nccl_allocator() -> Any:
 
 
 def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
-    """A torch.cuda.MemPool of NCCL's memory; None, for which `nccl_mem` does nothing, without NCCL."""
+    """Return a torch.cuda.MemPool of NCCL memory; without NCCL return None, with which `nccl_mem` does nothing."""
     allocator = get_nccl_allocator()
     if allocator is None or symmetric is None:
         return None if allocator is None else torch.cuda.MemPool(allocator)
-    # NVIDIA's PyTorch and the official one do not agree on the name, and other versions have neither.
+    # NVIDIA's PyTorch and the official one use different names, and other versions have neither.
     for name in ("symmetric", "symm_mem"):
         if name in get_func_args(torch.cuda.MemPool):
             return torch.cuda.MemPool(allocator, **{name: symmetric})
@@ -60,7 +63,10 @@ def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
 
 
 class nccl_mem:
-    """Inside, memory comes from the pool, which is then registered with the group; does nothing unless `enabled`."""
+    """A context that allocates memory from `pool` and on exit registers the pool with the group's NCCL.
+
+    It does nothing unless `enabled`, or if `pool` is None.
+    """
 
     def __init__(self, pool: Any, enabled: bool = True, device: Any = None, group: Any = None) -> None:
         self.pool, self.group, self.device = pool, group, None
@@ -78,7 +84,7 @@ class nccl_mem:
     def __enter__(self) -> None:
         self.mem_context.__enter__()
         if self._nccl is not None:
-            with contextlib.suppress(RuntimeError):  # it was never registered
+            with contextlib.suppress(RuntimeError):  # raised if the pool was never registered
                 self._nccl.deregister_mem_pool(self.pool)
 
     def __exit__(self, *exception: Any) -> None:

@@ -1,4 +1,4 @@
-"""Attention, layer norm and optimizer of OpenFold: any shape, any device."""
+"""OpenFold's attention, layer norm and optimizer, for any shape and device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
 
 logger = logging.getLogger("apex.contrib.openfold_triton")
 
-# Kernels that are tuned at run time, which clients fill with results of earlier runs: there are none.
+# Client code fills this with autotuning results of earlier runs. It stays empty: no kernel is tuned at run time.
 _tuneable_triton_kernels: OrderedDict[str, Any] = OrderedDict()
 
 
 def sync_triton_auto_tune_cache_across_gpus(strict: bool = True, verbose: bool = False) -> None:
-    """Does nothing: launches follow from shapes by fixed rules, so every rank makes the same ones without tuning."""
+    """Do nothing: launch parameters follow from shapes by fixed rules, so all ranks agree without tuning."""
     if verbose:
         logger.info("kernels are not tuned at run time: there is nothing to send to other ranks")

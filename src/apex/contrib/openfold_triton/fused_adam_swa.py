@@ -1,4 +1,4 @@
-"""FusedAdamSWA: Adam, the average of the weights, and their copies in the dtype of computation, in one pass."""
+"""FusedAdamSWA: Adam, stochastic weight averaging and copies of the weights in the compute dtype, in one pass."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ...ops.multi_tensor import rules
 from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
 from ...optimizers._buckets import Bucket
 
-# The name under which a parameter's state has its average, between a step and the next one.
+# The key of a parameter's average in its optimizer state during a step.
 _AVERAGE = "swa_param"
 
 
 @unique
 class AdamMathType(Enum):
-    """Where weight decay goes: into the gradient (`ApexAdam`, `PyTorchAdam`) or beside it (`ApexAdamW`).
+    """The way weight decay is applied: added to the gradient (`ApexAdam`, `PyTorchAdam`) or decoupled (`ApexAdamW`).
 
-    `ApexAdam` and `PyTorchAdam` are two ways to write the same formula, which is evaluated in the same way here.
+    `ApexAdam` and `PyTorchAdam` are two ways to write the same formula and give the same results here.
     """
 
     ApexAdam = 0
@@ -31,15 +31,16 @@ class AdamMathType(Enum):
 
 
 class FusedAdamSWA(FusedOptimizer):
-    """Adam on `params`, with gradients of `compute_params`, and an exponential average of the results.
+    """Adam on `params`, with gradients of `compute_params`, and an exponential moving average of the results.
 
-    - `params`: the weights that are updated, float32 say;
-    - `compute_params`: the same weights for forward and backward passes, bfloat16 say: they hold the gradients, and get
-      a copy of the updated weights;
-    - `swa_params`: the averages, average += (1 - swa_decay_rate) * (weight - average); at the first step, the weights.
+    - `params`: the weights to update, for example in float32;
+    - `compute_params`: the same weights for forward and backward passes, for example in bfloat16. They hold the
+      gradients and receive a copy of the updated weights;
+    - `swa_params`: the averages, average += (1 - swa_decay_rate) * (weight - average). The first step sets them to the
+      weights.
 
-    The three lists match tensor by tensor; all is updated in one pass. A parameter without gradient stays as it is, and
-    its average follows all the same. Averages and their number, `swa_param_groups[0]["n_averaged"]`, are not part of
+    The three lists match tensor by tensor; one pass updates them all. A parameter without a gradient stays unchanged,
+    but its average is still updated. The averages and their count, `swa_param_groups[0]["n_averaged"]`, are not part of
     the state dict.
     """
 
@@ -89,7 +90,7 @@ class FusedAdamSWA(FusedOptimizer):
 
     @property
     def _model_params(self) -> dict[Tensor, Tensor]:  # type: ignore[override]
-        """What gets the copies and has the gradients, by parameter."""
+        """Return the compute parameter, which has the gradient and receives the copy, of each parameter."""
         return self._computed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class FusedAdamSWA(FusedOptimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears the gradients, of `compute_params` too."""
+        """Clear the gradients of `params` and of `compute_params`."""
         super().zero_grad(set_to_none)
         frees = self.set_grad_none if set_to_none is None else set_to_none
         for param in self.compute_param_groups[0]["params"]:
@@ -110,7 +111,7 @@ class FusedAdamSWA(FusedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, grad_clip_scale: Tensor | float | None = None
     ) -> Any:
-        """One optimization step; returns the closure's loss. Gradients are multiplied by `grad_clip_scale`."""
+        """Perform one step on gradients multiplied by `grad_clip_scale`, and return the closure's loss."""
         loss = run_closure(closure)
         scaling = self._loss_scaling()
         if grad_clip_scale is not None:
@@ -118,7 +119,7 @@ class FusedAdamSWA(FusedOptimizer):
                 scaling.found_inf, self._combined(scaling.inverse_scale, grad_clip_scale), scaling.unscale
             )
         if scaling.found_inf is not None and self.swa_param_groups[0]["n_averaged"] == 0:
-            # An overflow, of which the host does not hear, must not leave averages without a start.
+            # A step skipped for an overflow, which the host does not see, must not leave averages uninitialized.
             self._start_averages(list(self._averages))
         self._step(scaling)
         self._average_the_rest()
@@ -135,7 +136,7 @@ class FusedAdamSWA(FusedOptimizer):
         return factor if inverse_scale is None else factor * inverse_scale.to(device)
 
     def _before_buckets(self, index: int, group: dict[str, Any]) -> None:
-        """Puts the averages where buckets look for state."""
+        """Store the averages in the parameters' state, because buckets take their tensors there."""
         for param, average in self._averages.items():
             self.state[param][_AVERAGE] = average
 
@@ -145,7 +146,7 @@ class FusedAdamSWA(FusedOptimizer):
 
     @torch.no_grad()
     def _average_the_rest(self) -> None:
-        """Averages the parameters that had no gradient, and so were in no bucket."""
+        """Update the averages of parameters without a gradient, which belong to no bucket."""
         rest = [param for param, computed in self._computed.items() if computed.grad is None]
         if rest and self.swa_param_groups[0]["n_averaged"] == 0:
             self._start_averages(rest)
@@ -166,7 +167,7 @@ class FusedAdamSWA(FusedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of Adam, in the format of `torch.optim.Adam`, which loads it too."""
+        """Return Adam's state in the format of `torch.optim.Adam`, which can load it."""
         whole = super().state_dict()
         kept = {
             param: {name: value for name, value in state.items() if name != _AVERAGE}
@@ -191,7 +192,7 @@ class FusedAdamSWA(FusedOptimizer):
         swa_params: Iterable[Tensor],
         swa_decay_rate: float,
     ) -> FusedAdamSWA:
-        """Goes on from where `torch.optim.Adam` of the same parameters stands; it has one parameter group."""
+        """Return a FusedAdamSWA that continues from the state of a `torch.optim.Adam` with one parameter group."""
         if len(adam_optimizer.param_groups) != 1:
             raise ValueError(f"adam_optimizer has {len(adam_optimizer.param_groups)} parameter groups; one is accepted")
         group = adam_optimizer.param_groups[0]
@@ -216,7 +217,7 @@ class FusedAdamSWA(FusedOptimizer):
 
 
 def _check_lists(params: list[Tensor], compute_params: list[Tensor], swa_params: list[Tensor]) -> None:
-    """Raises unless the lists match, tensor by tensor."""
+    """Raise an error unless the lists match, tensor by tensor."""
     lists = {"params": params, "compute_params": compute_params, "swa_params": swa_params}
     counts = {name: len(tensors) for name, tensors in lists.items()}
     if len(set(counts.values())) != 1 or not params:

@@ -9,7 +9,7 @@ from ...ops._checks import check_floats
 
 
 class LayerNormSmallShapeOptImpl(torch.autograd.Function):
-    """Layer norm over the trailing `normalized_shape`, of any size and layout; the output has the input's dtype."""
+    """The autograd node of layer norm over the trailing `normalized_shape`; the output has the input's dtype."""
 
     @staticmethod
     def forward(ctx, inputs, normalized_shape, weight, bias, eps=1e-05):  # type: ignore[override]

@@ -20,18 +20,18 @@ _enabled = False
 
 
 def is_enabled() -> bool:
-    """Whether a model should call `AttnTri` and the functions beside it: a switch for clients, off at first."""
+    """Return whether a model should call `AttnTri` and related functions; a switch for client code, initially off."""
     return _enabled
 
 
 def enable() -> None:
-    """Turns the switch on."""
+    """Turn the switch of `is_enabled` on."""
     global _enabled
     _enabled = True
 
 
 def disable() -> None:
-    """Turns the switch off."""
+    """Turn the switch of `is_enabled` off."""
     global _enabled
     _enabled = False
 
@@ -39,20 +39,21 @@ def disable() -> None:
 def CanSchTriMHA(
     in_shape: Sequence[int], has_bias: bool = True, inf: float = 1000000000.0, training: bool = True
 ) -> bool:
-    """Whether `AttnTri` takes a query of this shape: any [..., H, Q, C], with or without bias, in either mode."""
+    """Return whether `AttnTri` accepts a query of this shape: any [..., H, Q, C], with or without bias, in any mode."""
     return len(in_shape) >= 3 and all(size > 0 for size in in_shape)
 
 
 def schedule_triton_mha(in_shape: Sequence[int], fwd: bool = True) -> tuple[int, int, int, int]:
-    """Queries and keys of a tile, warps and stages, as the kernels use them for half precision on a large GPU.
+    """Return the tile's queries and keys, the warps and the stages for half precision on a large GPU.
 
-    `in_shape` is [batches, H, Q, C]. The backward pass has a kernel per gradient: this is that of keys and values.
+    `in_shape` is [batches, H, Q, C]. The backward pass has several kernels; with `fwd=False` the result describes the
+    kernel that computes the gradients of keys and values.
     """
     return usual_tile(in_shape[-2], in_shape[-1], forward=fwd)
 
 
 class FusedAttenionCoreFunc(torch.autograd.Function):
-    """The attention as an autograd Function; without `is_training` it keeps nothing for a backward pass."""
+    """The autograd node of the attention; with `is_training=False` it saves nothing and has no backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, mask=None, bias=None, inf=1000000000.0, is_training=True):  # type: ignore[override]
@@ -80,16 +81,16 @@ def AttnTri(
     inf: float = 1000000000.0,
     is_training: bool = True,
 ) -> Tensor:
-    """The attention; `is_training` makes no difference, since what a backward pass needs is kept if one can follow."""
+    """Compute the attention; `is_training` has no effect, because tensors are saved only if a backward can follow."""
     check_floats(q=q, k=k, v=v)
     return op_biased.attend(q, k, v, mask, bias, inf)
 
 
 def AttnBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, inf: float) -> Tensor:
-    """The attention with mask and bias."""
+    """Compute the attention with mask and bias."""
     return attention(query, key, value, mask, bias, inf)
 
 
 def AttnNoBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, inf: float) -> Tensor:
-    """The attention with a mask alone."""
+    """Compute the attention with a mask and without bias."""
     return attention(query, key, value, mask, None, inf)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +13,16 @@ from torch import Tensor
 from ._zero import checkpoints
 from ._zero.arena import Arena
 from ._zero.layout import Piece
-from ._zero.optimizer import ZeroOptimizer
+from ._zero.subclassing import SubclassableOptimizer
+
+# Private names of upstream's module that clients import from here.
+from ._zero.subclassing import _coalescing_manager as _coalescing_manager
+from ._zero.subclassing import _coalescing_manager_append_work as _coalescing_manager_append_work
+from ._zero.subclassing import _disable_pre_forward_hook as _disable_pre_forward_hook
+from ._zero.subclassing import _multi_tensor_copy as _multi_tensor_copy
 
 
-class DistributedFusedAdam(ZeroOptimizer):
+class DistributedFusedAdam(SubclassableOptimizer):
     """`apex.optimizers.FusedAdam` with its state divided among processes; the same numbers on averaged gradients.
 
     Parameters are laid out in buckets, and each process owns an equal part of every bucket: it sums up the gradients of
@@ -43,35 +51,37 @@ class DistributedFusedAdam(ZeroOptimizer):
     - `capturable`: step count and learning rate are on the device, so that a CUDA graph can be replayed.
     """
 
+    @dataclass
     class ParameterFragment:
-        """Where elements of a parameter lie in a bucket, and which of them in this rank's shard of it."""
+        """Where elements of a parameter lie in a bucket, and which of them in this rank's shard of it.
 
-        def __init__(self, group: int, param: int, piece: Piece, shard: slice, first: int) -> None:
-            """`shard` says which elements of the bucket are in the shard, `first` where these start in the bucket."""
-            self.param_group_id = group
-            self.param_id = param
-            self.bucket_id = piece.bucket
-            self.param_range = (piece.start, piece.stop)
-            self.bucket_range = (piece.offset, piece.offset + piece.size)
-            self.in_local_shard = shard.start < shard.stop
-            nothing = (None, None)
-            start = piece.start + shard.start - piece.offset
-            size = shard.stop - shard.start
-            self.shard_bucket_range = (shard.start, shard.stop) if self.in_local_shard else nothing
-            self.shard_range = (shard.start - first, shard.stop - first) if self.in_local_shard else nothing
-            self.shard_param_range = (start, start + size) if self.in_local_shard else nothing
+        Ranges are pairs of the first element and the one after the last; None if the shard has no element.
+        """
+
+        param_group_id: int
+        param_id: int
+        bucket_id: int
+        param_range: tuple[int, int]
+        bucket_range: tuple[int, int]
+        in_local_shard: bool
+        shard_range: tuple[int | None, int | None] | None
+        shard_bucket_range: tuple[int | None, int | None] | None
+        shard_param_range: tuple[int | None, int | None] | None
 
     class StateBucket:
         """This rank's shard of a bucket: sizes, dtypes, what lies in it, and views of the state."""
 
-        def __init__(self, arena: Arena, number: int, fragments: list[Any], shards: dict[str, Tensor]) -> None:
+        def __init__(
+            self, arena: Arena, number: int, fragments: list[Any], shards: dict[str, Tensor], offset: int
+        ) -> None:
+            """`offset` says where the arena starts in a buffer of all arenas with the same dtypes."""
             self.bucket_size = arena.layout.bucket_sizes[number]
             self.shard_size = arena.layout.shard_sizes[number]
             self.dtype, self.grad_sync_dtype = arena.dtypes[:2]
             self.param_sync_dtype = arena.param_sync_dtype
             self.filled_size = self.bucket_size
             self.able_to_fill = False
-            self.contiguous_buffer_offset = arena.layout.bucket_starts[number]
+            self.contiguous_buffer_offset = offset + arena.layout.bucket_starts[number]
             self.fragments = fragments
             self.params_shard: Tensor | None = None
             self.param_remainders_shard: Tensor | None = None
@@ -79,8 +89,15 @@ class DistributedFusedAdam(ZeroOptimizer):
                 setattr(self, name, arena.shard(values, number))
 
         def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-            """The dtypes of state, of gradients that are sent and of parameters that are sent."""
+            """Return the dtypes of state, of gradients that are sent and of parameters that are sent."""
             return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
+
+    @dataclass
+    class ParameterBucket:
+        """Updated parameters of a bucket, by the names of upstream's class. Subclasses name it in annotations."""
+
+        params_shard: Tensor | None = None
+        params_bucket: Tensor | None = None
 
     def parameter(self, *args: Any) -> Any:
         """A parameter: of a fragment, or of a parameter group's number and its own in it."""
@@ -100,28 +117,38 @@ class DistributedFusedAdam(ZeroOptimizer):
             for fragment in bucket.fragments:
                 self.state[self.parameter(fragment)].setdefault("fragments", []).append(fragment)
 
-    def _numbers(self) -> dict[Tensor, tuple[int, int]]:
-        """For each parameter, the number of its group and its own in it."""
-        return {
-            param: (number, index)
-            for number, group in enumerate(self.param_groups)
-            for index, param in enumerate(group["params"])
-        }
-
     def _buckets_of(
         self, arena: Arena, shards: dict[str, Tensor], numbers: dict[Tensor, tuple[int, int]], first: int
     ) -> Iterator[StateBucket]:
-        """An arena's buckets, numbered from `first` on."""
+        """Yield an arena's buckets, numbered from `first` on."""
+        dtypes = (*arena.dtypes[:2], arena.param_sync_dtype)
+        before = itertools.takewhile(lambda other: other is not arena, (state.arena for state in self._states))
+        offset = sum(other.layout.size for other in before if (*other.dtypes[:2], other.param_sync_dtype) == dtypes)
         for number, pieces in enumerate(arena.layout.pieces):
             size = arena.layout.shard_sizes[number]
             begin, end = arena.groups.rank * size, (arena.groups.rank + 1) * size
-            fragments = []
-            for piece in pieces:
-                shard = slice(max(piece.offset, begin), min(piece.offset + piece.size, end))
-                fragment = self.ParameterFragment(*numbers[arena.params[piece.param]], piece, shard, begin)
-                fragment.bucket_id = first + number
-                fragments.append(fragment)
-            yield self.StateBucket(arena, number, fragments, shards)
+            fragments = [
+                self._fragment(*numbers[arena.params[piece.param]], first + number, piece, begin, end)
+                for piece in pieces
+            ]
+            yield self.StateBucket(arena, number, fragments, shards, offset)
+
+    def _fragment(self, group: int, param: int, bucket: int, piece: Piece, begin: int, end: int) -> ParameterFragment:
+        """Return the fragment of a piece of a parameter; this rank's shard is `begin` to `end` of the bucket."""
+        start, stop = max(piece.offset, begin), min(piece.offset + piece.size, end)
+        owned = start < stop
+        first = piece.start - piece.offset  # from places in the bucket to elements of the parameter
+        return self.ParameterFragment(
+            param_group_id=group,
+            param_id=param,
+            bucket_id=bucket,
+            param_range=(piece.start, piece.stop),
+            bucket_range=(piece.offset, piece.offset + piece.size),
+            in_local_shard=owned,
+            shard_range=(start - begin, stop - begin) if owned else (None, None),
+            shard_bucket_range=(start, stop) if owned else (None, None),
+            shard_param_range=(start + first, stop + first) if owned else (None, None),
+        )
 
     def state_dict(  # type: ignore[override]
         self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None

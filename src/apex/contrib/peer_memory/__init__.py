@@ -1,4 +1,4 @@
-"""Memory that the ranks of a machine share, and the exchange of halos through it."""
+"""Memory shared by the ranks of one machine, and halo exchange through it."""
 
 from .peer_halo_exchanger_1d import PeerHaloExchanger1d
 from .peer_memory import PeerMemoryPool

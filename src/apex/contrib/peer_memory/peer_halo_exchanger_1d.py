@@ -1,4 +1,4 @@
-"""PeerHaloExchanger1d: the margins of an image filled, in place, from the neighbouring ranks."""
+"""PeerHaloExchanger1d: fills the margins of an image in place from the neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .peer_memory import PeerMemoryPool
 
 
 class PeerHaloExchanger1d:
-    """Fills the outer `half_halo` rows (or columns) of a tensor with those next to them on the neighbouring ranks."""
+    """A callable that fills a tensor's outer `half_halo` rows (or columns) from the neighbouring ranks."""
 
     def __init__(self, ranks: Sequence[int], rank_in_group: int, peer_pool: PeerMemoryPool, half_halo: int) -> None:
         if not 0 <= rank_in_group < len(ranks):
@@ -27,7 +27,10 @@ class PeerHaloExchanger1d:
     def __call__(
         self, y: Tensor, H_split: bool = True, explicit_nhwc: bool = False, numSM: int = 0, diagnostics: bool = False
     ) -> None:
-        """`y` [N, C, H, W], or [N, H, W, C], has the margins; outer edges become zero. The last two are not needed."""
+        """Fill the margins of `y`, [N, C, H, W] or [N, H, W, C], which includes them; margins at an edge become zero.
+
+        `numSM` and `diagnostics` are accepted and not used.
+        """
         dim = 4 - (2 if H_split else 1) - (1 if explicit_nhwc else 0)
         half = self.half_halo
         if y.dim() != 4 or y.shape[dim] < 3 * half:

@@ -1,4 +1,4 @@
-"""PeerMemoryPool: tensors of every rank of a machine that all its ranks can read and write."""
+"""PeerMemoryPool: memory of every rank of a machine that all its ranks can read and write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._distributed.neighbours import exchange_by_messages
 from ..._distributed.peer_memory import PeerMemory
 
-_ALIGNMENT = 256  # bytes that sizes and places are rounded up to
+_ALIGNMENT = 256  # bytes; sizes and offsets are multiples of it
 
 
 def _aligned(size: int) -> int:
@@ -20,7 +20,10 @@ def _aligned(size: int) -> int:
 
 
 class PeerMemoryPool:
-    """Bytes on each of `peer_ranks`, some that stay, some that `reset` frees; all must allocate in the same order."""
+    """A pool of bytes on each of `peer_ranks`: a static part, and a dynamic part that `reset` frees.
+
+    All peers must allocate in the same order.
+    """
 
     def __init__(self, static_size: int, dynamic_size: int, peer_ranks: Sequence[int] | None = None) -> None:
         for name, size in (("static_size", static_size), ("dynamic_size", dynamic_size)):
@@ -36,13 +39,13 @@ class PeerMemoryPool:
         self.peer_rank = self.memory.index
 
     def reset(self) -> None:
-        """Frees the dynamic part: tensors of it may be given out again."""
+        """Free the dynamic part: its memory may be allocated again."""
         self.dynamic_offset = 0
 
     def allocate_peer_tensors(
         self, shape: Sequence[int], dtype: torch.dtype, channels_last: bool, dynamic: bool
     ) -> list[Tensor]:
-        """The tensor of every peer, its own at its place; of any dtype. `channels_last` needs four dimensions."""
+        """Allocate a tensor on every peer and return them, indexed by peer. `channels_last` needs four dimensions."""
         count = math.prod(shape) * dtype.itemsize
         part = "dynamic" if dynamic else "static"
         size, start = getattr(self, f"{part}_size"), getattr(self, f"{part}_offset")
@@ -60,14 +63,17 @@ class PeerMemoryPool:
         return tensors
 
     def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
-        """Sends halos to the peers at two places (-1: an outer edge, zeros come), and fills `received` with theirs."""
+        """Send two halos to the peers at the two indices `neighbours` and fill `received` with theirs.
+
+        An index of -1 is an edge of the image: the received halo is zeros.
+        """
         if self.memory.problem is not None:
             ranks = [place if place < 0 else self.peer_ranks[place] for place in neighbours]
             exchange_by_messages(sent, received, ranks, self.memory.group)
             return
         start = self.dynamic_offset
         try:
-            # Both, even at an edge: all peers must agree on places.
+            # Both halos are allocated even at an edge: all peers must agree on offsets.
             buffers = [self.allocate_peer_tensors(each.shape, each.dtype, False, True) for each in sent]
         finally:
             self.dynamic_offset = start
@@ -81,7 +87,7 @@ class PeerMemoryPool:
 
 
 def laid_out(memory: Tensor, shape: Sequence[int], dtype: torch.dtype, channels_last: bool) -> Tensor:
-    """Bytes as a tensor of this shape."""
+    """View bytes as a tensor of the given shape, dtype and layout."""
     if not channels_last:
         return memory.view(dtype).view(*shape)
     if len(shape) != 4:
@@ -91,15 +97,15 @@ def laid_out(memory: Tensor, shape: Sequence[int], dtype: torch.dtype, channels_
 
 
 def push_pull(memory: PeerMemory, *sides: tuple[Tensor, Tensor, Tensor, Tensor, int]) -> None:
-    """Writes halos into the neighbours' buffers, meets these, and reads what they have written here.
+    """Write halos into the neighbours' buffers, synchronise with these peers, and read the halos they wrote.
 
-    A side is (halo to send, buffer here, buffer there, halo to fill, the peer's place or, at an outer edge, -1).
+    A side is (halo to send, own buffer, neighbour's buffer, halo to fill, the peer's index or -1 at an edge).
     """
     others = [place for *_, place in sides if place >= 0]
-    for sent, _, there, _, place in sides:
+    for sent, _, neighbour_buffer, _, place in sides:
         if place >= 0:
-            there.copy_(sent)
+            neighbour_buffer.copy_(sent)
     memory.meet(others)
-    for _, here, _, received, place in sides:
-        received.copy_(here) if place >= 0 else received.zero_()
-    memory.meet(others)  # the buffers have been read, and may be written again
+    for _, own_buffer, _, received, place in sides:
+        received.copy_(own_buffer) if place >= 0 else received.zero_()
+    memory.meet(others)  # all buffers have been read and may be written again

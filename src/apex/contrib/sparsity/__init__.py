@@ -1,4 +1,4 @@
-"""Structured sparsity: 2 of 4 weights, with a search for the order of channels that loses least."""
+"""Structured sparsity: prunes to 2 of 4 weights and searches for the channel order that loses least."""
 
 from .asp import ASP
 from .sparse_masklib import WandaMask, create_mask

@@ -1,10 +1,11 @@
-"""Which channels of a model can be permuted together: found on its graph, with a number for every channel.
+"""Finds which channels of a model can be permuted together, by numbering the channels in its graph.
 
-Every dimension of a weight that could be permuted (an axis: rows are output channels, columns input channels) gets a
-number for each of its channels, and so does the tensor that flows through the graph. Where a layer takes a tensor, the
-tensor's channels are joined with the columns of the weight; where tensors are added, with each other. What the model is
-given and returns, and whatever an operation gets that is not known, is in its natural order: channels that arrive there
-are frozen. Joined channels move together; channels can change places if they appear in the same axes.
+An axis is a dimension of a weight that could be permuted: rows are output channels, columns input channels. Every axis
+gets a number for each of its channels, and so does the tensor that flows through the graph. If a layer takes a tensor,
+the tensor's channels are joined with the columns of the weight; if tensors are added, their channels are joined with
+each other. The model's inputs and outputs, and the operands of unknown operations, must keep their natural order:
+channels that arrive there are frozen. Joined channels move together. Two channels can change places if they appear in
+the same axes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...ops._host import HOST
 
 Rows = tuple[int, int] | None
-NUMBER = object()  # a value that is no tensor: a size, a dtype
+NUMBER = object()  # stands for a value that is no tensor: a size, a dtype
 
 
 def _numbers(start: int, count: int) -> Tensor:
@@ -36,13 +37,16 @@ class Axis(NamedTuple):
     ids: Tensor
 
     def part(self, tensor: Tensor) -> Tensor:
-        """The rows of a tensor, shaped like the axis' own, that the axis belongs to."""
+        """Return the rows of a tensor, shaped like the axis' tensor, that the axis belongs to."""
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
 
 @dataclass(frozen=True)
 class Natural:
-    """A tensor in the graph in its natural order, or `tensor`, a parameter or buffer; its rank may be unknown."""
+    """A tensor in the graph whose channels are in their natural order; its rank may be unknown.
+
+    If it is a parameter or buffer, `tensor` holds it.
+    """
 
     shape: tuple[int, ...] | None = None
     rank: int | None = None
@@ -51,9 +55,9 @@ class Natural:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A tensor in the graph whose dimension `dim`, counted from the last, -1, holds the channels `ids`.
+    """A tensor in the graph whose dimension `dim` holds the channels `ids`; `dim` is negative, -1 being the last.
 
-    `exact` is False where that dimension may be a multiple of them (flattened images). `rank` may be unknown.
+    `exact` is False if the dimension's size may be a multiple of their number (flattened images). `rank` may be None.
     """
 
     dim: int
@@ -63,23 +67,26 @@ class Labelled:
 
     @property
     def place(self) -> int:
-        """The dimension counted from the first; the rank must be known."""
+        """Return the dimension counted from the first; the rank must be known."""
         return (self.rank or 0) + self.dim
 
     def moved(self, order: Sequence[int]) -> Labelled:
-        """With its dimensions, counted from the first, in another order; those that it lacks are gone."""
+        """Return the label after a permutation of dimensions; dimensions missing from `order` are removed."""
         return replace(self, rank=len(order), dim=list(order).index(self.place) - len(order))
 
 
 class Group(NamedTuple):
-    """Channels that can change places; `positions` has the places of each in every axis, [times it appears, size]."""
+    """Channels that can change places.
+
+    `positions` lists, for every axis, the channels' indices in it: [times each channel appears, size].
+    """
 
     size: int
     positions: list[tuple[Axis, Tensor]]
 
 
 class Channels:
-    """All channels, what is joined and what is frozen."""
+    """All channels of a model, and which of them are joined and which frozen."""
 
     def __init__(self) -> None:
         self.axes: dict[tuple[int, int, Rows], Axis] = {}
@@ -88,23 +95,23 @@ class Channels:
         self._frozen = [_numbers(0, 0)]
 
     def axis(self, tensor: Tensor, dim: int, rows: Rows = None) -> Axis:
-        """The axis of a tensor, the same for every module that has this tensor."""
+        """Return the axis of a tensor; modules that share a tensor share the axis."""
         key = (id(tensor), dim, rows)
         if key not in self.axes:
             self.axes[key] = Axis(tensor, dim, rows, self.new(tensor.shape[dim]))
         return self.axes[key]
 
     def new(self, width: int) -> Tensor:
-        """Numbers for further channels."""
+        """Return numbers for `width` further channels."""
         self._count += width
         return _numbers(self._count - width, width)
 
     def join(self, first: Tensor, second: Tensor) -> None:
-        """Has as many channels move together, one by one."""
+        """Make the channels of `first` and `second` move together, pair by pair."""
         self._joined.append((first, second))
 
     def freeze(self, *values: Any) -> Natural:
-        """Leaves all channels of values in the graph where they are."""
+        """Freeze all channels of values in the graph in their natural order."""
         for value in values:
             if isinstance(value, Labelled | Axis):
                 self._frozen.append(value.ids)
@@ -115,17 +122,17 @@ class Channels:
         return Natural()
 
     def groups(self) -> list[Group]:
-        """What can be permuted, in the order of the model."""
+        """Return the groups of channels that can be permuted, in the order of the model."""
         axes = list(self.axes.values())
         heights = defaultdict(set)
         for axis in axes:
             heights[id(axis.tensor), axis.dim].add(axis.rows and axis.rows[1] - axis.rows[0])
-        # A tensor that is used whole in one place and by groups of rows in another stays as it is.
+        # A tensor that one layer uses whole and another by groups of rows is not permuted.
         self.freeze(*(axis for axis in axes if len(heights[id(axis.tensor), axis.dim]) > 1))
         roots = self._roots()
         frozen = torch.zeros(self._count, dtype=torch.bool, device=HOST)
         frozen[roots[torch.cat(self._frozen)]] = True
-        # Channels appear in the same axes if the sums of random numbers, one for each axis, are equal.
+        # Each axis has a random number. Channels appear in the same axes if the sums of these numbers are equal.
         generator = torch.Generator(device=HOST).manual_seed(0)
         codes = torch.randint(-(2**62), 2**62, (len(axes),), generator=generator, dtype=torch.int64, device=HOST)
         signature = torch.zeros(self._count, dtype=torch.int64, device=HOST)
@@ -151,7 +158,7 @@ class Channels:
         return group
 
     def _roots(self) -> Tensor:
-        """For each channel the smallest number of those that it is joined with."""
+        """Return for each channel the smallest number among the channels joined with it."""
         first, second = (torch.cat(ids) for ids in zip(*self._joined, strict=True))
         roots, before = _numbers(0, self._count), None
         while before is None or not torch.equal(roots, before):
@@ -162,28 +169,27 @@ class Channels:
             roots = roots[roots]
         return roots
 
-    # Operations on several tensors ------------------------------------------------------------------------------------
-
     def elementwise(self, values: Sequence[Any]) -> Any:
-        """The result of an operation that treats all channels alike and broadcasts; joins the channels."""
+        """Join the channels of an elementwise operation's operands, which broadcast, and return its result."""
         tensors = [value for value in values if value is not NUMBER]
         first = next((value for value in tensors if isinstance(value, Labelled)), None)
         if first is None:
             alone = len(tensors) == 1 and isinstance(tensors[0], Natural)
             return NUMBER if not tensors else tensors[0] if alone else self.freeze(*tensors)
-        found = [self._beside(value, first) for value in tensors]
-        if any(ids is None or len(ids) != len(first.ids) for ids in found):
+        operand_ids = [self._beside(value, first) for value in tensors]
+        if any(ids is None or len(ids) != len(first.ids) for ids in operand_ids):
             return self.freeze(*tensors)
-        for ids in found:
+        for ids in operand_ids:
             self.join(first.ids, ids)
         ranks = [value.rank for value in tensors]
         exact = all(getattr(value, "exact", True) for value in tensors)
         return replace(first, rank=None if None in ranks else max(ranks), exact=exact)
 
     def _beside(self, value: Any, label: Labelled) -> Any:
-        """An operand's channels beside those of a label, the label's own where it has one value for all.
+        """Return the channels of an operand that meet the label's channels in an elementwise operation.
 
-        None if that is not known, or they are in their natural order.
+        An operand of size 1 in that dimension meets all of them: the label's own channels are returned. Returns None if
+        the channels are unknown or in their natural order.
         """
         if isinstance(value, Labelled):
             return value.ids if value.dim == label.dim else None
@@ -194,7 +200,7 @@ class Channels:
         return None if value.tensor is None else self.axis(value.tensor, len(value.shape) + label.dim).ids
 
     def concatenated(self, values: Sequence[Any], dim: int) -> Any:
-        """The result of `torch.cat` along `dim`."""
+        """Return the result of `torch.cat` along `dim`."""
         first = next((value for value in values if isinstance(value, Labelled)), None)
         if first is None or (dim >= 0 and first.rank is None):
             return self.freeze(*values)

@@ -1,6 +1,6 @@
-"""Follows channels through the traced graph of a model: what each layer and function does to them.
+"""Follows channels through a model's traced graph and records the effect of each layer and function on them.
 
-Only layers and functions named here are known; `_channels.py` says what happens at all others.
+Only the layers and functions named here are known; `_channels.py` describes the treatment of all others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.modules import batchnorm, instancenorm
 
 from ._channels import NUMBER, Axis, Channels, Labelled, Natural
 
-# Functions, methods and layers, in small letters and without underscores: `leaky_relu`, `LeakyReLU`, `relu_`.
+# Names of functions, methods and layers in lower case without underscores: `leaky_relu`, `LeakyReLU`, `relu_`.
 _ELEMENTWISE = frozenset({
     "add", "sub", "mul", "div", "truediv", "iadd", "isub", "imul", "itruediv", "neg", "pow", "square", "sqrt", "rsqrt",
     "exp", "abs", "clamp", "maximum", "minimum", "erf", "relu", "relu6", "leakyrelu", "elu", "selu", "celu", "gelu",
@@ -22,7 +22,7 @@ _ELEMENTWISE = frozenset({
     "softmax2d", "logsoftmax", "dropout", "dropout1d", "dropout2d", "dropout3d", "alphadropout", "identity", "clone",
     "contiguous", "detach", "to", "float", "half", "double", "bfloat16",
 })  # fmt: skip
-# How many of the last dimensions are looked at together.
+# Operations over the last one, two or three dimensions, and how many.
 _POOLS = ("maxpool", "avgpool", "adaptivemaxpool", "adaptiveavgpool", "zeropad", "reflectionpad", "replicationpad")
 _SPATIAL = {f"{name}{dims}d": dims for name in (*_POOLS, "upsamplingnearest") for dims in (1, 2, 3)}
 _SIZES = frozenset({"size", "dim", "numel", "shape", "dtype", "device", "ndim"})
@@ -30,12 +30,26 @@ _NORMS = (batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.LayerNorm, nn.RMS
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _Tracer(fx.Tracer):
-    """Looks neither into layers of PyTorch or this package, nor into what has hooks, which a graph does not show."""
+    """A tracer that treats layers of PyTorch and of this package, and modules with hooks, as leaves.
+
+    Arguments of `forward` that are not in `names` keep their defaults: they are left out of the call. torch.fx itself
+    would rewrite the code of `forward` to pass them, which fails for a decorated forward.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        return root_fn, [self.root, *(self.create_proxy("placeholder", name, (), {}) for name in self.names)]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         known = isinstance(m, LAYERS) and type(m).forward.__module__.startswith("torch.nn.")
@@ -44,21 +58,22 @@ class _Tracer(fx.Tracer):
 
 
 def trace(model: nn.Module, examples: tuple | None) -> fx.Graph:
-    """The graph of the model with what its arguments are by default, but for those that examples are given for.
+    """Return the graph of a model; arguments without an example keep their defaults.
 
-    With examples, nodes know the shapes of their results.
+    With examples, nodes record the shapes of their results.
     """
-    parameters = list(inspect.signature(model.forward).parameters.values())[len(examples or ()) :]
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
+    named = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _POSITIONAL]
+    names = [p.name for place, p in enumerate(named) if place < len(examples or ()) or p.default is p.empty]
+    names += [f"argument_{place}" for place in range(len(named), len(examples or ()))]  # passed through *args
     attributes = set(vars(model))
     try:
-        graph = _Tracer().trace(model, concrete_args=defaults or None)
+        graph = _Tracer(names).trace(model)
         if examples is not None:
             from torch.fx.passes.shape_prop import ShapeProp
 
-            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples, *defaults.values())
+            ShapeProp(fx.GraphModule(model, graph)).propagate(*examples)
     finally:
-        for name in set(vars(model)) - attributes:  # constants of the graph
+        for name in set(vars(model)) - attributes:  # constants that tracing stored on the model
             model.__dict__.pop(name)
     return graph
 
@@ -69,36 +84,34 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _arguments(node: fx.Node, **wanted: Any) -> list[Any]:
-    """Arguments after the first, by position or name."""
-    given = dict(zip(wanted, node.args[1:], strict=False))
-    return [given.get(name, node.kwargs.get(name, default)) for name, default in wanted.items()]
+    """Return the node's arguments after the first, passed by position or by name, with these defaults."""
+    positional = dict(zip(wanted, node.args[1:], strict=False))
+    return [positional.get(name, node.kwargs.get(name, default)) for name, default in wanted.items()]
 
 
 class Walk:
-    """One walk along a graph, which fills `channels`. Methods return None for what is not known."""
+    """A pass over a graph that fills `channels`. Its methods return None if they do not know an operation."""
 
     def __init__(self, model: nn.Module, graph: fx.Graph, channels: Channels) -> None:
         self.channels = channels
         self.modules = dict(model.named_modules())
         self.values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            method = getattr(self, f"_{node.op}", None)  # none for placeholders and the output
-            found = None if method is None else method(node)
-            if found is None:  # what comes out is in its natural order
-                given = [self.values[each] for each in node.all_input_nodes]
-                only_numbers = bool(given) and all(value is NUMBER for value in given)
-                found = NUMBER if only_numbers else channels.freeze(*given)
+            method = getattr(self, f"_{node.op}", None)  # placeholders and the output have none
+            result = None if method is None else method(node)
+            if result is None:  # the result is in its natural order
+                operands = [self.values[each] for each in node.all_input_nodes]
+                only_numbers = bool(operands) and all(value is NUMBER for value in operands)
+                result = NUMBER if only_numbers else channels.freeze(*operands)
             shape = _shape(node)
-            if shape is not None and isinstance(found, Natural) and found.tensor is None:
-                found = Natural(shape, len(shape))
-            elif shape is not None and isinstance(found, Labelled):
-                found = replace(found, rank=len(shape), exact=shape[found.dim] == len(found.ids))
-            self.values[node] = found
+            if shape is not None and isinstance(result, Natural) and result.tensor is None:
+                result = Natural(shape, len(shape))
+            elif shape is not None and isinstance(result, Labelled):
+                result = replace(result, rank=len(shape), exact=shape[result.dim] == len(result.ids))
+            self.values[node] = result
 
     def _value(self, argument: Any) -> Any:
         return self.values[argument] if isinstance(argument, fx.Node) else NUMBER
-
-    # Nodes ------------------------------------------------------------------------------------------------------------
 
     def _get_attr(self, node: fx.Node) -> Any:
         path, _, name = str(node.target).rpartition(".")
@@ -140,7 +153,7 @@ class Walk:
         return self._operation(node, getattr(node.target, "__name__", "")) if known else None
 
     def _operation(self, node: fx.Node, name: str) -> Any:
-        """A function, method or layer of this name."""
+        """Return the result of the function, method or layer of this name."""
         name = name.replace("_", "").lower()
         value = self._value(node.args[0])
         if name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
@@ -153,7 +166,7 @@ class Walk:
             (dim,) = _arguments(node, dim=0)
             values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
             return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
-        if name == "expand":  # in dimensions of length 1
+        if name == "expand":  # only along dimensions of length 1
             return value if isinstance(value, Natural) and value.tensor is not None else None
         if not isinstance(value, Labelled):
             return None
@@ -165,17 +178,15 @@ class Walk:
             return self._flattened(node, value, 1, -1) if _is_flattening(node) else None
         return self._rearranged(node, value, name)
 
-    # Layers -----------------------------------------------------------------------------------------------------------
-
     def _rows(self, module: Any) -> Axis:
-        """The output channels of a layer, joined with its bias."""
+        """Join the output channels of a layer with its bias and return their axis."""
         rows = self.channels.axis(module.weight, 0)
         if isinstance(getattr(module, "bias", None), Tensor):
             self.channels.join(rows.ids, self.channels.axis(module.bias, 0).ids)
         return rows
 
     def _columns(self, value: Any, dim: int, columns: Axis) -> None:
-        """Joins the channels of a layer's input with the columns of its weight."""
+        """Join the channels of a layer's input with the columns of its weight."""
         if isinstance(value, Labelled) and value.dim == dim and len(value.ids) == len(columns.ids):
             self.channels.join(value.ids, columns.ids)
         else:
@@ -185,7 +196,7 @@ class Walk:
         dim, groups, rows = -len(module.kernel_size) - 1, module.groups, self._rows(module)
         if groups == 1:
             self._columns(value, dim, self.channels.axis(module.weight, 1))
-        elif groups == module.in_channels == module.out_channels:  # a filter for each channel
+        elif groups == module.in_channels == module.out_channels:  # a depthwise convolution
             self._columns(value, dim, rows)
         else:
             self.channels.freeze(rows)
@@ -198,13 +209,16 @@ class Walk:
         return Labelled(dim, rows.ids, 1 - dim)
 
     def _attention(self, node: fx.Node, module: nn.MultiheadAttention) -> Any:
-        """Columns of the projections of query, key and value, and rows of the last one, can be permuted."""
+        """Return the result of attention.
+
+        Columns of the input projections and rows of the output projection can be permuted.
+        """
         names = ("query", "key", "value")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if not all(name in given for name in names):
+        arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if not all(name in arguments for name in names):
             return None
-        inputs = [self._value(given.pop(name)) for name in names]
-        self.channels.freeze(*(self._value(each) for each in given.values()))
+        inputs = [self._value(arguments.pop(name)) for name in names]
+        self.channels.freeze(*(self._value(each) for each in arguments.values()))
         size, projections = module.embed_dim, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         for place, (value, weight) in enumerate(zip(inputs, projections, strict=True)):
             rows = (place * size, (place + 1) * size)
@@ -214,13 +228,13 @@ class Walk:
         return Labelled(-1, self._rows(module.out_proj).ids, getattr(inputs[0], "rank", None)), Natural()
 
     def _normalized(self, module: Any, value: Any) -> Labelled | None:
-        """Joins the channels with what a normalization has for each.
+        """Join the channels with the parameters and statistics that a normalization has for each of them.
 
-        A BatchNorm1d is taken to get two dimensions where that is not known.
+        If the input's rank is unknown, a BatchNorm1d is assumed to get two dimensions.
         """
         if not isinstance(value, Labelled):
             return None
-        shape = tuple(getattr(module, "normalized_shape", ()))  # of the last dimensions
+        shape = tuple(getattr(module, "normalized_shape", ()))  # the sizes of the last dimensions
         if shape and -value.dim > len(shape):
             return value
         dim = len(shape) + value.dim if shape else 0
@@ -234,8 +248,6 @@ class Walk:
                 self.channels.join(value.ids, self.channels.axis(getattr(module, name), dim).ids)
         return value
 
-    # Functions --------------------------------------------------------------------------------------------------------
-
     def _flattened(self, node: fx.Node, value: Any, start: int, end: int) -> Labelled | None:
         if not isinstance(value, Labelled) or value.rank is None:
             return None
@@ -247,7 +259,7 @@ class Walk:
         return replace(value.moved([*range(start + 1), *range(end + 1, value.rank)]), exact=value.exact and alone)
 
     def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Any:
-        """Functions that move or remove dimensions."""
+        """Return the result of a function that moves or removes dimensions."""
         if value.rank is None:
             return None
         order = list(range(value.rank))
@@ -265,10 +277,10 @@ class Walk:
             if not isinstance(dims, list | tuple):
                 return None
             gone = {dim % value.rank for dim in dims}
-            if value.place in gone:  # does not depend on the order of channels
+            if value.place in gone:  # the result does not depend on the order of channels
                 return Natural()
             order = [place for place in order if keepdim or place not in gone]
-        elif name == "getitem":  # with integers and slices that leave the channels alone
+        elif name == "getitem":  # only integers and slices that keep all channels
             entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
             if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
                 return None
@@ -282,7 +294,7 @@ class Walk:
 
 
 def _is_flattening(node: fx.Node) -> bool:
-    """Whether it is `x.view(x.size(0), -1)`, or with `x.shape[0]`."""
+    """Return whether the node is `x.view(x.size(0), -1)`, or the same with `x.shape[0]`."""
     if len(node.args) != 3 or node.args[2] != -1 or not isinstance(node.args[1], fx.Node):
         return False
     source, size = node.args[:2]

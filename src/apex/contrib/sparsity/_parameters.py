@@ -1,4 +1,4 @@
-"""Parameters that are pruned, and the tensors that belong to each: masks, master weights, optimizer state."""
+"""Pruned parameters and the tensors that belong to each: masks, master weights, optimizer state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..optimizers._zero.checkpoints import edited
 
 
 class SparsityError(AssertionError, RuntimeError):
-    """ASP was called in an order, or found masks, that it cannot go on with."""
+    """An ASP method was called out of order, or the masks are inconsistent."""
 
 
 class SparseParameter(NamedTuple):
-    """A parameter of a module; its mask and pruned values are buffers of that module, looked up whenever used."""
+    """A parameter of a module; its mask and pruned values are buffers of that module, looked up at each use."""
 
     full_name: str
     module: nn.Module
@@ -28,28 +28,28 @@ class SparseParameter(NamedTuple):
 
     @property
     def param(self) -> Tensor:
-        """The parameter."""
+        """Return the parameter."""
         return getattr(self.module, self.name)
 
     def buffer(self, kind: str = "mask") -> Any:
-        """A buffer shaped, laid out and sharded like the parameter, or None.
+        """Return a buffer with the parameter's shape, layout and sharding, or None.
 
-        "mask" is True where weights are kept; "pruned_p" has what was pruned, zero elsewhere, in the host's memory.
+        "mask" is True for weights that are kept. "pruned_p" holds the pruned values in host memory, and zero elsewhere.
         """
         key = f"__{self.name}_mma_{kind}"
-        found = self.module._buffers.get(key)
-        if found is not None and hasattr(self.param, "placements") and not hasattr(found, "placements"):
-            found = self.module._buffers[key] = shard_like(found, self.param)  # the parameter was sharded since
-        return found
+        tensor = self.module._buffers.get(key)
+        if tensor is not None and hasattr(self.param, "placements") and not hasattr(tensor, "placements"):
+            tensor = self.module._buffers[key] = shard_like(tensor, self.param)  # the parameter was sharded meanwhile
+        return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor's values in full; any other tensor as it is."""
+    """Return the full values of a sharded tensor; return any other tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[attr-defined]
 
 
 def shard_like(tensor: Tensor, param: Any) -> Tensor:
-    """What this process holds of a tensor that every process has in full, sharded like the parameter."""
+    """Shard a tensor, which every process has in full, like the parameter and return it."""
     if not hasattr(param, "placements"):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -60,7 +60,7 @@ def shard_like(tensor: Tensor, param: Any) -> Tensor:
 
 
 def optimizer_chain(optimizer: Any) -> list[Any]:
-    """An optimizer and what it wraps (LARC, FP16_Optimizer), innermost last."""
+    """Return an optimizer and the optimizers that it wraps (LARC, FP16_Optimizer), innermost last."""
     chain = [optimizer]
     while not isinstance(chain[-1], torch.optim.Optimizer):
         inner = getattr(chain[-1], "optim", None) or getattr(chain[-1], "optimizer", None)
@@ -72,10 +72,10 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def states_of(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping[Tensor, dict[str, Any]]]]:
-    """The state of each optimizer and, if it `gathers`, what ZeRO divides, which is written back in the end."""
+    """Yield the state of each optimizer, and if `gathers` ZeRO's sharded state, which is written back on exit."""
     inner = [optimizer_chain(each)[-1] for each in optimizers]
     for each in inner:
-        if getattr(each, "overlap_param_sync", False):  # parameters may still be on their way
+        if getattr(each, "overlap_param_sync", False):  # the all-gather of parameters may still be running
             each.param_sync()
     divided = [state for each in inner if gathers and hasattr(each, "param_sync") for state in each._states]
     with edited(divided) as gathered:
@@ -83,33 +83,46 @@ def states_of(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping
 
 
 def _plain(key: str) -> str:
-    """A name without the parts that torch.compile and DistributedDataParallel put in front of it."""
+    """Return a name without the prefixes that torch.compile and DistributedDataParallel add."""
     return key.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn.Module]) -> dict[Tensor, list[Tensor]]:
-    """Copies of the model's tensors: masters (amp, FP16_Optimizers, Booster), and what has their name in averages."""
-    found = defaultdict(list)
+    """Return the copies of each tensor of the model.
+
+    Copies are master weights (of amp, FP16_Optimizer, Booster) and the tensors of the same name in `averages`.
+    """
+    copies = defaultdict(list)
     for holder in (each for optimizer in optimizers for each in optimizer_chain(optimizer)):
         stash = getattr(holder, "_amp_stash", None)
         pairs = [] if stash is None else [(stash.all_fp16_params, stash.all_fp32_from_fp16_params)]
         masters = getattr(holder, "fp32_from_fp16_groups", None) or getattr(holder, "fp32_groups", None)
         pairs += zip(getattr(holder, "fp16_groups", ()), masters or (), strict=False)
         for half, master in (pair for halves, wide in pairs for pair in zip(halves, wide, strict=True)):
-            found[half].append(master)
+            copies[half].append(master)
         for half, master in getattr(holder, "_master_of", {}).items():
-            found[half].append(master)
+            copies[half].append(master)
     for average in averages:
         named = {_plain(key): value for key, value in average.state_dict(keep_vars=True).items()}
         for key, tensor in model.state_dict(keep_vars=True).items():
-            found[tensor] += [named[name] for name in [_plain(key)] if name in named]
-    return found
+            copies[tensor] += [named[name] for name in [_plain(key)] if name in named]
+    return copies
+
+
+def updates(optimizer: Any, model: nn.Module) -> bool:
+    """Return whether an optimizer updates a parameter of the model or its master weight, or has no parameters."""
+    held = {id(param) for group in optimizer_chain(optimizer)[-1].param_groups for param in group["params"]}
+    masters = (each for copies in copies_of(model, [optimizer], ()).values() for each in copies)
+    return not held or any(id(tensor) in held for tensor in (*model.parameters(), *masters))
 
 
 def tied_tensors(
     param: Tensor, copies: Mapping[Tensor, list[Tensor]], states: Iterable[Mapping]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What has an element for each of the parameter: values (itself, masters, averages), optimizer state, gradients."""
+    """Return the tensors with one element per element of the parameter.
+
+    They come as three lists: values (the parameter, master weights, averages), optimizer state, and gradients.
+    """
     holders = [param, *copies.get(param, ())]
     values = [holder.detach() for holder in holders]
     state: list[Tensor] = []
@@ -124,7 +137,7 @@ def tied_tensors(
 
 
 def mask_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Zeroes what masks prune, with one call for all tensors of a device and dtype."""
+    """Set pruned elements to zero, with one call for all tensors of a device and dtype."""
     found = [(local(tensor), local(mask)) for tensor, mask in pairs]
     if found:
         apply_masks([tensor for tensor, _ in found], [mask.to(tensor.device) for tensor, mask in found])

@@ -1,4 +1,4 @@
-"""Pruned linear layers in the format of sparse tensor cores, where that is quicker."""
+"""Converts pruned linear layers to the format of sparse tensor cores if that is faster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...ops._host import on_host
 
 
 class Row(NamedTuple):
-    """What became of a layer; times are microseconds for the inputs that it got, None where they were not taken."""
+    """The outcome for one layer; times are microseconds for the layer's inputs, None if they were not measured."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 def _obstacle(weight: Tensor) -> str | None:
-    """Why cuSPARSELt does not take a weight, or None."""
+    """Return why cuSPARSELt does not accept a weight, or None if it does."""
     if weight.dtype not in (torch.float16, torch.bfloat16):
         return f"its dtype is {weight.dtype}; float16 and bfloat16 are taken"
     if any(size < 16 or size % 8 for size in weight.shape):
@@ -41,12 +41,12 @@ def _microseconds(*arguments: Tensor | None) -> float:
 
 
 def _measure(row: Row, layer: nn.Linear, input: Tensor) -> tuple[Row, Any]:
-    """The row with times and outcome, and the sparse weight if it is the quicker one."""
+    """Return the row with times and outcome, and the sparse weight if it is faster."""
     weight, bias = layer.weight.detach(), layer.bias
     try:
         sparse = torch.sparse.SparseSemiStructuredTensorCUSPARSELT.from_dense(weight)
         finite = bool(linear(input, sparse, bias).isfinite().all())
-    except Exception as problem:  # PyTorch says in many ways that it was built without, or that a shape does not fit
+    except Exception as problem:  # PyTorch raises many types if it was built without support or a shape does not fit
         return row._replace(outcome=f"PyTorch cannot convert it: {str(problem).splitlines()[0]}"), None
     dense, quick = _microseconds(input, weight, bias), _microseconds(input, sparse, bias)
     outcome = "stays: dense is quicker" if finite else "stays: its output is not finite"
@@ -57,10 +57,10 @@ def _measure(row: Row, layer: nn.Linear, input: Tensor) -> tuple[Row, Any]:
 
 @torch.no_grad()
 def to_semi_structured(model: nn.Module, *example_batch: Any, verbosity: int = 2) -> list[Row]:
-    """Converts the linear layers of a pruned model that are quicker as sparse ones at this batch, for inference.
+    """Convert the linear layers of a pruned model that are faster as sparse layers at this batch, for inference.
 
-    Every layer is timed both ways with the inputs that it gets; those that win get a weight in the format of sparse
-    tensor cores. Prints a table and returns its rows.
+    Each layer is timed dense and sparse with the inputs that it gets. If sparse is faster, its weight is converted to
+    the format of sparse tensor cores. Prints a table and returns its rows.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if not torch.cuda.is_available() or any(on_host(layer.weight) for layer in layers.values()):

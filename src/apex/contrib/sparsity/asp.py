@@ -1,4 +1,4 @@
-"""ASP, automatic sparsity: prunes a trained model to 2 of 4 weights and keeps it so while it is trained further."""
+"""ASP, automatic sparsity: prunes a trained model to 2 of 4 weights and keeps it pruned during further training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def eligible_modules(
     allowed_layer_names: Iterable[str] | None,
     disallowed_layer_names: Iterable[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Modules (name, module) of these types, subclasses included, whose names are allowed and not disallowed."""
+    """Return (name, module) of the modules of these types or their subclasses whose names are allowed."""
     types: Any = tuple(whitelist_layer_types)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, types)}
     allowed = set(modules if allowed_layer_names is None else allowed_layer_names) - set(disallowed_layer_names)
@@ -39,7 +39,7 @@ def eligible_modules(
 
 
 def _obstacle(param: Any) -> str | None:
-    """Why a parameter cannot be pruned for tensor cores, or None."""
+    """Return why a parameter cannot be pruned for tensor cores, or None if it can."""
     if not isinstance(param, nn.Parameter):
         return "it is no parameter, but missing or computed from others (a parametrization)"
     if not param.requires_grad:
@@ -52,11 +52,11 @@ def _obstacle(param: Any) -> str | None:
 
 
 class ASP:
-    """Automatic sparsity of one model in this process; all methods belong to the class.
+    """Automatic sparsity of one model per process; all methods are class methods.
 
-    `init_model_for_pruning` chooses the parameters and adds their masks to the model as buffers, so that checkpoints
-    have them; `init_optimizer_for_pruning` has each step of an optimizer (call it for each) keep zeros zero;
-    `compute_sparse_masks` prunes. `reset` forgets the model.
+    `init_model_for_pruning` chooses the parameters and registers their masks as buffers of the model, so that they are
+    part of checkpoints. `init_optimizer_for_pruning`, called for each optimizer, makes its steps keep pruned weights
+    zero. `compute_sparse_masks` prunes. `reset` forgets the model.
     """
 
     __model: nn.Module | None = None
@@ -67,7 +67,7 @@ class ASP:
     __hooks: tuple[Any, ...] = ()
     __averages: tuple[nn.Module, ...] = ()
     __parameters: tuple[SparseParameter, ...] = ()
-    __skipped: dict[str, str] = {}  # noqa: RUF012  never changed in place
+    __skipped: dict[str, str] = {}  # noqa: RUF012  replaced, never changed in place
 
     to_semi_structured = staticmethod(to_semi_structured)
 
@@ -84,22 +84,22 @@ class ASP:
         custom_layer_dict: dict[type, Sequence[str]] | None = None,
         allow_permutation: bool = True,
     ) -> None:
-        """Chooses the parameters of `model` to prune and registers a mask for each.
+        """Choose the parameters of `model` to prune and register a mask for each.
 
-        `mask_calculator` names a pattern of `sparse_masklib` or is a function from a parameter to its mask.
-        `custom_layer_dict` names the parameters to prune of further types of layers. With `allow_recompute_mask`
-        pruned values are kept in the host's memory, so that masks can be computed again. With `allow_permutation`
-        channels are reordered first so that pruning loses less, without a change to what the model computes.
+        `mask_calculator` is the name of a pattern of `sparse_masklib`, or a function from a parameter to its mask.
+        `custom_layer_dict` names the parameters to prune in further types of layers. With `allow_recompute_mask`,
+        pruned values are kept in host memory, so that masks can be computed again. With `allow_permutation`, channels
+        are reordered first so that pruning loses less; the model's results stay the same.
         """
         if cls.__model is not None:
             raise SparsityError("ASP has been initialized already; ASP.reset() forgets the model that it has")
         if isinstance(mask_calculator, str):
-            find_pattern(mask_calculator)  # raises unless it is one
+            find_pattern(mask_calculator)  # raises an error if the name is unknown
             mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
         names = {**_PRUNED_NAMES, **(custom_layer_dict or {})}
         types = (*whitelist, *(custom_layer_dict or ()))
         chosen = dict(eligible_modules(model, types, allowed_layer_names, disallowed_layer_names))
-        found: dict[int, SparseParameter] = {}
+        chosen_parameters: dict[int, SparseParameter] = {}
         skipped: dict[str, str] = {}
         for module_name, module in eligible_modules(model, types, None, ()):
             known = next((names[base] for base in type(module).__mro__ if base in names), None)
@@ -112,16 +112,16 @@ class ASP:
             for name in [each for each in known if getattr(module, each, None) is not None] or known[:1]:
                 param = getattr(module, name, None)
                 full_name, reason = f"{module_name}.{name}".lstrip("."), _obstacle(param)
-                if id(param) in found:
-                    reason = f"it is the same parameter as {found[id(param)].full_name}"
+                if id(param) in chosen_parameters:
+                    reason = f"it is the same parameter as {chosen_parameters[id(param)].full_name}"
                 if reason is None:
-                    found[id(param)] = SparseParameter(full_name, module, name)
+                    chosen_parameters[id(param)] = SparseParameter(full_name, module, name)
                 else:
                     skipped[full_name] = reason
-        if not found:
+        if not chosen_parameters:
             reasons = "".join(f"\n  {name}: {reason}" for name, reason in skipped.items())
             raise ValueError(f"no parameter of the model can be pruned{reasons or ': it has no layer of these types'}")
-        cls.__model, cls.__parameters, cls.__skipped = model, tuple(found.values()), skipped
+        cls.__model, cls.__parameters, cls.__skipped = model, tuple(chosen_parameters.values()), skipped
         cls.__calculate, cls.__verbosity, cls.__permutes = mask_calculator, verbosity, allow_permutation
         for full_name, module, name in cls.__parameters:
             param = getattr(module, name).detach()
@@ -135,44 +135,49 @@ class ASP:
 
     @classmethod
     def already_init_asp_model(cls) -> bool:
-        """Whether `init_model_for_pruning` was called."""
+        """Return whether `init_model_for_pruning` was called."""
         return cls.__model is not None
 
     @classmethod
     def skipped_layers(cls) -> dict[str, str]:
-        """Why each layer or parameter of the types asked for is not pruned, by name."""
+        """Return the layers and parameters that are not pruned, by name, each with the reason."""
         return dict(cls.__skipped)
 
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: Any) -> None:
-        """Has each step of the optimizer mask gradients before and weights, master weights and state after it."""
-        cls.__check_model("init_optimizer_for_pruning")
+        """Make each step of the optimizer mask gradients before it, and weights, master weights and state after it."""
+        model = cls.__check_model("init_optimizer_for_pruning")
         if any(optimizer is known for known in cls.__optimizers):
             raise SparsityError("this optimizer has been initialized for pruning already")
         inner = parameters.optimizer_chain(optimizer)[-1]
         if not hasattr(inner, "register_step_pre_hook"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
+        if not parameters.updates(optimizer, model):
+            raise ValueError(
+                f"none of the parameters of the optimizer ({type(inner).__name__}) belongs to the model "
+                f"({type(model).__name__}) that ASP prunes; make the optimizer from this model's parameters()"
+            )
         hooks = [
             inner.register_step_pre_hook(lambda *_: cls.__mask(gradients=True)),
             inner.register_step_post_hook(lambda *_: cls.__mask()),
         ]
-        for sparse in cls.__parameters if hasattr(inner, "param_sync") else ():  # ZeRO takes gradients at once
+        for sparse in cls.__parameters if hasattr(inner, "param_sync") else ():  # ZeRO reduces them in backward
             hooks.append(sparse.param.register_hook(lambda grad, each=sparse: grad.masked_fill(~each.buffer(), 0)))
         cls.__optimizers, cls.__hooks = (*cls.__optimizers, optimizer), (*cls.__hooks, *hooks)
 
     @classmethod
     def add_copy(cls, model: nn.Module) -> None:
-        """Has a copy of the model, such as a moving average of its weights, permuted and masked with it."""
+        """Register a copy of the model, such as a moving average of its weights, to be permuted and masked with it."""
         cls.__check_model("add_copy")
         cls.__averages = (*cls.__averages, model)
 
     @classmethod
     @torch.no_grad()
     def compute_sparse_masks(cls, example_inputs: Any = None) -> None:
-        """Prunes the model: permutes channels where that is allowed, computes masks and applies them.
+        """Prune the model: permute channels if allowed, then compute masks and apply them.
 
-        A tuple of `example_inputs` lets the permutation be checked: a group of layers that changes the model's output
-        is put back. With `allow_recompute_mask` a model that is pruned already gets its dense values back first.
+        A tuple of `example_inputs` lets the permutation be checked: if a group of layers changes the model's output,
+        its permutation is undone. With `allow_recompute_mask`, an already pruned model is first made dense again.
         """
         model = cls.__check_model("compute_sparse_masks")
         if cls.__permutes and any(hasattr(each.param, "placements") for each in cls.__parameters):
@@ -187,7 +192,7 @@ class ASP:
         if cls.__permutes:
             inner = model
             while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
-                inner = wrapped  # of DistributedDataParallel, of torch.compile
+                inner = wrapped  # inside DistributedDataParallel or torch.compile
             Permutation.set_permutation_params_from_asp(inner, cls.__parameters, (), cls.__verbosity)
             of_calculator: Any = getattr(cls.__calculate, "tied_tensors", lambda tensor: [])
             with cls.__companions() as companions:
@@ -195,20 +200,20 @@ class ASP:
                 Permutation.permute_model(inner, example_inputs=example_inputs, tied=tied)
         for sparse in cls.__parameters:
             param, pruned = sparse.param.detach(), sparse.buffer("pruned_p")
-            found = cls.__calculate(whole(param))
-            if not isinstance(found, Tensor) or found.shape != param.shape:
-                shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            mask = cls.__calculate(whole(param))
+            if not isinstance(mask, Tensor) or mask.shape != param.shape:
+                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
                 raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
-            sparse.buffer().copy_(shard_like(found.bool(), param))
+            sparse.buffer().copy_(shard_like(mask.bool(), param))
             if pruned is not None:
                 pruned.copy_(param * ~sparse.buffer())
-            cls.__say(2, f"keeps {float(found.bool().float().mean()):.1%} of {sparse.full_name}")
+            cls.__say(2, f"keeps {float(mask.bool().float().mean()):.1%} of {sparse.full_name}")
         cls.__mask(gathers=True)
 
     @classmethod
     @torch.no_grad()
     def restore_pruned_weights(cls) -> None:
-        """Puts pruned values back: the model is dense again, and its masks are full."""
+        """Restore pruned values: the model is dense again, and its masks keep all weights."""
         cls.__check_model("restore_pruned_weights")
         if any(sparse.buffer("pruned_p") is None for sparse in cls.__parameters):
             raise SparsityError("pruned values were not kept: initialize ASP with allow_recompute_mask=True")
@@ -222,7 +227,7 @@ class ASP:
 
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
-        """Whether the model is pruned: False if all masks are full, True if all are as the pattern wants them."""
+        """Return whether the model is pruned: False if all masks keep everything, True if all follow the pattern."""
         kept = {sparse.full_name: float(whole(sparse.buffer()).double().mean()) for sparse in cls.__parameters}
         if all(share == 1 for share in kept.values()):
             return False
@@ -234,7 +239,7 @@ class ASP:
 
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
-        """Prunes a trained model, 2 of 4 weights in linear layers, convolutions and attention, for training it on."""
+        """Prune 2 of 4 weights of a trained model's linear layers, convolutions and attention, for further training."""
         types = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
         cls.init_model_for_pruning(model, verbosity=2, whitelist=types)
         cls.init_optimizer_for_pruning(optimizer)
@@ -244,13 +249,13 @@ class ASP:
     def set_permutation_saving_params(
         cls, allow_permutation: bool = True, save_permutation_graph: bool = False, permutation_output_dir: str = "."
     ) -> None:
-        """Whether channels are permuted, and whether JSON files that describe it are written, to which folder."""
+        """Set whether channels are permuted, whether JSON files describe the result, and the folder for these."""
         cls.__permutes = allow_permutation
         Permutation.set_permutation_saving_params(allow_permutation, save_permutation_graph, permutation_output_dir)
 
     @classmethod
     def reset(cls) -> None:
-        """Forgets model and optimizers and removes masks and hooks; weights stay as they are."""
+        """Forget model and optimizers and remove masks and hooks; weights keep their values."""
         for hook in cls.__hooks:
             hook.remove()
         for sparse, kind in itertools.product(cls.__parameters, ("mask", "pruned_p")):
@@ -261,19 +266,19 @@ class ASP:
     @classmethod
     @contextlib.contextmanager
     def __companions(cls, gathers: bool = True) -> Iterator[Companions]:
-        """A function from a tensor of the model to its `tied_tensors`; `gathers` what ZeRO divides."""
+        """Yield a function from a model's tensor to its `tied_tensors`; if `gathers`, include ZeRO's sharded state."""
         copies = parameters.copies_of(cls.__check_model("step"), cls.__optimizers, cls.__averages)
         with parameters.states_of(cls.__optimizers, gathers) as states:
             yield lambda tensor: parameters.tied_tensors(tensor, copies, states)
 
     @classmethod
     def __mask(cls, gradients: bool = False, gathers: bool = False) -> None:
-        """Masks gradients, or weights, masters, averages and state."""
+        """Mask the gradients, or else the weights, master weights, averages and optimizer state."""
         pairs = []
         with cls.__companions(gathers) as companions:
             for sparse in cls.__parameters:
-                values, state, found = companions(sparse.param)
-                pairs += [(each, sparse.buffer()) for each in (found if gradients else values + state)]
+                values, state, grads = companions(sparse.param)
+                pairs += [(each, sparse.buffer()) for each in (grads if gradients else values + state)]
             parameters.mask_all(pairs)
 
     @classmethod

@@ -1,6 +1,6 @@
-"""Permutes the channels of a model so that pruning loses less, without a change to what the model computes.
+"""Permutes the channels of a model so that pruning loses less; the model's results stay the same.
 
-`_channels.py` and `_graph.py` find which channels can be permuted together, `permutation_search_kernels` a good order.
+`_channels.py` and `_graph.py` find which channels can be permuted together; `permutation_search_kernels` finds orders.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ._graph import LAYERS, Walk, trace
 from .permutation_search_kernels import accelerated_search_for_good_permutation, sum_after_2_to_4
 from .sparse_masklib import as_matrix
 
-# A group of which plain 2:4 pruning loses less is left as it is.
+# A group is not permuted if plain 2:4 pruning loses a smaller share of its magnitude.
 _LEAST_LOSS = 1e-3
-# By how much outputs may differ after a permutation, which changes the order of sums: of the largest output.
+# Accepted differences of outputs after a permutation, which reorders sums, relative to the largest output.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 Tied = Callable[[Tensor], list[Tensor]]
 
 
 class Permutation:
-    """The permutation of one model; all methods belong to the class."""
+    """The permutation of one model; all methods are class methods."""
 
-    # Seconds for the searches of a whole model; wider groups get more of them.
+    # Seconds for all searches of a model; wider groups get a larger share.
     time_budget = 300.0
     __seed = 1
     __saving: tuple[bool, bool, str] = (True, False, ".")
@@ -45,35 +45,35 @@ class Permutation:
 
     @classmethod
     def set_identical_seed(cls, identical_seed: int = 1) -> None:
-        """The seed of the searches; PyTorch's and Python's generators are left alone."""
+        """Set the seed of the searches; PyTorch's and Python's generators are not touched."""
         cls.__seed = int(identical_seed)
 
     @classmethod
     def reset_seed(cls) -> None:
-        """The seed that searches have by default."""
+        """Restore the default seed of the searches."""
         cls.__seed = 1
 
     @classmethod
     def set_tcpstore_port(cls, tcpstore_port: int) -> None:
-        """Does nothing: processes share what they find over the process group that they have."""
+        """Do nothing: processes share their results over their process group."""
 
     @classmethod
     def set_permutation_saving_params(
         cls, allow_permutation: bool = True, save_permutation_graph: bool = False, permutation_output_dir: str = "."
     ) -> None:
-        """Whether to permute at all, and whether to write JSON files that describe it, to which folder."""
+        """Set whether to permute, whether to write JSON files that describe the result, and the folder for these."""
         cls.__saving = (allow_permutation, save_permutation_graph, permutation_output_dir)
 
     @classmethod
     def set_permutation_params_from_asp(
         cls, model: nn.Module, sparse_parameters: Sequence[tuple], all_parameters: Sequence[tuple], verbosity: int
     ) -> None:
-        """What is pruned: tuples that begin with a module's name, the module and a parameter's name."""
+        """Set the parameters to prune: tuples that begin with a module's name, the module and a parameter's name."""
         cls.__sparse, cls.__verbosity = tuple((entry[1], entry[2]) for entry in sparse_parameters), verbosity
 
     @classmethod
     def get_permutation_stats(cls) -> tuple[list[str], list[str], list[str]]:
-        """Names of parameters whose input channels were permuted, whose output channels were, and that were missed."""
+        """Return names of parameters by what happened: input channels permuted, output channels permuted, missed."""
         return cls.__stats
 
     @classmethod
@@ -86,11 +86,11 @@ class Permutation:
         example_inputs: Any = None,
         tied: Tied = lambda tensor: [tensor.detach()],
     ) -> bool:
-        """Permutes the channels of `model`; False if it could not be traced, and nothing was changed.
+        """Permute the channels of `model`; return False, without a change, if the model cannot be traced.
 
-        `example_inputs`, a tensor or a tuple of the model's arguments, let more of the graph be understood and the
-        outcome be checked: a group of layers that changes the output is put back. `tied` gives all tensors that are to
-        be permuted with one of the model, itself included.
+        `example_inputs` are a tensor or a tuple of the model's arguments. They let more of the graph be understood and
+        the result be checked: if a group of layers changes the output, its permutation is undone. `tied` returns all
+        tensors to permute together with a tensor of the model, including that tensor.
         """
         cls.__stats = ([], [], [])
         examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
@@ -104,8 +104,8 @@ class Permutation:
             training = trace(model, None) if model.training else graph
             if [(node.op, node.target) for node in training.nodes] != [(node.op, node.target) for node in graph.nodes]:
                 Walk(model, training, channels)
-        except Exception as error:  # whatever a model's code does with a proxy
-            reason = f"{type(error).__name__}: {error}"
+        except Exception as error:  # a model's code may raise anything when it gets a proxy
+            reason = f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error})"
             warnings.warn(f"the model is pruned without permuting its channels: {reason}", stacklevel=2)
             return False
         sparse = {id(getattr(module, name)) for module, name in cls.__sparse}
@@ -133,7 +133,7 @@ class Permutation:
 
     @classmethod
     def __search(cls, groups: Sequence[Group], sparse: set[int]) -> list[Tensor | None]:
-        """An order of the channels of each group, or None; ranks that have the same groups share the work."""
+        """Return an order of each group's channels, or None; ranks with the same groups share the work."""
         rank, world = 0, 1
         if distributed.is_available() and distributed.is_initialized():
             known: list[Any] = [None] * distributed.get_world_size()
@@ -141,26 +141,26 @@ class Permutation:
             if all(each == known[0] for each in known):
                 rank, world = distributed.get_rank(), len(known)
         deadline = time.monotonic() + cls.time_budget
-        found: dict[int, Tensor | None] = {}
+        orders: dict[int, Tensor | None] = {}
         for number in range(rank, len(groups), world):
             matrix: Any = _matrix(groups[number], sparse)
-            # Of the time that is left, as large a part as the group's of the pairs of channels.
+            # The group's share of the remaining time is its share of the remaining pairs of channels.
             pairs = [group.size**2 for group in groups[number::world]]
             options = {"time_budget": (deadline - time.monotonic()) * pairs[0] / sum(pairs), "seed": cls.__seed}
             kept, total = sum_after_2_to_4(matrix), float(matrix.abs().sum(dtype=torch.float64))
-            found[number] = None
+            orders[number] = None
             if kept < (1 - _LEAST_LOSS) * total:
                 order = accelerated_search_for_good_permutation(matrix, options, cls.__verbosity - 2)
-                found[number] = torch.tensor(order, dtype=torch.int64, device=HOST)
+                orders[number] = torch.tensor(order, dtype=torch.int64, device=HOST)
         for source in range(world if world > 1 else 0):
-            shared = [found if source == rank else None]
+            shared = [orders if source == rank else None]
             distributed.broadcast_object_list(shared, src=source)
-            found.update(shared[0] or {})
-        return [found[number] for number in range(len(groups))]
+            orders.update(shared[0] or {})
+        return [orders[number] for number in range(len(groups))]
 
     @classmethod
     def __save(cls, graph: fx.Graph, groups: Sequence[dict[str, list[str]]], dump: str | None) -> None:
-        """Writes the traced graph, the groups, and which parameters give channels to which others, as JSON."""
+        """Write the traced graph, the groups, and the parameters that produce and read the same channels, as JSON."""
         nodes = [[node.name, node.op, str(node.target), [n.name for n in node.all_input_nodes]] for node in graph.nodes]
         contents = {
             "model_offline_permutation_graph": nodes,
@@ -177,7 +177,7 @@ class Permutation:
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each module is in its own again."""
+    """Put the model in evaluation mode inside the context; on exit restore each module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -199,9 +199,9 @@ def _same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 def _matrix(group: Group, sparse: set[int]) -> Tensor | None:
-    """All pruned weights that read the channels of a group, one below the other: [rows, channels].
+    """Return all pruned weights that read the channels of a group, stacked: [rows, channels].
 
-    None if a permutation cannot help: they must fill whole stripes of 4, two or more of them.
+    Returns None if a permutation cannot help. It can if the channels fill two or more whole stripes of 4.
     """
     parts = []
     for axis, places in group.positions:
@@ -215,16 +215,16 @@ def _matrix(group: Group, sparse: set[int]) -> Tensor | None:
 
 
 def _permute(group: Group, order: Tensor, tied: Tied) -> bool:
-    """Puts channel order[i] of the group in the place of channel i, in every tensor.
+    """Move channel order[i] of the group to the position of channel i, in every tensor.
 
-    False, before anything changes, if a tensor has no such channels where they are looked for.
+    Returns False, before any change, if a tensor does not have these channels in the expected dimension.
     """
-    found = [(axis, places, tied(axis.tensor)) for axis, places in group.positions]
-    for axis, _, tensors in found:
+    tied_by_axis = [(axis, places, tied(axis.tensor)) for axis, places in group.positions]
+    for axis, _, tensors in tied_by_axis:
         widths = (1, len(axis.ids))
         if any(each.dim() != axis.tensor.dim() or each.shape[axis.dim] not in widths for each in tensors):
             return False
-    for axis, places, tensors in found:
+    for axis, places, tensors in tied_by_axis:
         index = torch.arange(len(axis.ids), dtype=torch.int64, device=HOST)
         for copy in places:
             index[copy] = copy[order]
@@ -236,10 +236,10 @@ def _permute(group: Group, order: Tensor, tied: Tied) -> bool:
 
 
 def _names(model: nn.Module, group: Group) -> dict[str, list[str]]:
-    """The parameters and buffers whose input (C) and output (K) channels are permuted."""
+    """Return the names of the parameters and buffers whose input (C) and output (K) channels are permuted."""
     named = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     of_layers = {id(param) for module in model.modules() if isinstance(module, LAYERS) for param in module.parameters()}
-    found: dict[str, list[str]] = {"C": [], "K": []}
+    names: dict[str, list[str]] = {"C": [], "K": []}
     for axis, _ in group.positions:
-        found["C" if axis.dim == 1 and id(axis.tensor) in of_layers else "K"].append(named.get(id(axis.tensor), "?"))
-    return found
+        names["C" if axis.dim == 1 and id(axis.tensor) in of_layers else "K"].append(named.get(id(axis.tensor), "?"))
+    return names

@@ -1,7 +1,7 @@
-"""Masks of structured sparsity: which weights of a tensor are kept, for any N of M, dtype and device.
+"""Masks of structured sparsity for any N of M weights, dtype and device.
 
 A pattern is a function `f(matrix, density) -> mask` of this module, named by `create_mask`; it prunes along the second
-dimension. Of equally good choices the one with the lowest number is taken, so that masks are the same on every device.
+dimension. Of equally good choices the first is taken, so that masks are the same on every device.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ from torch import Tensor, nn
 
 from ...ops._host import HOST
 
-# Elements of the scores of all patterns that are computed at once: 64 MB.
+# Elements of the score matrix that are computed at once: 64 MB.
 _CHUNK = 1 << 24
 
 
 def fill(x: Tensor) -> float:
-    """The fraction of elements that are not zero."""
+    """Return the fraction of elements that are not zero."""
     return float(x.count_nonzero()) / x.numel()
 
 
 def reshape_1d(matrix: Tensor, m: int) -> tuple[Tensor, torch.Size]:
-    """The matrix in rows of `m`, and its shape; columns of zeros are added where `m` does not divide their number."""
+    """Return the matrix in rows of `m`, and its shape after padding with columns of zeros to a multiple of `m`."""
     matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % m))
     return matrix.reshape(-1, m), matrix.shape
 
 
 @functools.cache
 def _patterns(m: int, n: int, height: int) -> Tensor:
-    """All matrices of 0 and 1 with `n` ones in every row and at most `n` in every column: [patterns, height, m]."""
+    """Return all 0-1 matrices with `n` ones in every row and at most `n` in every column: [patterns, height, m]."""
     if not 0 < n <= m:
         raise ValueError(f"n of m weights are kept, 0 < n <= m; got n={n}, m={m}")
     rows = [tuple(float(place in kept) for place in range(m)) for kept in itertools.combinations(range(m), n)]
-    found: list[tuple[float, ...]] = [()]
+    partial_patterns: list[tuple[float, ...]] = [()]
     for _ in range(height):
-        longer = [(*above, *row) for above in found for row in rows]
-        found = [each for each in longer if all(sum(each[column::m]) <= n for column in range(m))]
-    return torch.tensor(found, dtype=torch.float32, device=HOST).view(-1, height, m)
+        longer = [(*above, *row) for above in partial_patterns for row in rows]
+        partial_patterns = [each for each in longer if all(sum(each[column::m]) <= n for column in range(m))]
+    return torch.tensor(partial_patterns, dtype=torch.float32, device=HOST).view(-1, height, m)
 
 
 def compute_valid_1d_patterns(m: int, n: int) -> Tensor:
-    """All vectors of `m` numbers of which `n` are 1 and the others 0: [patterns, m]."""
+    """Return all vectors of `m` elements with `n` ones and zeros elsewhere: [patterns, m]."""
     return _patterns(m, n, 1)[:, 0].clone()
 
 
 def compute_valid_2d_patterns(m: int, n: int) -> Tensor:
-    """All m x m matrices of 0 and 1 with `n` ones in every row and column: [patterns, m, m]."""
+    """Return all m x m 0-1 matrices with `n` ones in every row and column: [patterns, m, m]."""
     return _patterns(m, n, m).clone()
 
 
 def _blocks(matrix: Tensor, m: int) -> Tensor:
-    """m x m blocks of the matrix, whose sides `m` divides: [rows / m, columns / m, m, m]."""
+    """Return the m x m blocks of a matrix whose sides are multiples of `m`: [rows / m, columns / m, m, m]."""
     return matrix.unflatten(1, (-1, m)).unflatten(0, (-1, m)).transpose(1, 2)
 
 
 def mn_1d_best(matrix: Tensor, m: int, n: int) -> Tensor:
-    """A mask that keeps, of every `m` neighbours in a row, the `n` with the largest absolute values."""
+    """Return a mask that keeps, of every `m` neighbours in a row, the `n` with the largest absolute values."""
     groups, shape = reshape_1d(matrix.float().abs(), m)
     largest = groups.sort(dim=1, descending=True, stable=True).indices[:, :n]
     return torch.zeros_like(groups).scatter_(1, largest, 1.0).view(shape)[:, : matrix.shape[1]]
 
 
 def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
-    """A mask of m x m blocks with `n` weights in every row and column: of all such, what keeps the largest sum.
+    """Return the mask with `n` weights in every row and column of each m x m block that keeps the largest sum.
 
-    The matrix is filled up with zeros to whole blocks. The transposed weight is sparse in the same way, which the
-    backward pass can use.
+    The matrix is padded with zeros to whole blocks. The transposed weight has the same sparsity, which the backward
+    pass can use.
     """
     rows, columns = matrix.shape
     padded = torch.nn.functional.pad(matrix.float().abs(), (0, -columns % m, 0, -rows % m))
@@ -79,7 +79,7 @@ def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     numbers = torch.arange(len(patterns), dtype=torch.int64, device=matrix.device)
     chosen = [numbers[:0]]
     for part in blocks.reshape(-1, m * m).split(max(1, _CHUNK // len(patterns))):
-        # Summed place by place: a matrix product would round differently from device to device, and ties with it.
+        # Summed element by element: a matrix product rounds, and so breaks ties, differently on each device.
         scores = torch.zeros(len(part), len(patterns), dtype=torch.float32, device=matrix.device)
         for place in range(m * m):
             scores += part[:, place, None] * patterns[None, :, place]
@@ -89,9 +89,10 @@ def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
 
 
 def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
-    """A mask of m x m blocks made weight by weight, the largest first: kept if its row and column have less than `n`.
+    """Return a mask of m x m blocks built greedily from the largest weight down.
 
-    Rows and columns beyond the last whole block are kept.
+    A weight is kept if its row and its column have fewer than `n`. Rows and columns beyond the last whole block are
+    kept.
     """
     rows, columns = (size // m * m for size in matrix.shape)
     blocks = _blocks(matrix[:rows, :columns].float().abs(), m)
@@ -108,7 +109,7 @@ def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
 
 
 def _pattern(function: Callable[[Tensor, int, int], Tensor], m: int, n: int) -> Callable[[Tensor, float], Tensor]:
-    _patterns(m, n, 1)  # refuses numbers that do not fit
+    _patterns(m, n, 1)  # raises an error for invalid m and n
 
     def pattern(mat: Tensor, density: float) -> Tensor:
         return function(mat, m, n)
@@ -122,12 +123,12 @@ m4n2_2d_greedy = _pattern(mn_2d_greedy, 4, 2)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A weight as a matrix whose columns are its input channels, the second dimension; a vector is one row."""
+    """Return a weight as a matrix whose columns are its input channels (dimension 1); a vector becomes one row."""
     return tensor.reshape(1, -1) if tensor.dim() < 2 else tensor.movedim(1, -1).reshape(-1, tensor.shape[1])
 
 
 def find_pattern(pattern: str) -> Callable[[Tensor, float], Tensor]:
-    """The function of a pattern: one of this module, or `m<M>n<N>_1d`, `_2d_best`, `_2d_greedy` for other numbers."""
+    """Return a pattern's function: one of this module, or `m<M>n<N>_1d`, `_2d_best`, `_2d_greedy` for other M and N."""
     if callable(globals().get(pattern)):
         return globals()[pattern]
     numbers = re.fullmatch(r"m(\d+)n(\d+)_(1d|2d_best|2d_greedy)", pattern)
@@ -142,9 +143,9 @@ def find_pattern(pattern: str) -> Callable[[Tensor, float], Tensor]:
 
 @torch.no_grad()
 def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) -> Tensor:
-    """A mask of ones and zeros, shaped and typed like the tensor: a weight of one to five dimensions.
+    """Return a mask of ones and zeros with the shape and dtype of a weight of one to five dimensions.
 
-    Input channels, the second dimension, are pruned; a vector is one row. `density` is passed on to the pattern.
+    Input channels (dimension 1) are pruned; a vector is treated as one row. `density` is passed on to the pattern.
     """
     if not tensor.is_floating_point():
         raise TypeError(f"tensor must be floating-point, got {tensor.dtype}")
@@ -156,10 +157,10 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
 
 
 class WandaMask:
-    """A `mask_calculator` for ASP: weights count by their absolute value times the norm of the input they are for.
+    """A `mask_calculator` for ASP that ranks weights by absolute value times the norm of their input channel.
 
-    That is Wanda, https://arxiv.org/abs/2306.11695.
-    Norms are those of the inputs that linear layers and convolutions get inside the `with` block:
+    This is Wanda, https://arxiv.org/abs/2306.11695. The norms are taken from the inputs that linear layers and
+    convolutions get inside the `with` block:
 
         with WandaMask(model) as calculator:
             model(batch)
@@ -183,7 +184,7 @@ class WandaMask:
 
     @torch.no_grad()
     def _see(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        """Adds the squares of a layer's inputs, shaped so that they broadcast to its weight."""
+        """Add up the squares of a layer's inputs, shaped to broadcast to its weight."""
         weight, groups = layer.weight, getattr(layer, "groups", 1)
         squares = inputs[0].detach().float().square().movedim(1 - weight.dim(), 0).flatten(1).sum(1).view(groups, -1)
         if groups > 1:
@@ -192,10 +193,10 @@ class WandaMask:
         self._squares[weight] = self._squares.get(weight, 0) + squares
 
     def __call__(self, param: Tensor) -> Tensor:
-        """The mask of a parameter."""
+        """Return the mask of a parameter."""
         squares = next((each for key, each in self._squares.items() if key.data_ptr() == param.data_ptr()), None)
         return create_mask(param if squares is None else param.float() * squares.sqrt(), self.pattern)
 
     def tied_tensors(self, param: Tensor) -> list[Tensor]:
-        """What ASP permutes with the channels of a parameter."""
+        """Return the tensors that ASP permutes together with the channels of a parameter."""
         return [self._squares[param]] if param in self._squares else []

@@ -1,4 +1,4 @@
-"""The backend "torchsched" of torch.compile, which importing this registers, and a default backend of one's choice."""
+"""The "torchsched" backend of torch.compile, registered by importing this package, and a choice of default backend."""
 
 from .backend import get_backend, set_default_backend
 

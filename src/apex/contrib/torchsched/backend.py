@@ -1,4 +1,4 @@
-"""The backend that splits the gradients of convolutions, and the choice of a default one."""
+"""A torch.compile backend that splits the gradients of convolutions, and the choice of a default backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _torch_compile = torch.compile
 
 
 def get_backend(backend: str = "torch", scheme: str = "dwb") -> Callable:
-    """Inductor, for "torchsched" with gradients of convolutions split: "dwb" is data, weight, bias, or "wbd"."""
+    """Return Inductor ("torch"), or Inductor with the gradients of convolutions split ("torchsched").
+
+    `scheme` is the order of the split gradients: "dwb" for data, weight, bias, or "wbd".
+    """
     if backend not in ("torch", "torchsched"):
         raise ValueError(f"backend={backend!r}: torch or torchsched is needed")
     if scheme not in _SCHEMES:
@@ -36,32 +39,32 @@ def _compile(scheme: str, model_: Any, example_inputs_: Any, *, decompositions: 
 def split_convolution_backward(
     scheme: str, grad_output: Any, input: Any, weight: Any, bias_sizes: Any, *settings: Any
 ) -> Any:
-    """The gradients of data, weight and bias by an operator each, in the order of the scheme."""
+    """Compute the gradients of data, weight and bias by one operator each, in the order of the scheme."""
     *geometry, wanted = settings
     if sum(wanted) < 2:
         return NotImplemented
-    found: list[Any] = [None, None, None]
+    gradients: list[Any] = [None, None, None]
     for place in map("dwb".index, scheme):
         if not wanted[place]:
             continue
         if place == 2:
-            found[2] = grad_output.sum([0, *range(2, grad_output.dim())])
+            gradients[2] = grad_output.sum([0, *range(2, grad_output.dim())])
         else:
             alone = [each == place for each in range(3)]
-            found[place] = torch.ops.aten.convolution_backward.default(
+            gradients[place] = torch.ops.aten.convolution_backward.default(
                 grad_output, input, weight, bias_sizes, *geometry, alone
             )[place]
-    return tuple(found)
+    return tuple(gradients)
 
 
 @register_backend
 def torchsched(model_: Any, example_inputs_: Any, **options: Any) -> Callable:
-    """The backend, for torch.compile(backend="torchsched"); `options` are those of Inductor's compile_fx."""
+    """Compile by the split-gradient backend; `options` are passed to Inductor's compile_fx."""
     return get_backend("torchsched", "dwb")(model_, example_inputs_, **options)
 
 
 def set_default_backend(backend: str) -> None:
-    """Has torch.compile use this backend where none is named; "inductor" gives PyTorch's own function back."""
+    """Make torch.compile use this backend if none is named; "inductor" restores PyTorch's own function."""
     known = list_backends(exclude_tags=())
     if backend not in known:
         raise ValueError(f"backend={backend!r} is not known; {', '.join(known)} are")

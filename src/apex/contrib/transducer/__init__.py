@@ -1,4 +1,4 @@
-"""Joint and loss of speech transducers (RNN-T)."""
+"""The joint and the loss of speech transducers (RNN-T)."""
 
 from . import _transducer_ref
 from .transducer import TransducerJoint, TransducerLoss

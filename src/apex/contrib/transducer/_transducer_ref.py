@@ -1,4 +1,4 @@
-"""Joint and loss by their definition with the gradients, for tests of code that uses them."""
+"""Transducer joint and loss by definition, with their gradients, for tests of code that uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...ops.transducer import PADDING, reference
 
 
 def _accumulate(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """Adds to `tensor.grad`, as a backward pass does, and returns it."""
+    """Add `gradient` to `tensor.grad`, as a backward pass does, and return the sum."""
     tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
     return tensor.grad
 
@@ -17,10 +17,10 @@ def _accumulate(tensor: Tensor, gradient: Tensor) -> Tensor:
 def transducer_loss_reference(
     x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, blank_idx: int, loss_grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in the dtype of x."""
-    given, settings = (x.detach(), label, f_len, y_len, None), (x.shape[1], blank_idx, True, True, True)
-    losses, sums, shares, scores = reference.loss(*given, *settings)
-    gradient = reference.loss_backward(loss_grad, *given, sums, shares, *settings, (True,))
+    """Return alpha, beta, the gradient of the padded logits x (added to `x.grad`), and the losses in x's dtype."""
+    inputs, settings = (x.detach(), label, f_len, y_len, None), (x.shape[1], blank_idx, True, True, True)
+    losses, sums, shares, scores = reference.loss(*inputs, *settings)
+    gradient = reference.loss_backward(loss_grad, *inputs, sums, shares, *settings, (True,))
     return scores[0], scores[1], _accumulate(x, gradient), losses
 
 
@@ -36,10 +36,10 @@ def transducer_joint_reference(
     dropout_prob: float = 0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h, packed if asked for, and the gradients of f and g, which are added to theirs.
+    """Return h, packed if `pack_output`, and the gradients of f and g, which are added to `f.grad` and `g.grad`.
 
-    `h_grad` and `mask` (needed with dropout) are padded, B x T x U x H; h_grad counts everywhere, so that it should be
-    zero in the padding.
+    `h_grad` and `mask` (needed with dropout) are padded, B x T x U x H. All of `h_grad` is used, so it should be zero
+    in the padding.
     """
     if dropout and mask is None:
         raise NotImplementedError("mask needs to supplied to test dropout.")

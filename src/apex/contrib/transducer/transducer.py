@@ -1,4 +1,4 @@
-"""`TransducerJoint` and `TransducerLoss`, under upstream's names."""
+"""`TransducerJoint` and `TransducerLoss`, with upstream's names and arguments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...ops._library import quick_apply
 
 
 class TransducerJoint(torch.nn.Module):
-    """h[b, t, u] = f[b, t] + g[b, u], with ReLU and dropout behind it if wanted.
+    """The joint h[b, t, u] = f[b, t] + g[b, u], followed by optional ReLU and dropout.
 
-    `pack_output` leaves the padding out of the result. `probe_mask` appends a byte per element to `mask_probe` at every
-    call, 1 where it passed ReLU and dropout. Dropout works in training only. `opt` and `fwd_tile_size` choose among
-    upstream's kernels; here there is one, and they are checked and otherwise unused.
+    `pack_output` leaves the padding out of the result. With `probe_mask`, each call appends a mask to `mask_probe`: a
+    byte per element, 1 if it passed ReLU and dropout. Dropout is active in training only. `opt` and `fwd_tile_size`
+    choose among upstream's kernels; here they are checked and otherwise unused.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class TransducerJoint(torch.nn.Module):
         batch_offset: Tensor | None = None,
         packed_batch: int = 0,
     ) -> Tensor:
-        """The joint of f (B x T x H) and g (B x U x H): B x T x U x H, or packed_batch x H if packed.
+        """Return the joint of f (B x T x H) and g (B x U x H): B x T x U x H, or packed_batch x H if packed.
 
         `f_len` and `g_len` are the lengths of the sequences along T and U. Packing needs `batch_offset`,
-        cumsum(f_len * g_len), and `packed_batch`, its last element or more. Padding is -1, as are rows behind the last
-        sequence of a packed result.
+        cumsum(f_len * g_len), and `packed_batch`, its last element or more. Padding is filled with -1, and so are the
+        rows after the last sequence of a packed result.
         """
         if self.pack_output and (batch_offset is None or packed_batch == 0):
             raise ValueError("pack_output=True needs batch_offset and packed_batch")
@@ -62,10 +62,10 @@ class TransducerJoint(torch.nn.Module):
 
 
 class TransducerLoss(torch.nn.Module):
-    """The negative log-likelihood of label sequences, over all their alignments with the frames, from logits.
+    """The negative log-likelihood of label sequences, summed over all their alignments with the frames, from logits.
 
-    The gradient goes through the softmax in one pass whether or not `fuse_softmax_backward` is set: the result is the
-    same. `opt` chooses among upstream's kernels and is unused here. `packed_input` takes logits without padding.
+    The gradient always goes through the softmax in one pass; `fuse_softmax_backward` does not change the result. `opt`
+    chooses among upstream's kernels and is unused here. `packed_input` takes logits without padding.
     """
 
     def __init__(self, fuse_softmax_backward=True, opt=1, packed_input=False) -> None:
@@ -86,19 +86,20 @@ class TransducerLoss(torch.nn.Module):
         max_f_len: int | None = None,
         debug_list: list | None = None,
     ) -> Tensor:
-        """The loss of each sequence, in the dtype of x.
+        """Return the loss of each sequence, in the dtype of x.
 
-        x has the logits, B x T x (labels + 1) x words, or rows x words if packed; `label` is B x labels; `f_len` and
+        x holds the logits, B x T x (labels + 1) x words, or rows x words if packed. `label` is B x labels; `f_len` and
         `y_len` count the frames and labels of each sequence. Packed logits need `batch_offset`,
-        cumsum(f_len * (y_len + 1)), and `max_f_len`. An empty `debug_list` gets alpha and beta. A label that is no word
-        is an error on a CPU; a GPU is not waited for, and the loss of its sequence is NaN.
+        cumsum(f_len * (y_len + 1)), and `max_f_len`. If `debug_list` is an empty list, alpha and beta are appended. A
+        label outside the vocabulary is an error on a CPU; on a GPU, to avoid a synchronisation, it makes the loss of
+        its sequence NaN.
         """
         check_tensors(x=x)
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
                 raise ValueError("packed_input=True needs batch_offset and max_f_len")
         else:
-            # The check of x says what a shape without frames lacks.
+            # If x has no dimension of frames, the later check of x names the problem.
             batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0
         given = (x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
         return _apply_loss(*given, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)

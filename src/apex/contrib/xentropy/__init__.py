@@ -1,4 +1,4 @@
-"""Softmax cross-entropy with label smoothing, of logits and of a linear layer's outputs."""
+"""Softmax cross-entropy with label smoothing, for logits and for a linear layer's outputs."""
 
 from .linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from .softmax_xentropy import SoftmaxCrossEntropyLoss

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's outputs that never holds all logits; not an upstream name."""
+"""Cross-entropy of a linear layer's outputs that never materialises all logits; not an upstream name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """`linear_cross_entropy` with its options fixed, in the manner of `torch.nn.CrossEntropyLoss`.
+    """A module that calls `linear_cross_entropy` with fixed options, in the manner of `torch.nn.CrossEntropyLoss`.
 
     The weight and the bias belong to the caller, who often shares them with an embedding.
     """

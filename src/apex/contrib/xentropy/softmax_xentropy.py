@@ -9,13 +9,13 @@ from ...ops.xentropy import XENTROPY, check_logits, reference
 
 
 class SoftmaxCrossEntropyLoss(torch.autograd.Function):
-    """The loss of each row of logits, in float32: `SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing, ...)`.
+    """The autograd node of a float32 loss per row of logits: `SoftmaxCrossEntropyLoss.apply(logits, labels, ...)`.
 
     Rows whose label is `padding_idx` have loss and gradient zero. `half_to_float` asks upstream for float32 losses of
-    half-precision logits; here they are float32 in any case.
+    half-precision logits; here losses are float32 in any case.
 
-    torch.compile gets PyTorch's operators in place of the kernels. Inductor then fuses a cast of the logits into both
-    passes and writes the gradient over the logits, which an opaque operator would keep from happening: behind a head of
+    Under torch.compile, PyTorch's operators replace the kernels. Inductor then fuses a cast of the logits into both
+    passes and writes the gradient over the logits, which an opaque operator would prevent: behind a head of
     16384 x 30522 with `logits.float()` that saves 1.8 GiB and a quarter of the time on an H200.
     """
 

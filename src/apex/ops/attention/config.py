@@ -15,39 +15,39 @@ import torch
 from .._device import DeviceFacts, launch_rule, next_power_of_2
 from .._tuned import tunable
 
-# Tiles of larger heads no longer fit; PyTorch's operator takes them.
+# Tiles of larger heads do not fit into shared memory; PyTorch's operator takes them.
 LARGEST_HEAD = 256
-# What the tiles below were chosen for; GPUs for desktops have 99 KiB.
+# The shared memory that the tiles below were chosen for, in bytes; desktop GPUs have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
-# Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as many as its bias.
+# Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as much as its bias.
 STORED_BYTES = 512 << 20
 
-# The stored gradients of a key's logits begin at multiples of so many elements, so that any number of queries is stored
-# and loaded 16 bytes at a time: the gradients of 3 float32 batches of one head, 488 long and 32 wide, took 170 where
-# single values were stored, PyTorch's operators 85.
+# The stored gradients of a key's logits begin at a multiple of this many elements, so that any number of queries can be
+# stored and loaded 16 bytes at a time: the gradients of 3 float32 batches of one head, 488 long and 32 wide, took 170
+# when single values were stored, PyTorch's operators 85.
 DLOGITS_PITCH = 16
 
-# From so many batches that share a bias, and so many logits on, odd rows of it are copied first.
+# If at least this many batches share a bias, and there are this many logits, a bias with odd rows is copied first.
 PADDED_GROUP = 4
 PADDED_LOGITS = 1 << 21
 
-# Elements of the blocks that are added up for the gradient of a bias: 64 for each of the 128 threads of a program.
+# Elements of the blocks that are summed for the gradient of a bias: 64 for each of the 128 threads of a program.
 SUMMED_ELEMENTS = 8192
 
-# Programs of a launch that has most likely nothing to do: as many as run at the same time.
+# Programs of a launch that usually has nothing to do: as many as run at the same time.
 REPAIRS_PER_MULTIPROCESSOR = 3
 
-# When cuDNN's attention is asked first; elements of the output, of which more were never given to cuDNN.
-# Forward in float16 with 16 heads, of the kernel alone and of cuDNN's with the launch behind it: 56 sequences of 512
-# rows, heads of 64: 192 and 167; 56 of 256: 67 and 56; 112 of 128: 51 and 42; 16 of 512, heads of 128: 112 and 75; 4 of
-# 512: 20 and 22. The launch behind it takes 3 of them, and the host is busy for 45 more.
+# Limits for trying cuDNN's attention first; elements are counted in the output, and more were never given to cuDNN.
+# Forward times in float16 with 16 heads, for the kernel alone and for cuDNN with the repairing launch behind it: 56
+# sequences of 512 rows, heads of 64: 192 and 167; 56 of 256: 67 and 56; 112 of 128: 51 and 42; 16 of 512, heads of 128:
+# 112 and 75; 4 of 512: 20 and 22. The launch behind cuDNN takes 3 of these, and the host is busy for 45 more.
 CUDNN_SHORTEST = 128
 CUDNN_FEWEST_ELEMENTS = 1 << 23
 CUDNN_MOST_ELEMENTS = 1 << 29
 
 
 class Tile(NamedTuple):
-    """Queries and keys of a tile, warps of a program, tiles that are loaded ahead."""
+    """Tile of an attention kernel: its queries and keys, the warps of a program, and the stages of its pipeline."""
 
     queries: int
     keys: int
@@ -55,27 +55,28 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# From the size of a head and of an element, queries, keys, the kind of attention and a device to a tile. Kinds ("mask
-# bias", "packed") matter to tuned launches alone: what a kernel loads beside the keys takes shared memory.
+# A rule that returns a tile for the size of a head and of an element, queries, keys, the kind of attention and a
+# device. Kinds ("mask bias", "packed") matter only to tuned launches: tensors loaded beside the keys take shared
+# memory.
 TileRule = Callable[[int, int, int, int, str, DeviceFacts], Tile]
 
 
 def head_block(head_dim: int) -> int:
-    """The smallest block that holds a head; matrix units want 16 at least."""
+    """Return the smallest block that holds a head; matrix units need at least 16."""
     return max(16, next_power_of_2(head_dim))
 
 
 def precision(dtype: torch.dtype, device: DeviceFacts) -> str:
-    """How products of matrices are computed; the sums are float32 in any case."""
+    """Return how matrix products are computed; sums are always in float32."""
     if dtype == torch.float32 and device.backend == "cuda":
-        return "tf32x3"  # in three passes of the matrix units, which lose no digits
+        return "tf32x3"  # three passes of the matrix units, which lose no digits
     if dtype == torch.bfloat16 and device.backend == "interpreter":
         return "widened"  # the interpreter would multiply the bits of bfloat16 numbers as integers
     return "ieee"
 
 
 def largest_head(element_size: int, device: DeviceFacts) -> int:
-    """The largest head whose tiles fit into shared memory."""
+    """Return the largest head whose tiles fit into shared memory."""
     scarce = device.backend == "cuda" and device.shared_memory < LARGE_SHARED_MEMORY
     return LARGEST_HEAD // 2 if scarce and element_size == 4 else LARGEST_HEAD
 
@@ -90,7 +91,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, kind
         tile = Tile(128, 32, 4, 2) if block <= 32 else Tile(64, 32, 4, 2) if block <= 64 else Tile(32, 32, 4, 1)
     elif block <= 128:
         tile = Tile(128, 64, 4, 3) if block == 64 else Tile(64, 64, 4, 3)
-        if block <= 32 and "bias" in kind and columns % 2:  # of which single values are loaded
+        if block <= 32 and "bias" in kind and columns % 2:  # single values of an odd bias are loaded
             tile = tile._replace(keys=32)
     else:
         tile = Tile(64, 32, 4, 2)
@@ -99,7 +100,7 @@ def forward_tile(head_dim: int, element_size: int, rows: int, columns: int, kind
 
 @tunable(lambda tile: tile._fields)
 def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
-    """For the gradient of the queries."""
+    """Return the tile for the gradient of the queries."""
     block = head_block(head_dim)
     # Biased: 104 (128 queries: 113), in float32 326 (32 keys: 342). Packed: 299 (128 queries: 311); 16 sequences with
     # heads of 128: 151 (128 queries: 178); 16 in float32, both gradients: 1500 (by 64 queries and 32 keys: 1520).
@@ -112,7 +113,7 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, kind
 
 @tunable(lambda tile: tile._fields)
 def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
-    """For the gradients of keys and values."""
+    """Return the tile for the gradients of keys and values."""
     block = head_block(head_dim)
     # Two accumulators: larger tiles run out of registers. Packed: 372 (64 keys: 392; before, 408 and
     # with 64 queries 463); 16 sequences with heads of 128: 208 (128 keys: 251, 32 keys: 414). All gradients with a bias
@@ -133,7 +134,7 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
 
 @tunable(lambda tile: tile._fields)
 def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> Tile:
-    """For the gradient of the queries from that of the logits."""
+    """Return the tile for the gradient of the queries from the stored gradient of the logits."""
     block = head_block(head_dim)
     # All gradients of 57 float32 batches of 8 heads, 144 long and 8 wide: 121 (64 by 64: 134, 32 by 32: 129, one stage:
     # 124), of 102 of 2 heads, 546 long and 64 wide: 1384 (64 by 32: 1496, 64 by 64: 1435, 128 by 64 in 8 warps: 1450).
@@ -145,7 +146,7 @@ def stored_tile(head_dim: int, element_size: int, rows: int, columns: int, kind:
 
 
 def _fitted(tile: Tile, rows: int, columns: int, block: int, element_size: int, device: DeviceFacts) -> Tile:
-    """No larger than the problem; 16 at least, for the matrix units."""
+    """Return the tile shrunk to the size of the problem, to at least 16 for the matrix units, and to shared memory."""
     queries = min(tile.queries, head_block(rows))
     keys = min(tile.keys, head_block(columns))
     warps = _warps(queries, keys, element_size, tile.num_warps)
@@ -158,7 +159,7 @@ def _fitted(tile: Tile, rows: int, columns: int, block: int, element_size: int, 
 
 
 def _warps(queries: int, keys: int, element_size: int, most: int) -> int:
-    """Two for small tiles; not in float32, where two warps of the keys' gradients store 864 bytes per thread."""
+    """Return two warps for small tiles, except in float32, where two warps of `keys_tile` spill 864 bytes a thread."""
     return most if queries * keys * element_size >= 4096 else min(most, 2)
 
 
@@ -166,19 +167,20 @@ def _warps(queries: int, keys: int, element_size: int, most: int) -> int:
 def spread(
     tile: Tile, split: str, rows: int, columns: int, heads: int, head_dim: int, element_size: int, device: DeviceFacts
 ) -> Tile:
-    """Smaller tiles where few heads leave multiprocessors without a program.
+    """Return a smaller tile if few heads would leave multiprocessors without a program.
 
     Each program takes a tile of the queries or keys, as `split` says, for one of `heads` heads of all batches. Narrow
-    tiles of keys have more queries, because a step takes long however little there is to do. All gradients of a
-    float32 batch of one head, 197 long and 32 wide: by 64 queries and 16 keys 24 (32 by 32: 55, 16 by 32: 49), of 2
-    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40), of one with 4 heads, 584 long and 8 wide: by 64 and 32
-    32 (64 by 16, of heads that are not padded to 32: 35, 32 by 32: 40).
+    tiles of keys have more queries, because a step takes long however little there is to do. Times of all gradients: a
+    float32 batch of one head, 197 long and 32 wide, by 64 queries and 16 keys: 24 (32 by 32: 55, 16 by 32: 49); 2
+    float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40); one batch with 4 heads, 584 long and 8 wide, by 64 and
+    32: 32 (64 by 16, for heads that are not padded to 32: 35, 32 by 32: 40).
     """
     block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
     head, enough = head_block(head_dim), device.multiprocessors
     floor = 16 if split == "keys" and head <= 32 else 32
-    # Not 32 keys of heads of 32: a warp has 16 of them, so that of four warps two do the same. Threads of float32 keep
-    # 320 bytes outside of registers, those of float16 have all 255: 2 batches of 4 heads, 648 long, took 74.
+    # Skips 32 keys for heads of 32: a warp takes 16 of them, so two of four warps would repeat the work of the others.
+    # Threads of float32 spill 320 bytes, threads of float16 use all 255 registers: 2 batches of 4 heads, 648 long, took
+    # 74.
     skips = split == "keys" and (element_size == 4 or head == 32)
     if split == "keys" and element_size == 4:
         # Four times as many programs read the queries four times as often: 19 batches of one head, 451 long, take 104
@@ -196,14 +198,15 @@ def spread(
 def tile_constants(
     tile: Tile, rows: int, columns: int, head_dim: int, packed: bool, dtype: torch.dtype, device: DeviceFacts
 ) -> dict[str, Any]:
-    """What divides lengths and heads, what needs no masks, the precision of products, the tile; warps, stages.
+    """Return a kernel's constants for a tile: alignments, tiles that need no masks, precision, sizes, warps, stages.
 
-    Of them Triton knows multiples of 16 alone: of a bias for 72 keys single values were loaded, and 231 batches of 8
-    heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124. So were all of heads that are 8 wide.
+    By itself Triton notices only multiples of 16: for a bias with 72 keys it loaded single values, and 231 batches of 8
+    heads, bfloat16, 32 wide, took 254 forward, PyTorch's attention 124. It loaded single values of all tensors with
+    heads that are 8 wide.
 
-    Where `spread` leaves 16 of more keys, heads are padded to 32: with 16 by 16 elements of a gradient of the keys
+    If `spread` leaves 16 of more keys, heads are padded to 32: with 16 by 16 elements of a gradient of the keys
     there is nothing for four warps to share, and each of them does all the work. A step of float32 heads that are 8
-    wide then has 2046 instructions of sm_90 and keeps 200 bytes outside of registers, else 854 and none.
+    wide then has 2046 instructions of sm_90 and spills 200 bytes, with padding 854 and none.
     """
     block = head_block(head_dim)
     if tile.keys == 16 < columns:
@@ -225,14 +228,14 @@ def tile_constants(
 
 
 def pitch(rows: int) -> int:
-    """Elements from one key's stored gradients of logits to the next's."""
+    """Return the elements from one key's stored gradients of logits to the next key's."""
     return -(-rows // DLOGITS_PITCH) * DLOGITS_PITCH
 
 
 def padded_bias(batches: int, heads: int, rows: int, columns: int, group: int, element_size: int) -> int:
-    """The pitch of a copy of the bias that the forward pass reads instead of it, 0 where there is none.
+    """Return the pitch of a copy of the bias that the forward pass reads instead of the bias, 0 if none is needed.
 
-    Of half-precision rows with an odd number of keys single values are loaded and sorted by shuffles: 18 batches of 4
+    Half-precision rows with an odd number of keys are loaded as single values and sorted by shuffles: 18 batches of 4
     heads, 503 long and 8 wide, took 235, PyTorch's attention, which copies them too, 195.
     """
     odd = element_size == 2 and columns % 2 == 1
@@ -242,9 +245,9 @@ def padded_bias(batches: int, heads: int, rows: int, columns: int, group: int, e
 
 @launch_rule
 def sum_block(plane: int, group: int, device: DeviceFacts) -> tuple[int, int]:
-    """Batches and elements of the blocks in which a program adds up `plane` elements of each batch of a group.
+    """Return the block size, batches by elements, of a program that sums `plane` elements over a group's batches.
 
-    Few elements per program where there are few in all, so that more programs share them.
+    If there are few elements in all, a program gets few of them, so that more programs share the work.
     """
     elements = 1024
     while elements > 64 and plane < elements * device.multiprocessors:
@@ -253,7 +256,7 @@ def sum_block(plane: int, group: int, device: DeviceFacts) -> tuple[int, int]:
 
 
 def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:
-    """How many batches' gradients of logits are stored at a time: whole groups of a bias, or equal parts of one."""
+    """Return how many batches' gradients of logits are stored at a time: whole bias groups, or equal parts of one."""
     fitting = max(1, STORED_BYTES // batch_bytes)
     if fitting >= group:
         return min(batches, fitting // group * group)
@@ -261,7 +264,7 @@ def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:
 
 
 def parts_of_batches(batches: int, at_once: int, group: int) -> list[tuple[int, int]]:
-    """Which batches' gradients of logits are stored at a time, each part as its first one and their number."""
+    """Return the parts of the batches whose gradients of logits are stored together, as (first batch, number) pairs."""
     if at_once >= group:
         return [(first, min(at_once, batches - first)) for first in range(0, batches, at_once)]
     return [
@@ -275,5 +278,5 @@ _USUAL = DeviceFacts("H200", "cuda", multiprocessors=132, warp_size=32, shared_m
 
 
 def usual_tile(rows: int, head_dim: int, *, forward: bool) -> tuple[int, int, int, int]:
-    """What half-precision self-attention of this size uses on an H200: queries, keys, warps, stages."""
+    """Return queries, keys, warps and stages that half-precision self-attention of this size uses on an H200."""
     return (forward_tile if forward else keys_tile)(head_dim, 2, rows, rows, "mask bias", _USUAL)

@@ -1,4 +1,4 @@
-"""Attention backward, for Triton; `kernels_common` says what the letters mean."""
+"""Backward kernels of attention, in Triton; `kernels_common` explains the letters."""
 
 import triton
 import triton.language as tl
@@ -25,10 +25,10 @@ PITCH = tl.constexpr(DLOGITS_PITCH)
 
 @triton.jit
 def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """From products of queries and keys and the statistics of the forward pass."""
+    """Return the probabilities from products of queries and keys and the statistics of the forward pass."""
     if HAS_BIAS:
-        # In the order of the forward pass, and never above the largest: in a row of biases like -1e9 the rest is lost
-        # to rounding, and what is lost must be lost here too.
+        # In the order of the forward pass, and never above the largest: in a row of biases like -1e9 the low digits are
+        # lost to rounding, and the same digits must be lost here.
         logits = products * (scale * LOG2E)
         logits += biases.to(tl.float32) * LOG2E
         logits = tl.minimum(logits - largest, 0.0) if not HAS_MASK else logits - largest
@@ -48,7 +48,7 @@ def _queries_tiles(
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
     FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the part of keys `begin` to `end` to the gradient of a tile of queries."""
+    """Add the contribution of keys `begin` to `end` to the gradient of a tile of queries."""
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
     k += begin.to(tl.int64) * k_n
@@ -91,7 +91,7 @@ def attention_backward_queries(
     FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries, and `delta`, the product of every row of `out` with its gradient."""
+    """Compute the gradient of the queries, and `delta`, the dot product of each row of `out` with its gradient."""
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
     head_dim = aligned(head_dim, ALIGN_D)
@@ -131,7 +131,7 @@ def attention_backward_queries(
     result = tl.zeros((BM, BD), tl.float32)
     whole = partners // BN * BN
     if FULL_N:
-        # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
+        # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
         whole = tl.maximum(whole, BN)
     result = _queries_tiles(
         result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns,
@@ -160,10 +160,10 @@ def attention_backward_keys(
     FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values. Tiles are transposed: keys by queries.
+    """Compute the gradients of keys and values. Tiles are transposed: keys by queries.
 
-    STORES: `dlogits` [batches, H, N, pitch of M], of batches from `first_batch` on, gets the gradient of the logits,
-    from which those of queries and bias follow. `delta` is not there yet then, and computed from `out`.
+    With STORES, the gradient of the logits is stored in `dlogits` [batches, H, N, pitch of M] for batches from
+    `first_batch` on; the gradients of queries and bias are computed from it. `delta` is then computed here from `out`.
     """
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
@@ -209,7 +209,7 @@ def attention_backward_keys(
         m_left = partners - row
         qs = tile(q, m_left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
         gs = tile(dout, m_left, g_m, head_dim, BM, BD, FULL_M, FULL_D)
-        # Beyond the last query nothing is probable.
+        # An infinite maximum makes the probabilities beyond the last query 0.
         largest = tl.load(statistics + row + r, mask=r < m_left, other=float("inf"))
         reciprocal = largest
         if HAS_MASK or HAS_BIAS:
@@ -225,7 +225,7 @@ def attention_backward_keys(
         products = finite_dot(ks, tl.trans(qs), None, PRECISION)
         biases = products
         if HAS_BIAS:
-            # Loaded a step ahead by hand: the pipeliner does not take transposed tiles.
+            # Loaded a step ahead by hand: the pipeliner does not support transposed tiles.
             biases = following
             bias += BM * columns
             following = bias_tile(bias, r[None, :], n[:, None], m_left - BM, left, columns, False, False)
@@ -258,7 +258,7 @@ def _sum_of_batches(
     dlogits, dbias, program, plane, group, first_group, rows, pitch,
     ADDS: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """ELEMENTS of the gradient of a bias, which `group` batches share; a batch's gradients of logits are a plane."""
+    """Sum ELEMENTS of the gradient of a bias that `group` batches share; a batch's gradients of logits are a plane."""
     blocks = tl.cdiv(plane, ELEMENTS)
     group_index = program // blocks
     e = (program % blocks) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -266,7 +266,7 @@ def _sum_of_batches(
     dbias += (first_group + group_index) * plane + e
     inside = (e < plane) & (e % pitch < rows)
     pointers = dlogits + (group_index * group + z[:, None]) * plane + e[None, :]
-    # Each element of a block has a sum of its own: threads need not wait for each other in the loop.
+    # Each element of a block has a sum of its own, so that threads need not wait for each other in the loop.
     own_sums = tl.zeros((BATCHES, ELEMENTS), tl.float32)
     for batch in range(0, group, BATCHES):
         values = tl.load(pointers, mask=(z[:, None] < group - batch) & (e[None, :] < plane), other=0.0)
@@ -287,10 +287,10 @@ def attention_backward_stored(
     ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BATCHES: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the queries from that of the logits, as `attention_backward_keys` stores it.
+    """Compute the gradient of the queries from the gradient of the logits that `attention_backward_keys` stored.
 
-    SUMS: programs from `programs` on add up the gradients of logits of `group` batches, which share a bias, for its
-    gradient `dbias` [groups, H, N, pitch of M]; ADDS: to what is there already.
+    With SUMS, programs from `programs` on sum the gradients of logits of the `group` batches that share a bias into
+    `dbias` [groups, H, N, pitch of M]. With ADDS, they add to the values already in `dbias`.
     """
     pitch = tl.cdiv(aligned(rows, ALIGN_M), PITCH) * PITCH
     columns = aligned(columns, ALIGN_N)

@@ -1,4 +1,4 @@
-"""What the attention kernels share.
+"""Functions that the attention kernels share, and the letters and formulas of all of them.
 
 Letters: Z batches (or packed sequences), H heads, M queries, N keys, D the size of a head. A program takes a tile of
 queries (forward, gradient of the queries) or of keys (gradients of keys and values), so that no two programs write the
@@ -8,10 +8,10 @@ same element.
     out = dropout(probabilities) v
 
 `q_z, q_h, q_m` are strides of q, in elements, for each letter; the innermost dimension of every tensor has stride 1.
-`cu` holds the first row of each packed sequence and, last, their end. Logits are kept in units of log 2; `statistics`
-has the largest of each row and the reciprocal of the sum of exponentials, or, without mask and bias, the natural
-logarithm of the sum of the exponentials of a row's logits, as PyTorch's attentions give it. The loops run twice, over
-whole tiles without masks and over what is left with them.
+`cu` holds the first row of each packed sequence and, last, their end. Logits are kept in units of log 2. With a mask or
+bias, `statistics` holds the largest logit of each row and the reciprocal of its sum of exponentials. Without both it
+holds the natural logarithm of a row's sum of exponentials, as PyTorch's attentions return it. The loops run twice: over
+whole tiles without masks, then over the remainder with masks.
 """
 
 import triton
@@ -23,7 +23,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def dot(a, b, result, PRECISION: tl.constexpr):
-    """result + a b, in float32."""
+    """Return result + a b, in float32."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), result)
     return tl.dot(a, b, result, input_precision=PRECISION)
@@ -31,15 +31,15 @@ def dot(a, b, result, PRECISION: tl.constexpr):
 
 @triton.jit
 def _leading(x):
-    """The leading digits of float32 numbers, as many as the matrix units take, rounded."""
+    """Return float32 numbers rounded to the leading digits that the matrix units take."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def finite_dot(a, b, result, PRECISION: tl.constexpr):
-    """As `dot`, but an infinity in `a` or `b` gives NaN.
+    """Return `dot(a, b, result)`, except that an infinity in `a` or `b` gives NaN.
 
-    Triton's three passes in float32 look at every sum for the NaN of infinities, a fifth of a loop's instructions.
+    Triton's own three passes in float32 test every sum for NaN from infinities, a fifth of a loop's instructions.
     """
     if PRECISION == "tf32x3":
         a_leading = _leading(a)
@@ -53,19 +53,19 @@ def finite_dot(a, b, result, PRECISION: tl.constexpr):
 
 @triton.jit
 def aligned(size, ALIGN: tl.constexpr):
-    """A multiple of ALIGN, of which Triton so learns that it is one; by itself it notices multiples of 16 only."""
+    """Return `size`, marked as a multiple of ALIGN; by itself Triton notices only multiples of 16."""
     return size // ALIGN * ALIGN
 
 
 @triton.jit
 def aligned_strides(z, h, m, ALIGN: tl.constexpr):
-    """The strides of batch, head and row, multiples of ALIGN."""
+    """Return the strides of batch, head and row, marked as multiples of ALIGN."""
     return aligned(z, ALIGN), aligned(h, ALIGN), aligned(m, ALIGN)
 
 
 @triton.jit
 def mix(x):
-    """A bijection of 32-bit numbers that leaves no pattern behind."""
+    """Return a hash of 32-bit numbers: a bijection that leaves no pattern behind."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -75,7 +75,7 @@ def mix(x):
 
 @triton.jit
 def key_of_head(seed, zh):
-    """A number for each head, from the 64 bits of the seed."""
+    """Return a dropout key for each head, from the 64 bits of the seed."""
     bits = tl.load(seed).to(tl.uint64)
     low = (bits & 0xFFFFFFFF).to(tl.uint32)
     high = (bits >> 32).to(tl.uint32)
@@ -84,9 +84,9 @@ def key_of_head(seed, zh):
 
 @triton.jit
 def is_kept(row_keys, n, threshold):
-    """Whether dropout lets elements of rows `row_keys` and columns `n` through; both already have their dimensions.
+    """Return whether dropout keeps the elements of rows `row_keys` and columns `n`, which broadcast against each other.
 
-    The keys of rows are mixed well, so that a single round is enough.
+    The keys of rows are well mixed, so that a single round of mixing is enough.
     """
     x = row_keys + n.to(tl.uint32) * 0x9E3779B9
     return (x ^ (x >> 15)) * 0x2C1B3C6D >= threshold.to(tl.uint32) << 1
@@ -96,10 +96,10 @@ def is_kept(row_keys, n, threshold):
 def locate(
     program, cu, batch, heads, rows, columns, total, PACKED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Which tile a program takes: batch, head, first row of the tile, and start, rows and partners of its sequence.
+    """Return a program's tile: batch, head, first row of the tile, and start, rows and partners of its sequence.
 
-    After the last packed sequence come, if there is a TAIL, rows without partners: their results are zeros. Partners
-    are 0 too for a tile beyond the end of its sequence, which so has nothing to do.
+    With TAIL, tiles of rows without partners follow the last packed sequence: their results are zeros. A tile beyond
+    the end of its sequence also has 0 partners, and so nothing to do.
     """
     blocks = tl.cdiv(rows, BLOCK)
     start = program * 0
@@ -117,7 +117,7 @@ def locate(
                 z = batch
                 h = beyond // tail_blocks
                 first = (beyond % tail_blocks) * BLOCK
-        # Whatever the values are, nothing outside of the rows is read or written.
+        # Clamped, so that nothing outside of the rows is read or written, whatever the values of `cu` are.
         start = tl.minimum(tl.maximum(tl.load(cu + z), 0), total).to(tl.int32)
         end = tl.minimum(tl.load(cu + z + 1, mask=z < batch, other=total), total).to(tl.int32)
         count = end - start
@@ -127,7 +127,7 @@ def locate(
 
 @triton.jit
 def tile(base, left, stride, head_dim, ROWS: tl.constexpr, BD: tl.constexpr, WHOLE: tl.constexpr, FULL_D: tl.constexpr):
-    """Rows 0 to ROWS of a matrix; zeros from row `left` on, unless the tile is known to be WHOLE."""
+    """Return rows 0 to ROWS of a matrix, with zeros from row `left` on unless the tile is known to be WHOLE."""
     r = tl.arange(0, ROWS)
     d = tl.arange(0, BD)
     pointers = base + r[:, None] * stride + d[None, :]
@@ -150,13 +150,13 @@ def store_tile(base, values, left, stride, head_dim, ROWS: tl.constexpr, BD: tl.
 
 @triton.jit
 def key_terms(mask, n, left, inf):
-    """What the mask adds to the logits of each key."""
+    """Return the terms that the mask adds to the logits of each key."""
     return (tl.load(mask + n, mask=n < left, other=1.0).to(tl.float32) - 1.0) * (inf * LOG2E)
 
 
 @triton.jit
 def bias_tile(bias, m, n, m_left, n_left, pitch, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr):
-    """The bias of queries `m` and keys `n`, which already have their dimensions, in either order."""
+    """Return the bias of queries `m` and keys `n`, which broadcast against each other, in either order."""
     pointers = bias + m * pitch + n
     if WHOLE_M and WHOLE_N:
         return tl.load(pointers)

@@ -1,4 +1,4 @@
-"""Attention forward, for Triton; `kernels_common` says what the letters mean."""
+"""Forward kernel of attention, in Triton; `kernels_common` explains the letters."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def _forward_tiles(
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
     FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys `begin` to `end` to what one tile of queries has seen so far."""
+    """Update the running result, maximum and sum of one tile of queries with keys `begin` to `end`."""
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
     k += begin.to(tl.int64) * k_n
@@ -40,7 +40,7 @@ def _forward_tiles(
         if HAS_MASK or HAS_BIAS:
             logits = products * (scale * LOG2E)
             if HAS_BIAS:
-                # The rows of the bias are as long as their pitch, so that tiles are loaded as far.
+                # The rows of the bias are as long as their pitch, so tiles may be loaded up to the pitch.
                 inside = pitch - column
                 biases = bias_tile(bias + column, r[:, None], n[None, :], m_left, inside, pitch, WHOLE_M, WHOLE_N)
                 logits += biases.to(tl.float32) * LOG2E
@@ -55,7 +55,7 @@ def _forward_tiles(
         else:
             if not WHOLE_N:
                 products = tl.where(n[None, :] < left, products, float("-inf"))
-            # The scale is positive: multiplied in one instruction with the subtraction.
+            # The scale is positive, so the maximum may be taken first; one instruction then multiplies and subtracts.
             new = tl.maximum(largest, tl.max(products, 1) * (scale * LOG2E))
             p = tl.exp2(products * (scale * LOG2E) - new[:, None])
         correction = tl.exp2(largest - new)
@@ -101,7 +101,7 @@ def _forward_program(
     result = tl.zeros((BM, BD), tl.float32)
     whole = partners // BN * BN
     if FULL_N:
-        # At least one: where a compiler must expect none, it makes the matrix units wait for each product.
+        # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
         whole = tl.maximum(whole, BN)
     result, largest, norm = _forward_tiles(
         result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, pitch, head_dim, k_n,
@@ -138,10 +138,10 @@ def attention_forward(
     ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Output and statistics, a tile of queries per program. `pitch` is the stride of the bias from row to row.
+    """Compute output and statistics, one tile of queries per program. `pitch` is the row stride of the bias.
 
-    REPAIRS: only if packed sequences do not fill all rows; where they do, what is there already is right. Few programs,
-    which end at once or take all tiles.
+    With REPAIRS, the output already holds the result for packed sequences that fill all rows. A few programs then end
+    at once if the sequences fill all rows, or compute all tiles if they do not.
     """
     sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), aligned(head_dim, ALIGN_D), total)
     q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)

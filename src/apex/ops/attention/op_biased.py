@@ -36,7 +36,7 @@ LARGEST_ROW_STRIDE = 2**31 // 128
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, inf: float = 1e9
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v, for query [..., H, M, D] and key, value [..., H, N, D].
+    """Return softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for query [..., H, M, D], key, value [..., H, N, D].
 
     `mask` (1 to attend, 0 not to) and `bias` are broadcast to [..., H, M, N]. `mask` has no gradient.
     """
@@ -45,7 +45,7 @@ def attention(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float) -> Tensor:
-    """As `attention`, of floating-point tensors."""
+    """Return `attention` of tensors that are known to be floating-point."""
     if mask is not None and not isinstance(mask, Tensor):
         check_optional_tensors(mask=mask)
     if bias is not None and not (isinstance(bias, Tensor) and bias.dtype.is_floating_point):
@@ -62,7 +62,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias:
 def checked_arguments(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> tuple:
-    """The arguments of `ATTENTION`; raises for tensors that do not fit together."""
+    """Return the arguments of `ATTENTION`; raise for tensors that do not fit together."""
     shape, of_keys, dtype, device = query.shape, key.shape, query.dtype, query.device
     if len(shape) < 3 or len(of_keys) != len(shape):
         raise ValueError(
@@ -79,11 +79,11 @@ def checked_arguments(
     if not dtype.is_floating_point:
         raise TypeError(f"attention needs floating-point tensors, query is {dtype}")
     if key.device != device or value.device != device:
-        name, given = ("key", key) if key.device != device else ("value", value)
-        raise ValueError(f"{name} is on {given.device}, query on {device}")
+        name, tensor = ("key", key) if key.device != device else ("value", value)
+        raise ValueError(f"{name} is on {tensor.device}, query on {device}")
     if key.dtype != dtype or value.dtype != dtype:
-        name, given = ("key", key) if key.dtype != dtype else ("value", value)
-        raise TypeError(f"{name} is {given.dtype}, query {dtype}; they must be equal")
+        name, tensor = ("key", key) if key.dtype != dtype else ("value", value)
+        raise TypeError(f"{name} is {tensor.dtype}, query {dtype}; they must be equal")
     if mask is not None:
         _check_added("mask", mask, (*lead, rows, columns), device)
         if mask.requires_grad:
@@ -96,7 +96,7 @@ def checked_arguments(
 
 
 def _check_added(name: str, added: Tensor, logits: tuple[int, ...], device: torch.device) -> None:
-    """Raises for a mask or bias that cannot be added to logits of this shape."""
+    """Raise for a mask or bias that cannot be added to logits of this shape."""
     shape = added.shape
     padding = len(logits) - len(shape)
     if added.device != device:
@@ -107,18 +107,18 @@ def _check_added(name: str, added: Tensor, logits: tuple[int, ...], device: torc
 
 
 def inference(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
-    """The output alone, of arguments like those of `ATTENTION`: nothing is kept for a backward pass."""
+    """Return the output for the arguments of `ATTENTION`, saving nothing for a backward pass."""
     if torch.compiler.is_compiling() or not (_takes(*arguments) and _library.runs_triton(FAMILY, arguments[0])):
         return ATTENTION(*arguments)
     return launch_forward(*arguments, saves=False)[0]  # type: ignore[return-value]
 
 
 def _takes(query: Tensor, key: Tensor, *others: object) -> bool:
-    """Whether the kernels take tensors of these shapes."""
+    """Return whether the kernels take tensors of these shapes."""
     return takes_head(query) and query.numel() > 0 and key.numel() > 0
 
 
-# Sizes, strides and dtype of a tensor: all that launches depend on.
+# Sizes, strides and dtype of a tensor: everything that launches depend on.
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 # Sizes and strides of a result.
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -129,13 +129,13 @@ def _forms(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 class ForwardLaunch(NamedTuple):
-    """The kernel of a forward pass, which lacks its tensors and `inf`; the layouts of its results."""
+    """The prepared kernel of a forward pass, without its tensors and `inf`, and the layouts of its results."""
 
     main: Any
     output: Layout
     statistics: Layout
     scale: float
-    bias: Layout | None  # of a copy of the bias whose rows begin at aligned addresses, if there must be one
+    bias: Layout | None  # layout of a copy of the bias with aligned rows, if one is needed
 
 
 def launch_forward(
@@ -148,7 +148,7 @@ def launch_forward(
     *,
     saves: bool = True,
 ) -> tuple[Tensor | None, ...]:
-    """Output, laid out like the query, and statistics if it `saves` them."""
+    """Return the output, laid out like the query, and the statistics if it `saves` them."""
     device = query.device
     launch = _forward_launch(_forms(query, key, value, mask, bias), saves, device)
     if launch is None:
@@ -170,11 +170,11 @@ def launch_forward(
 
 @launch_rule
 def _forward_launch(forms: tuple[Any, ...], saves: bool, device: torch.device) -> ForwardLaunch | None:
-    """None where kernels do not take the tensors as they are."""
-    found = _problem(forms, device)
-    if found is None:
+    """Prepare the forward launch; return None if kernels do not take the tensors as they are."""
+    problem_and_strides = _problem(forms, device)
+    if problem_and_strides is None:
         return None
-    problem, strides = found
+    problem, strides = problem_and_strides
     output, o = _like(forms[0])
     bias, pitch = None, config.padded_bias(*problem[:4], problem.bias_group, forms[4][2].itemsize) if forms[4] else 0
     if pitch:
@@ -187,11 +187,11 @@ def _forward_launch(forms: tuple[Any, ...], saves: bool, device: torch.device) -
 
 
 class BackwardLaunches(NamedTuple):
-    """The kernels of a backward pass, which lack their tensors and `inf`; the layouts of its results.
+    """The prepared kernels of a backward pass, without their tensors and `inf`, and the layouts of its results.
 
-    `parts` has two launches for some of the batches each. Without `dlogits` there is one part: the gradient of the
-    queries, then those of keys and values. Else gradients of keys, values and logits, then those of queries and bias
-    from the latter.
+    Each part is two launches for some of the batches. Without `dlogits` there is one part: the gradient of the queries,
+    then the gradients of keys and values. With `dlogits`, the first launch computes the gradients of keys, values and
+    logits, and the second computes the gradients of queries and bias from the gradients of logits.
     """
 
     parts: tuple[tuple[Any, Any], ...]
@@ -201,24 +201,27 @@ class BackwardLaunches(NamedTuple):
     scale: float
     dlogits: Layout | None = None
     dbias: Layout = ((), ())
-    sums: torch.dtype | None = None  # of the gradient of the bias; None where the gradients of logits are just that
+    sums: torch.dtype | None = None  # dtype of the summed gradient of the bias; None if `dlogits` is that gradient
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and, if wanted, bias; `saved` is what `ATTENTION` saves, then `inf`."""
+    """Return the gradients of query, key, value and, if wanted, bias.
+
+    `saved` is the saved tensors of `ATTENTION`, then `inf` and the flags of the wanted gradients.
+    """
     query, key, value, mask, bias, output, statistics, inf, wanted = saved
     dtype = bias.dtype if bias is not None and wanted[3] else None
-    found = _gradients(dout, query, key, value, mask, bias, output, statistics, inf, dtype)
-    if found is not None:
-        return found
+    gradients = _gradients(dout, query, key, value, mask, bias, output, statistics, inf, dtype)
+    if gradients is not None:
+        return gradients
     if not _takes(query, key):
         return ATTENTION.run_reference_backward((dout,), saved[:7], (inf,), wanted)
     *fitted, kernel_bias = _fitted(query, key, value, mask, bias, inf)
-    if dtype is not None and kernel_bias.numel() != bias.numel():  # there is more to add up
+    if dtype is not None and kernel_bias.numel() != bias.numel():  # the gradient is summed further below
         dtype = torch.float32
-    found = _gradients(_readable(dout), *fitted, kernel_bias, _readable(output), statistics, inf, dtype)
-    assert found is not None
-    dquery, dkey, dvalue, dbias = found
+    gradients = _gradients(_readable(dout), *fitted, kernel_bias, _readable(output), statistics, inf, dtype)
+    assert gradients is not None
+    dquery, dkey, dvalue, dbias = gradients
     if dbias is not None:
         padded = (1,) * (kernel_bias.dim() - bias.dim()) + tuple(bias.shape)
         dbias = dbias.sum_to_size(padded).reshape(bias.shape).to(bias.dtype)
@@ -226,10 +229,13 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 
 
 def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
-    """As `launch_backward`, that of the bias in `dtype` unless it is None; None where kernels take no such tensors."""
+    """Return the gradients as `launch_backward` does, or None if kernels do not take the tensors as they are.
+
+    `given` ends with the dtype of the gradient of the bias, None if that gradient is not wanted.
+    """
     query, key, value, mask, bias, output, statistics, inf, dtype = given
     device, of_query = query.device, query.dtype
-    # Beside these their forms are known: those of the key, of the query and of the query.
+    # Shapes and dtypes of these three follow: value is like the key, output and its gradient are like the query.
     strides = (value.stride(), output.stride(), dout.stride())
     launches = _backward_launches(_forms(query, key, mask, bias), strides, (dtype, dout.dtype), device)
     if launches is None:
@@ -258,17 +264,21 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
 def _backward_launches(
     forms: tuple[Any, ...], strides: tuple[Any, ...], dtypes: tuple[torch.dtype | None, ...], device: torch.device
 ) -> BackwardLaunches | None:
-    """None where kernels do not take the tensors as they are.
+    """Prepare the backward launches; return None if kernels do not take the tensors as they are.
 
-    `forms` are those of query, key, mask and bias, `strides` those of value, output and its gradient, `dtypes` those of
-    the gradient of the bias, None without one, and of the output's.
+    `forms` describe query, key, mask and bias. `strides` belong to value, output and its gradient. `dtypes` belong
+    to the gradient of the bias, None without one, and to the output's gradient.
     """
     (query, key, mask, bias), (v, o, g) = forms, strides
     value, dtype = (key[0], v, key[2]), dtypes[0]
-    found, o, g = _problem((query, key, value, mask, bias), device), _strides(query[0], o), _strides(query[0], g)
-    if found is None or o is None or g is None:
+    problem_and_strides, o, g = (
+        _problem((query, key, value, mask, bias), device),
+        _strides(query[0], o),
+        _strides(query[0], g),
+    )
+    if problem_and_strides is None or o is None or g is None:
         return None
-    problem, strides = found
+    problem, strides = problem_and_strides
     strides, here = (*strides, *o, *g), facts(device)
     (dquery, dq), (dkey, dk), (dvalue, dv) = map(_like, (query, key, value))
     results, of_keys = (dquery, dkey, dvalue, problem.scale), (*strides, *dk, *dv)
@@ -276,12 +286,12 @@ def _backward_launches(
         of_queries = dquery_launch(problem, (*strides, *dq), here)
         return BackwardLaunches(((of_queries, dkey_dvalue_launch(problem, of_keys, None, here)),), *results)
 
-    # Gradients of logits are stored, part by part: computing them a second time for the bias takes longer.
+    # Gradients of logits are stored, part by part: computing them again for the bias takes longer.
     batch, heads, rows, columns, *_ = problem
     group, pitch = problem.bias_group, config.pitch(rows)
     at_once = config.batches_at_once(batch, heads * pitch * columns * problem.dtype.itemsize, group)
     batches = config.parts_of_batches(batch, at_once, group)
-    # Parts of one group are added one after the other.
+    # If a group is split into parts, the parts are added one after the other.
     are_dbias = group == len(batches) == 1 and dtype == problem.dtype
     sums = None if are_dbias else torch.float32 if at_once < group else dtype
     key_strides = strides[3:6]
@@ -293,7 +303,7 @@ def _backward_launches(
         for part in batches
     )
     stored = (at_once, heads, columns, pitch)
-    # As [..., H, N, pitch of M].
+    # The gradient lies in memory as [..., H, N, pitch of M].
     sizes = tuple(bias[0])
     lead = contiguous_strides((*(1,) * (3 - len(sizes)), *sizes[:-2], columns, pitch))[:-2]
     dbias = (sizes, (*lead, 1, pitch)[-len(sizes) :])
@@ -301,7 +311,7 @@ def _backward_launches(
 
 
 def _problem(forms: tuple[Any, ...], device: torch.device) -> tuple[Problem, tuple[int, ...]] | None:
-    """The problem, and the strides of query, key and value; None where kernels do not take the tensors as they are."""
+    """Return the problem and the strides of query, key and value; None if kernels cannot take the tensors directly."""
     query, key, value, mask, bias = forms
     *lead, heads, rows, head_dim = query[0]
     columns, dtype = key[0][-2], query[2]
@@ -316,9 +326,9 @@ def _problem(forms: tuple[Any, ...], device: torch.device) -> tuple[Problem, tup
 
 
 def _group(added: Form | None, lead: list[int], inner: tuple[int, int, int]) -> int | None:
-    """How many batches share a mask or a bias, 0 if there is none; None where kernels do not take it as it is.
+    """Return how many batches share a mask or a bias, 0 if there is none; None if kernels do not take it as it is.
 
-    They take contiguous ones of [..., *inner] that the batches which lie together share.
+    Kernels take a contiguous tensor [..., *inner] that is shared by adjacent batches.
     """
     if added is None:
         return 0
@@ -333,7 +343,7 @@ def _group(added: Form | None, lead: list[int], inner: tuple[int, int, int]) -> 
 
 
 def _outer_sizes(sizes: Sequence[int], lead: list[int]) -> list[int]:
-    """Of the batches to which a mask or bias is broadcast: those that lie together share it where they can."""
+    """Return the batch sizes of a mask or bias for the kernels: adjacent batches share it if they can."""
     outer = [1] * (len(lead) + 3 - len(sizes)) + list(sizes[:-3])
     own = len(lead)
     while own and outer[own - 1] == 1:
@@ -344,11 +354,11 @@ def _outer_sizes(sizes: Sequence[int], lead: list[int]) -> list[int]:
 def _fitted(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> tuple[Any, ...]:
-    """The tensors, or copies of them, as the kernels take them: mask [..., 1, 1, N] and bias [..., H, M, N]."""
+    """Return the tensors, copied if needed, as kernels take them: mask [..., 1, 1, N] and bias [..., H, M, N]."""
     *lead, heads, rows, _ = query.shape
     columns = key.shape[-2]
     if mask is not None and mask.dim() > 1 and (mask.shape[-2] != 1 or (mask.dim() > 2 and mask.shape[-3] != 1)):
-        # A mask of single logits, not of whole keys, becomes a part of the bias.
+        # A mask of single logits instead of whole keys becomes a part of the bias.
         terms = (mask.to(torch.float32) - 1) * inf
         mask, bias = None, terms if bias is None else bias + terms
     added = []
@@ -362,12 +372,12 @@ def _fitted(
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that kernels can read."""
+    """Return the tensor, or a copy that kernels can read."""
     return tensor.contiguous() if _strides(tensor.shape, tensor.stride()) is None else tensor
 
 
 def _strides(sizes: Sequence[int], strides: Sequence[int], *_: torch.dtype) -> Strides | None:
-    """Strides of batch, head and row with which a kernel can read or write a tensor; None if it cannot."""
+    """Return the strides of batch, head and row for a kernel; None if a kernel cannot address the tensor."""
     row = 0 if sizes[-2] == 1 else strides[-2]
     if (strides[-1] != 1 and sizes[-1] != 1) or row >= LARGEST_ROW_STRIDE:
         return None
@@ -385,7 +395,7 @@ def _strides(sizes: Sequence[int], strides: Sequence[int], *_: torch.dtype) -> S
 
 
 def _like(form: Form) -> tuple[Layout, Strides]:
-    """The layout of a result like a tensor of this form where kernels can write that, and its strides."""
+    """Return the layout and strides of a result: like `form` if kernels can write such a tensor, else contiguous."""
     sizes, strides, dtype = form
     strides = torch.empty_like(torch.empty_strided(sizes, strides, dtype=dtype, device="meta")).stride()
     if _strides(sizes, strides) is None:
@@ -394,7 +404,7 @@ def _like(form: Form) -> tuple[Layout, Strides]:
 
 
 def _empty_statistics(query: Tensor, mask: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Memory for what the forward kernel leaves for the backward pass: one or two numbers per row."""
+    """Allocate the statistics that the forward kernel saves for the backward pass: one or two numbers per row."""
     planes, (*lead, heads, rows, _) = 1 if mask is None and bias is None else 2, query.shape
     return torch.empty(planes, math.prod(lead), heads, rows, dtype=torch.float32, device=query.device)
 

@@ -1,4 +1,4 @@
-"""The launches of the attention kernels, which attention with a bias and attention within packed sequences share.
+"""Launches of the attention kernels, shared by attention with a bias and attention within packed sequences.
 
 Letters: Z batches or packed sequences, H heads, M queries, N keys, D the size of a head.
 """
@@ -19,7 +19,7 @@ from .reference import dropout_threshold
 kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")
 kernels_backward = _library.LazyModule(f"{__package__}.kernels_backward")
 
-# Of batch (or packed sequence), head and row, in elements.
+# Strides of batch (or packed sequence), head and row, in elements.
 Strides = tuple[int, int, int]
 
 FAMILY = _library.register_family(
@@ -32,7 +32,7 @@ FAMILY = _library.register_family(
 
 
 def takes_head(tensor: Tensor) -> bool:
-    """Whether the kernels take heads of the size of the tensor's last dimension."""
+    """Return whether the kernels take heads of the size of the tensor's last dimension."""
     size = tensor.shape[-1]
     if size <= config.LARGEST_HEAD // 2:
         return True
@@ -40,18 +40,18 @@ def takes_head(tensor: Tensor) -> bool:
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """What autocast turns the inputs of an attention into, as it does for PyTorch's own; None if nothing."""
+    """Return autocast's dtype for the inputs of an attention, as for PyTorch's own; None if they are not cast."""
     return None if tensor.dtype == torch.float64 else _library.autocast_dtype(tensor)
 
 
 class Problem(NamedTuple):
     """Sizes and options of an attention, beside its tensors.
 
-    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 where there is none. `bias_pitch` is
-    the stride of the bias from row to row in the forward pass, 0 where nothing lies between rows. `total` is the number
-    of rows of packed sequences, 0 where none are packed; `batch` then counts the sequences, and `tail` says that rows
-    after the last one are to be zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of `rows`
-    each, which is right if they have that length and fill all rows.
+    `mask_group` and `bias_group` are how many batches share a mask or a bias, 0 without one. `bias_pitch` is the row
+    stride of the bias in the forward pass, 0 if rows have no gaps. `total` is the number of rows of packed sequences, 0
+    if none are packed; `batch` then counts the sequences, and `tail` says that rows after the last sequence must be
+    zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of `rows` each; its result is right if
+    they all have that length and fill all rows.
     """
 
     batch: int
@@ -71,42 +71,42 @@ class Problem(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """Factor of the logits, 1 / sqrt(head size)."""
         return 1 / math.sqrt(self.head_dim)
 
     def _statistics_strides(self) -> tuple[int, int, int]:
-        """Of batch and head, and from plane to plane."""
-        if self.cudnn_first:  # as [batch, heads, rows]: kernels add the first row of a sequence, which is batch * rows
+        """Return the strides of the statistics for batch and head, and from plane to plane."""
+        if self.cudnn_first:  # [batch, heads, rows]; kernels add the first row of a sequence, which is batch * rows
             return (self.heads - 1) * self.rows, self.rows, self.heads * self.total
         if self.total:
             return 0, self.total, self.heads * self.total
         return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
 
     def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
-        """The tile of a kernel whose programs share the queries or the keys."""
+        """Return the tile of a kernel whose programs split the queries or the keys."""
         device = facts(self.device)
-        given = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
-        kind = " ".join(name for name, number in given.items() if number)
+        parts = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
+        kind = " ".join(name for name, number in parts.items() if number)
         tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, kind, device)
         heads = self.batch * self.heads
         return config.spread(tile, split, self.rows, self.columns, heads, self.head_dim, self.dtype.itemsize, device)
 
     def tiling(self, tile: config.Tile) -> dict[str, Any]:
-        """The constants of a tile, and its warps and stages."""
+        """Return the constants of a tile, and its warps and stages."""
         sizes = (self.rows, self.columns, self.head_dim)
         return config.tile_constants(tile, *sizes, self.total > 0, self.dtype, facts(self.device))
 
     def programs(self, batch: int, rows: int, block: int) -> int:
-        """A program for each tile of each head, and for tiles of what comes after the last sequence."""
+        """Return the number of programs: one per tile of each head, also for tiles after the last packed sequence."""
         tail = -(-self.total // block) if self.tail else 0
         return (batch * -(-rows // block) + tail) * self.heads
 
     def prepare(
         self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int
     ) -> Any:
-        """The launch of a kernel with these sizes and options; `more` and `flags` are what it takes beside them.
+        """Prepare a kernel with these sizes and options; `more` and `flags` are its additional arguments.
 
-        Rules are asked with the dtypes of all tensors.
+        Launch rules that use this have all dtypes among their arguments, as `same_dtypes` requires.
         """
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
         sizes = (*self[:5], total, *strides, *self._statistics_strides())
@@ -126,9 +126,9 @@ class Problem(NamedTuple):
 
 
 def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
-    """From q, k, v, mask, bias, cu_seqlens, seed: writes output and, if it `saves` them, statistics.
+    """Prepare the kernel that reads q, k, v, mask, bias, cu_seqlens, seed and writes the output.
 
-    `strides` are those of q, k, v and output.
+    It also writes the statistics if it `saves` them. `strides` belong to q, k, v and output.
     """
     tile = problem.choose(config.forward_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
@@ -141,10 +141,10 @@ def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, devic
 
 
 def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
-    """From q, k, v, mask, bias, cu_seqlens, seed, output, its gradient, statistics: writes delta and dquery.
+    """Prepare the kernel that computes `delta` and dquery.
 
-    `delta` is the product of every row of the output with its gradient. `strides` are those of q, k, v, output, its
-    gradient and dquery.
+    It reads q, k, v, mask, bias, cu_seqlens, seed, output, its gradient and statistics. `delta` is the dot product of
+    every row of the output with its gradient. `strides` belong to q, k, v, output, its gradient and dquery.
     """
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
@@ -154,9 +154,10 @@ def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFact
 def dkey_dvalue_launch(
     problem: Problem, strides: tuple[int, ...], batches: tuple[int, int] | None, device: DeviceFacts
 ) -> Any:
-    """From what `dquery_launch` reads and `delta`: writes dlogits, dkey and dvalue; `strides` end with the latter's.
+    """Prepare the kernel that computes dkey and dvalue from the tensors of `dquery_launch` and `delta`.
 
-    With `batches`, a first one and a number, it is for these alone and reads no `delta`; else it writes no `dlogits`.
+    With `batches`, a first batch and a number of them, it covers only these, writes `dlogits` and reads no `delta`.
+    The last of `strides` belong to dkey and dvalue.
     """
     tile = problem.choose(config.keys_tile, "keys")
     first, count = batches or (0, problem.batch)
@@ -167,9 +168,9 @@ def dkey_dvalue_launch(
 def dquery_dbias_launch(
     problem: Problem, strides: tuple[int, ...], batches: tuple[int, int], sums: bool, device: DeviceFacts
 ) -> Any:
-    """From dlogits, as `dkey_dvalue_launch` writes them for `batches`, and key: writes dquery and, if it `sums`, dbias.
+    """Prepare the kernel that computes dquery and, if it `sums`, dbias from key and the stored `dlogits` of `batches`.
 
-    `strides` are those of key and dquery. Takes one float.
+    `strides` belong to key and dquery. The kernel takes one float.
     """
     tile = problem.choose(config.stored_tile)
     first, count = batches

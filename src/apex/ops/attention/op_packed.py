@@ -1,6 +1,6 @@
 """Attention within packed sequences: `qkv` [total, 3, H, D], sequence i being rows cu_seqlens[i] to cu_seqlens[i + 1].
 
-Nothing waits for the device: lengths are read by the kernels only.
+The host never waits for the device: only kernels read the lengths.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def packed_attention(
     generator: torch.Generator | None = None,
     zero_tail: bool = True,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v within every sequence, [total, H, D].
+    """Return softmax(q k^T / sqrt(D)) v within every sequence, [total, H, D].
 
-    `max_seqlen` is the length of the longest sequence, or more. Probabilities are dropped with probability `dropout_p`.
-    Rows after the last sequence are zeros; with `zero_tail=False` they may be anything.
+    `max_seqlen` is at least the length of the longest sequence. Probabilities are dropped with probability `dropout_p`.
+    Rows after the last sequence are zeros; with `zero_tail=False` they may have any value.
     """
     check_tensors(qkv=qkv)
     dtype = autocast_dtype(qkv)
@@ -45,32 +45,32 @@ def packed_attention(
 
 
 def draw_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """A seed for dropout, int64 [1], from the generator of the device."""
+    """Return a seed for dropout, int64 [1], from the generator of the device."""
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device, generator=generator)
 
 
 def settings_of(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, zero_tail: bool
 ) -> tuple[int, float, bool, bool]:
-    """The settings of `PACKED_ATTENTION`, of which the last says whether cuDNN is asked first."""
+    """Return the settings of `PACKED_ATTENTION`; the last one says whether cuDNN is tried first."""
     asks = not (zero_tail or dropout_p) and asks_cudnn(qkv, cu_seqlens.shape[0] - 1, max_seqlen)
     return max_seqlen, dropout_p, zero_tail, asks
 
 
 def inference(*arguments) -> Tensor:  # type: ignore[no-untyped-def]
-    """The output alone, of arguments like those of `PACKED_ATTENTION`: nothing is kept for a backward pass."""
+    """Return the output for the arguments of `PACKED_ATTENTION`, saving nothing for a backward pass."""
     if torch.compiler.is_compiling() or not (_takes(*arguments) and _library.runs_triton(FAMILY, arguments[0])):
         return PACKED_ATTENTION(*arguments)
     return launch_forward(*arguments, saves=False)[0]  # type: ignore[return-value]
 
 
 def _takes(qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, max_seqlen: int, *others: object) -> bool:
-    """Whether the kernels take tensors of these shapes."""
+    """Return whether the kernels take tensors of these shapes."""
     return takes_head(qkv) and qkv.numel() > 0 and cu_seqlens.shape[0] > 1 and max_seqlen > 0
 
 
 def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> None:
-    """Raises for arguments that do not fit; lengths are looked at where that needs no wait."""
+    """Raise for arguments that do not fit together; check the lengths if the host can read them without waiting."""
     if type(qkv) not in _library.PLAIN or type(cu_seqlens) not in _library.PLAIN:
         check_tensors(qkv=qkv, cu_seqlens=cu_seqlens)
     shape, bounds_shape = qkv.shape, cu_seqlens.shape
@@ -99,17 +99,17 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
 
 
 def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
-    """Whether cuDNN's attention, which PyTorch brings along, computes packed sequences as one batch first.
+    """Return whether cuDNN's attention, which comes with PyTorch, should first compute packed sequences as one batch.
 
-    Only the device knows the lengths. The host knows that there are as many rows as sequences of the greatest length
-    would have, so that either all have it or rows are left over behind the last one. It lets cuDNN compute the first
-    and launches a kernel behind it, which finds in `cu_seqlens` that there is nothing left to do, or does all of it.
+    Only the device knows the lengths. If there are exactly as many rows as sequences of the greatest length have,
+    either all sequences have that length, or rows are left over behind the last one. The host lets cuDNN compute the
+    first case. A kernel launched behind it reads `cu_seqlens` and finds nothing to do, or computes everything anew.
     """
     return (
         qkv.is_cuda
         and not torch.compiler.is_compiling()
         and _cudnn_takes(qkv.shape, qkv.dtype, sequences, length, qkv.device)
-        and _library.runs_triton_now(FAMILY, qkv)  # before the address, which not all that it refuses have
+        and _library.runs_triton_now(FAMILY, qkv)  # before the address, which a refused tensor may not have
         and qkv.is_contiguous()
         and qkv.data_ptr() % 16 == 0
         and torch.backends.cuda.cudnn_sdp_enabled()
@@ -127,13 +127,13 @@ def _cudnn_takes(shape: torch.Size, dtype: torch.dtype, sequences: int, length: 
         and head_dim % 8 == 0
         and head_dim <= 128
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)  # quicker there, and measured there alone
+        and torch.cuda.get_device_capability(device) == (9, 0)  # cuDNN is quicker there; other GPUs were not measured
         and torch.backends.cudnn.is_available()
     )
 
 
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> tuple[Tensor, Tensor | None]:
-    """Output [total, H, D] and, if it `saves` it, the logarithm of the sum of exponentials of each row."""
+    """Return the output [total, H, D] and, if it `saves` it, the log of each row's sum of exponentials."""
     output, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(query, key, value, None, saves)
     sequences, heads, length, head_dim = output.shape
     # Detached: a view that an autograd Function returns could not be changed in place.
@@ -143,9 +143,9 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, saves: bool) -> t
 def _form(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, settings: tuple[Any, ...]
 ) -> tuple[Tensor, tuple[Any, ...]]:
-    """qkv with the elements of a head side by side, and all that launches depend on.
+    """Return qkv with contiguous heads, and everything that launches depend on.
 
-    That is sizes, strides, dtypes, the number of bounds, settings and device.
+    The latter is sizes, strides, dtypes, the number of bounds, settings and device.
     """
     strides = qkv.stride()
     if strides[3] != 1:
@@ -156,7 +156,10 @@ def _form(
 
 
 def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[float, ...]] | None:
-    """The problem, the strides of query, key and value, and the floats of its launches; None as `_takes` has it."""
+    """Return the problem, the strides of query, key and value, and the floats of the launches.
+
+    Return None if kernels do not take the sizes, as `_takes` decides.
+    """
     (total, _, heads, head_dim), strides, dtypes, bounds, (length, dropout_p, zero_tail, cudnn_first), device = form
     dtype = dtypes[0]
     if head_dim > config.largest_head(dtype.itemsize, facts(device)) or min(total, heads, bounds - 1, length) < 1:
@@ -169,11 +172,11 @@ def _problem(form: tuple[Any, ...]) -> tuple[Problem, tuple[int, ...], tuple[flo
 def launch_forward(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, *settings: Any, saves: bool = True
 ) -> tuple[Tensor | None, ...]:
-    """Output and, if it `saves` them, statistics [1, H, total]; if cuDNN was asked, in its own order and shape."""
+    """Return the output and, if it `saves` them, statistics [1, H, total]; cuDNN's have their own order and shape."""
     max_seqlen, _, _, cudnn_first = settings
     qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    found = _forward_launch(form, saves)
-    if found is None:
+    launch_and_floats = _forward_launch(form, saves)
+    if launch_and_floats is None:
         return PACKED_ATTENTION.run_reference(qkv, cu_seqlens, seed, *settings)
     total, _, heads, head_dim = form[0]
     if cudnn_first:
@@ -186,30 +189,30 @@ def launch_forward(
         empty = empty_on(qkv.device)
         output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
         statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
-    launch, floats = found
+    launch, floats = launch_and_floats
     launch((query, key, value, None, None, cu_seqlens, seed, output, statistics), floats)
     return output, statistics
 
 
 @launch_rule
 def _forward_launch(form: tuple[Any, ...], saves: bool) -> tuple[Any, tuple[float, ...]] | None:
-    """The kernel, which lacks its tensors, and its floats."""
-    found = _problem(form)
-    if found is None:
+    """Return the prepared kernel and its floats."""
+    parts = _problem(form)
+    if parts is None:
         return None
-    problem, strides, floats = found
+    problem, strides, floats = parts
     strides = (*strides, 0, problem.head_dim, problem.heads * problem.head_dim)
     return output_launch(problem, strides, saves, facts(problem.device)), floats
 
 
 def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...]:
-    """The gradient of qkv; `saved` is what `PACKED_ATTENTION` saves, then its settings."""
+    """Return the gradient of qkv; `saved` is the saved tensors of `PACKED_ATTENTION`, its settings and `wanted`."""
     (qkv, cu_seqlens, seed, output, statistics), settings = saved[:5], saved[5:-1]
     qkv, form = _form(qkv, cu_seqlens, seed, settings)
-    found = _backward_launches(form, dout.dtype)
-    if found is None:
+    launches = _backward_launches(form, dout.dtype)
+    if launches is None:
         return PACKED_ATTENTION.run_reference_backward((dout,), saved[:5], settings, saved[-1])
-    of_query, of_key_value, floats, of_gradient, of_delta = found
+    of_query, of_key_value, floats, of_gradient, of_delta = launches
     empty: Any = empty_on(qkv.device)
     dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
     dquery, dkey, dvalue = dqkv.unbind(1)
@@ -221,14 +224,14 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
 
 @launch_rule
 def _backward_launches(form: tuple[Any, ...], gradient_dtype: torch.dtype) -> tuple[Any, ...] | None:
-    """The kernels for the gradient of the queries and for those of keys and values, their floats and two layouts.
+    """Return the kernels for dquery and for dkey and dvalue, their floats and two layouts.
 
-    These are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.
+    The layouts are sizes and strides of the gradient of qkv and of `delta`, which `dquery_launch` explains.
     """
-    found = _problem(form)
-    if found is None:
+    parts = _problem(form)
+    if parts is None:
         return None
-    problem, strides, floats = found
+    problem, strides, floats = parts
     heads, head_dim, here = problem.heads, problem.head_dim, facts(problem.device)
     strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
     of_query = dquery_launch(problem, (*strides, *of_result), here)

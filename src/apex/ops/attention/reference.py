@@ -1,8 +1,8 @@
 """Attention in PyTorch operators, on any device in any floating dtype.
 
-`attention` and `packed_attention` are the definition that everything else is held against: half precision is computed
-in float32, float64 in float64, and derivatives of derivatives come out of them too. What starts with `sdpa_` is
-used where there is no kernel: PyTorch's scaled_dot_product_attention, which is fused and has a first derivative only.
+`attention` and `packed_attention` are the definition that all other implementations are tested against: half precision
+is computed in float32, float64 in float64, and second derivatives exist. The `sdpa_` functions are used when no kernel
+is: they call PyTorch's scaled_dot_product_attention, which is fused and has a first derivative only.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .._device import SOFTMAX_SUMS_IN_HALF
 from .._library import autocast_off, compute_dtype
 
 _LOW_32 = 0xFFFFFFFF
-# So large that nothing is left of probabilities, in float32 and in float64.
+# So large that a probability becomes 0, in float32 and in float64.
 _EXCLUDED = 1e30
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, inf: float = 1e9
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for [..., H, M or N, D].
+    """Return softmax(q k^T / sqrt(D) + bias + (mask - 1) * inf) v for [..., H, M or N, D].
 
     `mask` and `bias` are broadcast to the logits [..., H, M, N].
     """
@@ -53,7 +53,7 @@ def _dropped(values: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
 
 
 def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, seed: Tensor | None = None) -> Tensor:
-    """Attention within each sequence of `qkv` [total, 3, H, D]; zeros after the last one. Reads `cu_seqlens`."""
+    """Return attention within each sequence of `qkv` [total, 3, H, D], zeros after the last. Reads `cu_seqlens`."""
     bounds = cu_seqlens.tolist()
     outputs = []
     for index, (start, end) in enumerate(pairwise(bounds)):
@@ -65,14 +65,14 @@ def packed_attention(qkv: Tensor, cu_seqlens: Tensor, dropout_p: float = 0.0, se
 
 
 def zero_rows(qkv: Tensor, end: int) -> Tensor:
-    """Outputs of the rows after the last sequence, with a gradient, which is zero too."""
+    """Return zeros for the rows after the last sequence, connected to `qkv` so that their gradient is zero too."""
     return qkv[end:, 0].masked_fill(torch.ones((), dtype=torch.bool, device=qkv.device), 0.0)
 
 
 def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: int, dropout_p: float) -> Tensor:
-    """Which probabilities of a sequence dropout keeps, [H, M, N]: the same for every implementation.
+    """Return the probabilities of a sequence that dropout keeps, bool [H, M, N], equal in every implementation.
 
-    A hash of seed, head, row and column instead of a generator's stream, which would depend on the order of the tiles.
+    Uses a hash of seed, head, row and column: a generator's stream would depend on the order of the tiles.
     """
     here: dict[str, Any] = {"dtype": torch.int64, "device": seed.device}
     heads_ = torch.arange(sequence * heads, (sequence + 1) * heads, **here).view(-1, 1, 1)
@@ -85,12 +85,12 @@ def dropout_keep(seed: Tensor, sequence: int, heads: int, rows: int, columns: in
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Half of what 32 random bits must reach for an element to be kept: an even number."""
+    """Return half the value that 32 random bits must reach for an element to be kept: an even number."""
     return 2 * min(round(dropout_p * 2**30), 2**30 - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, in int64, that leaves no pattern behind."""
+    """Return a hash of 32-bit numbers, in int64: a bijection that leaves no pattern behind."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW_32
     x = x ^ (x >> 15)
@@ -101,15 +101,15 @@ def _mix(x: Tensor) -> Tensor:
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Tensor | None, inf: float
 ) -> Tensor:
-    """As `attention`."""
+    """Return `attention`, by scaled_dot_product_attention if its gradients are accurate."""
     dtype = query.dtype
     if mask is not None and not _host.on_host(query):
-        # Of a row without keys PyTorch's fused gradient on a GPU knows the logarithm of a sum alone, in which `inf`
-        # leaves no digits of the number of keys.
+        # For a row whose keys are all masked, PyTorch's fused gradient on a GPU knows only the log of a sum, where
+        # `inf` leaves no digits for the number of keys.
         with autocast_off(query):
             return attention(query, key, value, mask, bias, inf)
     if dtype == torch.float16 and mask is not None:
-        # float16 has no `inf`: rows without keys would be NaN instead of the average that other dtypes give.
+        # float16 cannot hold `inf`: rows without keys would be NaN instead of the average that other dtypes give.
         wide = None if bias is None else bias.float()
         return sdpa_attention(query.float(), key.float(), value.float(), mask, wide, inf).to(dtype)
     added = None if bias is None else bias.to(dtype)
@@ -120,7 +120,7 @@ def sdpa_attention(
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
-    """With one dimension of batches, which fused implementations want, and without autocast, which was applied."""
+    """Call PyTorch's attention with one batch dimension, for its fused versions, and without a second autocast."""
     lead = query.shape[:-3]
     if added is not None:
         added = added.reshape((1,) * (query.dim() - added.dim()) + tuple(added.shape))
@@ -139,7 +139,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
 def sdpa_packed_attention(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None
 ) -> Tensor:
-    """As `packed_attention`; reads `cu_seqlens` where that waits for no device."""
+    """Return `packed_attention`; pad the sequences if reading `cu_seqlens` would wait for a device."""
     if not _host.on_host(cu_seqlens) or torch.compiler.is_compiling():
         return padded_attention(qkv, cu_seqlens, max_seqlen, dropout_p, seed)
     if seed is not None:
@@ -154,22 +154,22 @@ def sdpa_packed_attention(
 def padded_attention(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, seed: Tensor | None, *, sdpa: bool = True
 ) -> Tensor:
-    """As `packed_attention`, without looking at `cu_seqlens` on the host: every sequence is padded to `max_seqlen`.
+    """Return `packed_attention` without reading `cu_seqlens` on the host: pads every sequence to `max_seqlen`.
 
-    By PyTorch's fused attention with `sdpa`, if nothing is dropped.
+    With `sdpa` and without dropout it uses PyTorch's fused attention.
     """
     total = qkv.shape[0]
     if not total:
         return zero_rows(qkv, 0)
     starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     rows = starts + torch.arange(max_seqlen, dtype=torch.int64, device=cu_seqlens.device)
-    # [sequences, max_seqlen]; rows that do not exist are not looked for, whatever the bounds are.
+    # [sequences, max_seqlen]; never indexes rows that do not exist, whatever the bounds are.
     inside = (rows < ends) & (rows >= 0) & (rows < total)
-    # Rows of padding come from and go to a row of zeros beyond the last.
+    # Padding is read from and written to a row of zeros beyond the last row.
     rows = torch.where(inside, rows, total)
     whole = torch.cat((qkv, torch.zeros_like(qkv[:1])))
     query, key, value = whole[rows].permute(2, 0, 3, 1, 4)  # [sequences, H, max_seqlen, D] each
-    # Of keys; what has no keys at all attends to everything, because nothing is looked at then.
+    # Mask of keys; sequences without keys attend to everything, and the result is not used.
     mask = (inside | ~inside.any(1, keepdim=True))[:, None, None, :]
     if sdpa and seed is None:
         output = _sdpa(query, key, value, torch.where(mask, 0.0, float("-inf")).to(qkv.dtype))

@@ -1,4 +1,4 @@
-"""Kernels that hold apex's rules on the Autocast dispatch keys, for as long as somebody wants them."""
+"""Kernels on the Autocast dispatch keys that implement apex's casting rules while a `RuleKernels` exists."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _without_autocast = torch._C._DisableAutocast
 
 
 class RuleKernels:
-    """Puts the kernels in place when made; `release` gives PyTorch's own rules back.
+    """Registration of the kernels: making it installs them, and `release` restores PyTorch's own rules.
 
-    They run where autocast is on, and nowhere else. With `allow_banned`, banned functions run in float32.
+    The kernels run only while autocast is on. With `allow_banned`, banned functions run in float32.
     """
 
     def __init__(self, allow_banned: bool = False) -> None:
         self.allow_banned = allow_banned
         self._library: Any = torch.library.Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of an operator that has such a kernel: that is what is wanted
+            warnings.simplefilter("ignore")  # PyTorch warns when a kernel replaces another, which is intended here
             for name in rules.FLOAT_ON_CPU:
                 self._put(name, _CPU, _in_float)
             for name in rules.HALF_ON_CPU:
@@ -42,7 +42,7 @@ class RuleKernels:
                 self._put(rules.BANNED, place, self._banned)
 
     def release(self) -> None:
-        """Takes the kernels away."""
+        """Remove the kernels."""
         self._library._destroy()
 
     def _put(self, name: str, place: tuple[str, str], wrap: Callable[..., Callable[..., Any]]) -> None:
@@ -66,7 +66,7 @@ class RuleKernels:
 
 
 def _in_float(operator: Any, _: str) -> Callable[..., Any]:
-    """Runs in float32 what came in half precision; a type that the caller asks for is what it gets."""
+    """Return a kernel that runs half-precision inputs in float32; a dtype that the caller requests is kept."""
     names = [argument.name for argument in operator._schema.arguments]
     position = names.index("dtype") if "dtype" in names else None
 
@@ -83,7 +83,7 @@ def _in_float(operator: Any, _: str) -> Callable[..., Any]:
 
 
 def _not_in_place(operator: Any, _: str) -> Callable[..., Any]:
-    """Refuses half precision, and runs what else there is as it is."""
+    """Return a kernel that refuses half-precision tensors and runs the operator unchanged on others."""
     name = operator._schema.name.removeprefix("aten::")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -99,12 +99,12 @@ def _not_in_place(operator: Any, _: str) -> Callable[..., Any]:
 
 
 def _low_types(args: Any) -> list[torch.dtype]:
-    """The types of tensors that are in half precision."""
+    """Return the dtypes of the half-precision tensors among the arguments."""
     return [value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _LOW]
 
 
 def _in_half(operator: Any, device_type: str) -> Callable[..., Any]:
-    """Runs in the type of autocast."""
+    """Return a kernel that runs in autocast's dtype."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
@@ -116,13 +116,13 @@ def _in_half(operator: Any, device_type: str) -> Callable[..., Any]:
 
 
 def _in_widest(operator: Any, _: str) -> Callable[..., Any]:
-    """Runs in the widest type among the arguments."""
+    """Return a kernel that runs in the widest dtype among the arguments."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        found = [value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()]
+        dtypes = [value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()]
         with _without_autocast():
-            if len(set(found)) > 1:
-                cast = functools.partial(_cast, functools.reduce(torch.promote_types, found))
+            if len(set(dtypes)) > 1:
+                cast = functools.partial(_cast, functools.reduce(torch.promote_types, dtypes))
                 args = tuple(cast(value) for value in args)
             return operator(*args, **kwargs)
 

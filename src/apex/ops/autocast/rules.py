@@ -1,7 +1,7 @@
-"""Which operators run in which type under apex.amp, where PyTorch's autocast has another rule or none.
+"""Operators that run in another dtype under apex.amp than under PyTorch's autocast, or have no rule there.
 
-PyTorch's lists for GPUs were made from apex's; its lists for CPUs are others. The names are those of `aten`, with the
-overload where only one is meant.
+PyTorch's lists for GPUs were made from apex's; its lists for CPUs differ. Names are `aten` operators, with
+the overload if only one is meant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# float32, whatever comes in.
+# Run in float32 for any input dtype.
 FLOAT_ON_CPU = _names(
     "acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
@@ -28,17 +28,17 @@ FLOAT_EVERYWHERE = _names(
     "std std.dim std.correction var var.dim var.correction grid_sampler ctc_loss.IntList ctc_loss.Tensor"
 )
 
-# The half-precision type of the session.
+# Run in the half-precision dtype of the session.
 HALF_ON_CPU = _names(
     "addmv addr mv chain_matmul linalg_multi_dot "
     "lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data "
     "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"
 )
 
-# The widest type that comes in.
+# Run in the widest dtype among the inputs.
 WIDEST_ON_CPU = _names("bilinear cross dot vdot tensordot index_put scatter_add")
 
-# On the float32 list, but in place: a half-precision tensor has no room for the result.
+# In-place variants of functions on the float32 list: a half-precision tensor cannot hold the result.
 REFUSED_IN_PLACE = _names(
     "acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log1p_ log2_ reciprocal_ rsqrt_ sinh_ tan_ "
     "pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_"

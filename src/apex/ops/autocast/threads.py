@@ -1,4 +1,4 @@
-"""Autocast as it is set on the thread, for every device type at once."""
+"""Autocast state of the current thread, for all device types at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Device types for which PyTorch may have autocast; those that are there are used.
+# Device types for which PyTorch may have autocast; those available on this machine are used.
 _CANDIDATES = ("cuda", "cpu", "npu", "xpu", "mps")
 
 
@@ -15,8 +15,9 @@ _found: tuple[str, ...] | None = None
 
 
 def device_types() -> tuple[str, ...]:
-    """The device types of this machine whose operators can be cast."""
-    global _found  # not functools.cache: torch.compile would trace the function behind it, and fail at a type it lacks
+    """Return the device types of this machine whose operators can be cast."""
+    # Not functools.cache: torch.compile would trace the function behind it, and fail at a device type it lacks.
+    global _found
     if _found is None:
         _found = tuple(name for name in _CANDIDATES if _has_autocast(name))
     return _found
@@ -36,13 +37,13 @@ Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], bool]
 
 
 def modes_here() -> Modes:
-    """Autocast on this thread: (device type, on or off, dtype) of each, and whether copies of weights are kept."""
+    """Return autocast's state: (device type, enabled, dtype) for each type, and whether casts of weights are cached."""
     modes = tuple((name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in device_types())
     return modes, torch.is_autocast_cache_enabled()
 
 
 def restored_by() -> Callable[[], None]:
-    """A function that sets autocast on the thread that calls it as it is here and now."""
+    """Return a function that sets autocast, on the thread that calls it, to the present state of this thread."""
     modes, cache = modes_here()
 
     def restore() -> None:
@@ -55,7 +56,7 @@ def restored_by() -> Callable[[], None]:
 
 
 def set_casts(enabled: bool, dtype: torch.dtype | None, cache: bool) -> None:
-    """Sets autocast on this thread; `cache` says whether copies of weights are kept."""
+    """Set autocast on this thread; `cache` says whether casts of weights are cached."""
     for name in device_types():
         torch.set_autocast_enabled(name, enabled)
         if dtype is not None:
@@ -65,7 +66,7 @@ def set_casts(enabled: bool, dtype: torch.dtype | None, cache: bool) -> None:
 
 @contextlib.contextmanager
 def casts_off(cache: bool = True) -> Iterator[None]:
-    """Switches autocast off inside, on this thread; `cache` says whether copies of weights are kept."""
+    """Switch autocast off inside the block, on this thread; `cache` says whether casts of weights are cached."""
     restore = restored_by()
     set_casts(False, None, cache)
     try:

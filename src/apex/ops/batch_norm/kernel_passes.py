@@ -1,6 +1,6 @@
-"""The kernels of a batch norm: passes over tensors that these take, without autograd.
+"""Passes of a batch norm that launch kernels, without autograd.
 
-What sizes and flags decide is asked once per pass, of a launch rule, whose answers are kept.
+A launch rule chooses and caches the launches of each pass from sizes and flags.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ kernels_whole = _library.LazyModule(f"{__package__}.kernels_whole")
 
 
 def dense(tensor: Tensor, channel_dim: int) -> Tensor:
-    """The tensor as the kernels take it: contiguous, or with channels last in memory where they lie side by side."""
+    """Return the tensor densely laid out for the kernels: with channels last in memory if they are, else contiguous."""
     if channel_dim == 1 and tensor.stride(1) == 1:
         return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
     return tensor.contiguous()
 
 
 def like(x: Tensor, tensor: Tensor | None) -> Any:
-    """`tensor` in the memory layout of the dense `x`, its own dtype kept."""
+    """Return `tensor` in the memory layout of the dense `x`, with its own dtype."""
     if tensor is None or tensor.stride() == x.stride():
         return tensor
     return torch.empty_like(x, dtype=tensor.dtype).copy_(tensor)
@@ -41,7 +41,7 @@ def _contiguous(*parameters: Tensor | None) -> Any:
 
 
 def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int) -> config.Geometry | None:
-    """How a tensor lies in memory; None unless it is dense, contiguous in one of the two layouts."""
+    """Return how a tensor lies in memory, or None if it is not dense in one of the two layouts."""
     images, channels, dimensions = shape[0], shape[channel_dim], range(len(shape))
     last = not _lies_in(dimensions[::-1], shape, strides)
     if last and (channel_dim == -1 or not _lies_in((1, *dimensions[:1:-1], 0), shape, strides)):
@@ -53,7 +53,7 @@ def _geometry(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int
 
 
 def _lies_in(order: Iterable[int], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor is dense with its dimensions in this order in memory, the innermost first."""
+    """Return whether a tensor is dense with its dimensions in this order in memory, the innermost first."""
     stride = 1
     for dimension in order:
         if shape[dimension] != 1 and strides[dimension] != stride:
@@ -62,13 +62,10 @@ def _lies_in(order: Iterable[int], shape: tuple[int, ...], strides: tuple[int, .
     return True
 
 
-# Forward --------------------------------------------------------------------------------------------------------------
-
-
 def launch_forward(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and the mean and variance that it was normalised by; in training, over the ranks of `exchange`."""
+    """Return the output, and the mean and variance that normalised it; in training, over the ranks of `exchange`."""
     mean, variance, weight, bias = running
     eps, momentum, training, relu, channel_dim = spec
     device, strides, flags = input.device, input.stride(), (training, exchange is None, relu)
@@ -81,10 +78,10 @@ def launch_forward(
     for each in running:
         if each is not None and not each.is_contiguous():
             copies = Channels(*_contiguous(*running))
-            found = launch_forward(input, z, copies, spec, exchange)
+            results = launch_forward(input, z, copies, spec, exchange)
             if training:
                 _write_back(running, copies)
-            return found
+            return results
     empty = empty_on(device)
     y = empty(launches.shape, strides, dtypes[0])
     if training:
@@ -105,13 +102,13 @@ def launch_forward(
 
 
 class ForwardLaunches(NamedTuple):
-    """The kernels of a forward pass, which lack their tensors: `whole` alone, or the others, in this order."""
+    """The prepared kernels of a forward pass, without their tensors: `whole` alone, or the others, in this order."""
 
     shape: tuple[int, ...]
     channels: tuple[int]
     rank_stats: tuple[int]
     whole: Any = None
-    partials: int = 0  # elements of memory for the statistics of parts
+    partials: int = 0  # elements of memory for the statistics of the parts
     measure: Any = None
     finish: Any = None
     apply: Any = None
@@ -126,7 +123,7 @@ def _forward_launches(
     flags: tuple[bool, ...],
     device: torch.device,
 ) -> ForwardLaunches | None:
-    """None for a tensor that is not dense."""
+    """Prepare the forward launches; return None for a tensor that is not dense."""
     dtype, (training, alone, relu), geometry = dtypes[0], flags, _geometry(shape, strides, channel_dim)
     if geometry is None:
         return None
@@ -143,9 +140,9 @@ def _forward_launches(
 
 
 def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of every channel of one process, towards which running statistics move.
+    """Return mean and biased variance of every channel of one process, and scale and shift, [2, C].
 
-    Third, [2, C], what an input is to be multiplied by, and what is added then.
+    Running statistics move towards the mean and variance. A normalised input is input * scale + shift.
     """
     partials, launches, empty = _measured(input, spec.channel_dim)
     (channels,) = launches.channels
@@ -156,12 +153,12 @@ def launch_statistics(input: Tensor, spec: BatchNormSpec, running: Channels) -> 
 
 
 def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
-    """[2C + 1]: means, sums of squared deviations and number of values per channel."""
+    """Return means, sums of squared deviations and number of values per channel, [2C + 1]."""
     return _rank_statistics(*_measured(input, channel_dim))
 
 
 def _measured(input: Tensor, channel_dim: int) -> tuple[Tensor, ForwardLaunches, Any]:
-    """The statistics of parts of an input, what else is to be launched, and what makes tensors."""
+    """Return the statistics of parts of an input, the prepared launches, and a function that allocates tensors."""
     device, dtypes = input.device, (input.dtype, *[None] * 5)
     launches = _forward_launches(input.shape, input.stride(), channel_dim, dtypes, (True, False, False), device)
     if launches is None:
@@ -180,7 +177,7 @@ def _rank_statistics(partials: Tensor, launches: ForwardLaunches, empty: Any) ->
 def launch_combine(
     all_ranks: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
+    """Return mean and biased variance over several processes, from their rank statistics, [P, 2C + 1]."""
     dtypes = tuple([None if each is None else each.dtype for each in (running_mean, running_var)])
     finish = _combining(all_ranks.shape, dtypes)
     channels, running = (all_ranks.shape[1] // 2,), Channels(running_mean, running_var)
@@ -189,7 +186,7 @@ def launch_combine(
 
 @launch_rule
 def _combining(shape: torch.Size, running: tuple[Any, ...]) -> Any:
-    """The kernel that puts rank statistics, [P, 2C + 1], together, given the dtypes of running statistics."""
+    """Prepare the kernel that combines rank statistics, [P, 2C + 1], given the dtypes of running statistics."""
     ranks, pitch = shape
     return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch, same_dtypes=True)
 
@@ -203,7 +200,7 @@ def _combine(
     empty: Any,
     scale_shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of a whole from the statistics of its parts; running statistics move towards them.
+    """Return mean and biased variance of a whole from the statistics of its parts; move running statistics to them.
 
     `floats` are momentum and eps.
     """
@@ -215,18 +212,15 @@ def _combine(
 
 
 def _write_back(running: Channels, copies: Channels) -> None:
-    """Changes running statistics that are not contiguous, of which a kernel changed a copy."""
+    """Copy new running statistics back to tensors that are not contiguous, because a kernel changed a copy."""
     for own, copy in zip(running[:2], copies[:2], strict=True):
         if copy is not own:
             own.copy_(copy)
 
 
 def launch_normalise(input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
-    """The output, given mean and variance of every channel."""
+    """Return the output, given mean and variance of every channel."""
     return launch_forward(input, z, channels, reference.evaluating(spec))[0]
-
-
-# Backward -------------------------------------------------------------------------------------------------------------
 
 
 def launch_backward(
@@ -239,7 +233,7 @@ def launch_backward(
     wants_input: bool,
     wants_z: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Gradients of input and addend (None where they are not wanted), weight and bias.
+    """Return the gradients of input and addend (None if they are not wanted), weight and bias.
 
     `channels` are mean, variance, weight and bias.
     """
@@ -273,7 +267,7 @@ def launch_backward(
     launches.measure((input, dy, output, *parameters, dz, partials), (eps,))
     rank_stats = None if exchange is None else empty(launches.rank_stats, (1,), torch.float32)
     launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.values,))
-    if dz is not None:  # the mask was applied: no need to ask the output again
+    if dz is not None:  # the ReLU mask was applied: the output is no longer needed
         dy, output = dz, None
     sums: tuple[Tensor | None, ...] = (sum_dy, sum_dy_xhat)
     if exchange is not None:
@@ -285,14 +279,14 @@ def launch_backward(
 
 
 class BackwardLaunches(NamedTuple):
-    """The kernels of a backward pass, which lack their tensors: `whole` alone, or the others, in this order."""
+    """The prepared kernels of a backward pass, without their tensors: `whole` alone, or the others, in this order."""
 
     shape: tuple[int, ...]
     channels: tuple[int]
     rank_stats: tuple[int]
-    values: float  # of a channel
+    values: float  # values per channel
     whole: Any = None
-    partials: int = 0  # elements of memory for the sums of parts
+    partials: int = 0  # elements of memory for the sums of the parts
     measure: Any = None
     sums: Any = None
     apply: Any = None
@@ -307,7 +301,7 @@ def _backward_launches(
     flags: tuple[bool, ...],
     device: torch.device,
 ) -> BackwardLaunches | None:
-    """None for a tensor that is not dense."""
+    """Prepare the backward launches; return None for a tensor that is not dense."""
     (dtype, dy_dtype, *_), (training, wants_input, alone, relu, write_dz) = dtypes, flags
     geometry = _geometry(shape, strides, channel_dim)
     if geometry is None:
@@ -328,19 +322,16 @@ def _backward_launches(
 def launch_input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient."""
+    """Return the input's gradient, by the elementwise kernel."""
     x = dense(input, spec.channel_dim)
     geometry, dx = _geometry(x.shape, x.stride(), spec.channel_dim), torch.empty_like(x)
     assert geometry is not None
     flags = {"RELU": spec.relu, "BATCH": spec.training}
     launch = _elementwise_of_any(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
     mean, variance, weight, bias = channels
-    given = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
-    launch((x, like(x, dy), like(x, output), *given, dx), (spec.eps, sums.inverse_count))
+    contiguous = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
+    launch((x, like(x, dy), like(x, output), *contiguous, dx), (spec.eps, sums.inverse_count))
     return dx
-
-
-# Kernels that lack their tensors --------------------------------------------------------------------------------------
 
 
 def _summing(
@@ -352,7 +343,7 @@ def _summing(
     *sizes: int,
     **flags: bool,
 ) -> tuple[Any, int]:
-    """A pass that sums, and how many parts it leaves."""
+    """Prepare a pass that sums, and return it with the number of partial results that it writes."""
     here = facts(device)
     pace = config.pace(*geometry, backward, dtype.itemsize, here)
     tiles = config.tiling(geometry, pace.elements)
@@ -371,11 +362,11 @@ def _elementwise(
     return kernel.prepare(grid, tiles.sizes, **flags, **tiles.constants, num_warps=chosen.num_warps)
 
 
-_elementwise_of_any = launch_rule(_elementwise)  # for tensors of any dtypes
+_elementwise_of_any = launch_rule(_elementwise)  # for tensors whose dtypes may differ between launches
 
 
 def _finishing(kernel: Any, parts: int, channels: int, *sizes: int, same_dtypes: bool) -> Any:
-    """What puts the results of parts together."""
+    """Prepare a kernel that combines the partial results of parts."""
     part_block, channel_block = config.finish_block(parts)
     constants: dict[str, Any] = {"P_BLOCK": part_block, "C_BLOCK": channel_block, "same_dtypes": same_dtypes}
     grid = (-(-channels // channel_block),)

@@ -1,21 +1,21 @@
-"""Batch norm, with an addend and ReLU behind it, in both layouts.
+"""Kernels of batch norm followed by an optional addend and ReLU, in both memory layouts.
 
 Legend: a tensor has I images of S positions and C channels, in memory [I, S, C] (LAST; then I is 1 and S counts the
-positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels; the `chunks` tiles of
-an image, of all images in turn, are the units of a block of channels. A pass that sums has P programs per block, each
-of which takes every P-th unit, so that all march through memory together. What each finds is a row of partial results:
-forward means, sums of squared deviations and a count, `pitch` values after the row before, backward two sums, 2C values
-after it. A second kernel puts the rows together, in a fixed order: were this left to the last programs of the pass, it
+positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels. Each image has `chunks`
+tiles per block of channels; the tiles of all images in turn are the `units` of that block. A pass that sums has P
+programs per block. Each takes every P-th unit, so that all advance through memory together, and writes a row of partial
+results: forward means, sums of squared deviations and a count, `pitch` values after the row before; backward two sums,
+2C values after it. A second kernel combines the rows in a fixed order: if the last programs of the pass did this, it
 would take 6 to 10 us longer on an H200 for the 5 that the host saves. Statistics are float32: mean and biased variance.
 
-Rank statistics are what a process tells others: forward such a row, backward `sum_dy`, `sum_dy_xhat` and a count;
-[2C + 1] in both directions. `sum_dy` is the sum of the gradient behind the ReLU mask, `sum_dy_xhat` that of it times
-the normalised input. With RELU its mask comes from the output, or where that is None (there is no addend) from its
-argument, computed again. Tensors that a norm does not have are None.
+Rank statistics, [2C + 1], are sent to other processes: forward a row of partial results, backward `sum_dy`,
+`sum_dy_xhat` and a count. `sum_dy` is the sum of the gradient behind the ReLU mask, and `sum_dy_xhat` the sum of this
+gradient times the normalised input. With RELU the mask comes from the output. If the output is None (without an
+addend), the mask is computed again from the input. Absent tensors are None.
 
-ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
-shows Triton how wide loads may be. EVEN: R divides S, so that no tile has fewer positions. Passes that sum have STAGES
-tiles on their way, to shared memory, or UNROLL, to registers.
+ALIGN, a power of two up to 16, divides the contiguous size, C or S: dividing and multiplying by ALIGN tells Triton how
+wide loads may be. EVEN: R divides S, so that no tile has fewer positions. Passes that sum load STAGES tiles ahead to
+shared memory, or UNROLL to registers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import triton.language as tl
 from .._kernel_functions import parameter
 from .._launch import kernel
 
-# Numbers that differ from shape to shape and would have kernels compiled anew for being 1 or a multiple of 16, which of
-# all numbers only that of channels need be known for.
+# Numbers that differ from shape to shape. Triton would compile kernels anew if one is 1 or a multiple of 16; only the
+# number of channels needs this specialisation.
 COUNTS = ["positions", "chunks", "units", "channel_blocks"]
 
 
@@ -36,7 +36,7 @@ def tile(
     unit, block, positions, channels, chunks,
     LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where the elements of a tile lie, [R, C_BLOCK], which of them exist, and how many positions follow its first."""
+    """Return the offsets of a tile's elements, [R, C_BLOCK], their mask, and how many positions follow its first."""
     row = tl.arange(0, R)[:, None]
     column = tl.arange(0, C_BLOCK)[None, :]
     if LAST:
@@ -62,18 +62,18 @@ def batch_norm_measure(
     LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
     STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of every channel over a program's units, and how many values these are.
+    """Compute mean and sum of squared deviations of every channel over a program's units, and the number of values.
 
-    Every element of a tile has sums of its own, of differences from a pivot: the channel's first value in the first
-    tile, so that squares of differences from a distant mean cannot drown the variance. Where all values are alike the
-    differences are 0, and the mean is exact.
+    Every element of a tile has sums of its own, of differences from a pivot. The pivot is the channel's first value in
+    the first tile, so that squares of differences from a distant mean cannot drown the variance. If all values are
+    equal, the differences are 0 and the mean is exact.
     """
     program = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     row = tl.arange(0, R)
-    # Loaded by itself: picked out of a tile by a sum over its rows it took a fifth of the registers.
+    # Loaded separately: selecting the pivot from a tile by a sum over its rows took a fifth of the registers.
     unit = units - 1 - program
     if LAST:
         first = unit.to(tl.int64) * R * channels + channel
@@ -84,10 +84,11 @@ def batch_norm_measure(
     squares = tl.zeros((R, C_BLOCK), tl.float32)
     counts = tl.zeros((R,), tl.float32)
     filler = 0.0 if EVEN else tl.broadcast_to(pivot.to(x.dtype.element_ty)[None, :], (R, C_BLOCK))
-    # The last tiles first, because what wrote the input has left those in the cache.
+    # The last tiles first, because the kernel that wrote the input has left those in the cache.
     for start in tl.range(program, units, programs, num_stages=STAGES, loop_unroll_factor=UNROLL):
         offset, mask, rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
-        # What is not there differs by nothing; with tl.where in place of `other` ptxas waits for load after load.
+        # Masked lanes load the pivot and contribute 0; with tl.where in place of `other` ptxas waits for load after
+        # load.
         away = tl.load(x + offset, mask, other=filler).to(tl.float32) - pivot[None, :]
         total += away
         squares += away * away
@@ -110,15 +111,15 @@ def batch_norm_statistics(
     programs, channels, pitch, momentum, eps,
     P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of every channel from those of its parts, and what they do to the running ones.
+    """Compute mean and variance of every channel from partial results, and update the running statistics.
 
-    P_BLOCK parts at a time, around the mean of these, then by Chan's formula. Parts may be empty; if all are,
-    statistics are 0 and the running ones stay. Without a `variance`, `mean` gets the statistics of the rank, [2C + 1].
-    `scale_shift`, [2, C], is what an input is to be multiplied by, and what is added then.
+    Combines P_BLOCK parts at a time around their mean, then adds them by Chan's formula. Parts may be empty; if all
+    are, statistics are 0 and the running ones stay. Without a `variance`, `mean` gets the rank statistics, [2C + 1].
+    `scale_shift`, [2, C], gets the factor and the summand that normalise an input.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
-    # What the end needs is loaded first, so that a program waits for memory once.
+    # Values that are needed at the end are loaded first, so that a program waits for memory once.
     if running_mean is not None:
         old_mean = tl.load(running_mean + channel, inside, other=0.0).to(tl.float32)
         old_variance = tl.load(running_variance + channel, inside, other=0.0).to(tl.float32)
@@ -172,7 +173,7 @@ def batch_norm_apply(
     RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The output of one tile."""
+    """Compute the output of one tile."""
     unit = tl.program_id(0) // channel_blocks
     block = tl.program_id(0) % channel_blocks
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
@@ -187,17 +188,17 @@ def batch_norm_apply(
     if z is not None:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
     if RELU:
-        # A comparison that keeps NaN, as PyTorch's ReLU does.
+        # A comparison instead of a maximum keeps NaN, as PyTorch's ReLU does.
         result = tl.where(result < 0.0, 0.0, result)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
 def _masked(gradient, away, x, y, offset, mask, scale, shift, RELU: tl.constexpr):
-    """The gradient behind the ReLU mask, which is that of ReLU's argument; `away` is the input less its mean."""
+    """Return the gradient of ReLU's argument: `gradient` behind the ReLU mask. `away` is the input less its mean."""
     if RELU:
         if y is None:
-            # Rounded as the output was, which may be 0 then.
+            # Rounded like the output, because rounding may have made that 0.
             output = (away * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
         else:
             output = tl.load(y + offset, mask, other=0.0)
@@ -213,7 +214,7 @@ def batch_norm_measure_backward(
     RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the gradient and of gradient times normalised input over a program's units.
+    """Sum the gradient, and the gradient times the normalised input, over a program's units.
 
     `dz`, the gradient of the addend, gets the gradient behind the ReLU mask.
     """
@@ -231,7 +232,7 @@ def batch_norm_measure_backward(
         # The last tiles first, as in batch_norm_measure.
         offset, mask, _rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
         away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
-        # Outside the input the gradient is 0, and so is every term.
+        # Outside the input the loaded gradient is 0, and so is every term.
         gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
         gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
         if dz is not None:
@@ -250,9 +251,9 @@ def batch_norm_sums(
     programs, channels, count,
     P_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the programs of the pass before have found: the gradients of bias and weight.
+    """Sum the partial results of `batch_norm_measure_backward`: the gradients of bias and weight.
 
-    They are written to `rank_stats` too, where it is given, with `count` behind them.
+    Also writes them to `rank_stats`, if given, followed by `count`.
     """
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
@@ -281,7 +282,7 @@ def batch_norm_apply_backward(
     RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
     R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tile of the input; without BATCH the statistics did not depend on the input.
+    """Compute the gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
     Without `sum_dy_xhat`, `sum_dy` is the sum of all processes' rank statistics, [2C + 1], which has everything.
     """

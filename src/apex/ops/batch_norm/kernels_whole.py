@@ -1,7 +1,7 @@
-"""Batch norm in training in one launch each way, where a program can hold all values of a channel.
+"""Kernels for batch norm in training with one launch each way, for channels whose values fit into one program.
 
 Legend: a program has all `count` values of C_BLOCK channels, [R, C_BLOCK], in memory [count, C] (LAST) or [I, C, S]
-with S positions; offsets fit 32 bits. Otherwise as in kernels.py.
+with S positions; offsets fit 32 bits. The other names are explained in kernels.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .kernels import _masked
 
 @triton.jit
 def everything(count, positions, channels, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
-    """Where the values lie, [R, C_BLOCK], which of them exist, the channels, and which of these exist."""
+    """Return the offsets of the values, [R, C_BLOCK], their mask, the channels, and the mask of the channels."""
     row = tl.arange(0, R)[:, None]
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     column = channel[None, :]
@@ -35,10 +35,10 @@ def batch_norm_whole(
     count, positions, channels, eps, momentum,
     RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Statistics, running ones and output."""
+    """Compute the statistics, update the running statistics, and compute the output."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
-    # Around a value of the data, so that a distant mean costs no digits.
+    # Differences from a value of the data, so that a distant mean costs no digits.
     pivot = tl.sum(tl.where((tl.arange(0, R) == 0)[:, None], values, 0.0), 0)
     centre = tl.sum(tl.where(mask, values - pivot[None, :], 0.0), 0) / count + pivot
     away = tl.where(mask, values - centre[None, :], 0.0)
@@ -69,7 +69,7 @@ def batch_norm_whole_backward(
     count, positions, channels, eps,
     RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums, which are gradients of bias and weight, and the gradients of input and addend."""
+    """Compute the sums, which are the gradients of bias and weight, and the gradients of input and addend."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)

@@ -1,6 +1,6 @@
-"""`batch_norm` and everything that is made of its passes: one forward, one backward, one autograd Function.
+"""`batch_norm` with its forward and backward passes and its autograd Function.
 
-Local norms call them without an `exchange`; SyncBatchNorm and the group norms give the one of their process group.
+Local norms call these without an `exchange`; SyncBatchNorm and the group norms pass the one of their process group.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def batch_norm(
     relu: bool = False,
     channel_dim: int = 1,
 ) -> Tensor:
-    """Batch norm of `input`, plus `z` where it is given, then ReLU where it is asked for.
+    """Return the batch norm of `input`, plus `z` if it is given, then ReLU if `relu` is set.
 
     `input` is [N, C, ...] in any memory format, or [N, ..., C] with `channel_dim=-1`. In `training` the statistics are
-    those of the input and the running ones, where there are any, move towards them by `momentum`; otherwise the running
-    ones are used. The running variance is the unbiased one; a single value per channel counts as its own. Statistics
-    are float32 (float64 for float64), whatever the dtype of the input, which is that of the output.
+    computed from the input, and the running statistics, if given, move towards them by `momentum`; otherwise the
+    running statistics are used. The running variance is the unbiased one, except for a single value per channel.
+    Statistics are float32 (float64 for float64). The output has the dtype of the input.
     """
     if (
         not torch.compiler.is_compiling()
@@ -59,11 +59,11 @@ def batch_norm(
         try:
             channels = (weight, bias, running_mean, running_var)
             output = torch.batch_norm(input, *channels, bool(training), momentum, eps, cudnn)
-            # Not in place, which takes autograd longer. The norm's output is freed: its derivative does not ask for it.
+            # Not in place, which takes autograd longer. The norm's output is freed: its derivative does not need it.
             output = output if z is None else output + z
         except RuntimeError:
             spec = BatchNormSpec(training=training)
-            check(input, Channels(running_mean, running_var, weight, bias), z, spec)  # says it in our words
+            check(input, Channels(running_mean, running_var, weight, bias), z, spec)  # raises our own error if it can
             raise
         return output.relu() if relu else output
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
@@ -79,7 +79,7 @@ def batch_norm_with_statistics(
     exchange: Exchange | None = None,
     wanted: bool = True,
 ) -> tuple[Tensor, BatchStatistics | None]:
-    """The same over the ranks of `exchange`; in training, where they are `wanted`, with the statistics of the batch."""
+    """Return the batch norm over the ranks of `exchange`, and, in training and if `wanted`, the batch's statistics."""
     channels, compiling = check(input, running, z, spec), torch.compiler.is_compiling()
     if exchange is None:
         values = input.numel()
@@ -113,9 +113,9 @@ def torch_checks(
     training: bool,
     channel_dim: int,
 ) -> bool:
-    """Whether a small or plain norm is for PyTorch's operator as it is, which refuses what else `check` does.
+    """Return whether PyTorch's operator may take a small or plain norm without `check`, as it checks enough itself.
 
-    Of few elements `check` and what follows it take half as long as the operator's own work on the host.
+    For few elements, `check` and the code after it take half as long as the operator's own work on the host.
     """
     if channel_dim != 1 or _library.requested == "triton":
         return False
@@ -124,20 +124,20 @@ def torch_checks(
         return False
     is_large = values >= config.NATIVE_BELOW
     if is_large and training and input.is_contiguous() and config.plain_by_kernels(shape[2:].numel(), shape[1], dtype):
-        return False  # there may be kernels for it
+        return False  # kernels may be quicker
     if dtype != torch.float32:
         if dtype not in _library.TRITON_DTYPES or on_cpu or z is not None or weight is None or bias is None:
-            return False  # it would round in between, or take no float32 beside it
+            return False  # PyTorch would round between norm and addend, or refuse float32 parameters
         if not reference.keeps_float32(input, training):
             return False
     elif z is not None and (z.dtype != dtype or z.shape != shape):
         return False
     if z is not None and running_mean is not None and z.device != input.device:
-        return False  # it would notice when the running statistics have moved
+        return False  # PyTorch would raise only after the running statistics have moved
     for each in (running_mean, running_var, weight, bias):
         if each is not None and (
             type(each) not in _library.PLAIN
-            or each.is_cpu != on_cpu  # which the operator of a CPU notices when the running statistics have moved
+            or each.is_cpu != on_cpu  # on a CPU PyTorch raises only after the running statistics have moved
             or each.dtype != torch.float32
             or each.dim() != 1
             or not each.is_contiguous()
@@ -147,7 +147,7 @@ def torch_checks(
 
 
 def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpec) -> int:
-    """The number of channels. Raises for arguments that do not fit each other."""
+    """Return the number of channels; raise for arguments that do not fit together."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
     running_mean, running_var, weight, bias = running
@@ -170,7 +170,7 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
             or each.shape != (channels,)
             or each.device != device
             or each.dtype not in _library.TRITON_DTYPES
-        ):  # perhaps wrong, and then which
+        ):  # possibly wrong: find out which parameter is
             check_parameters(
                 input, (channels,), weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
             )
@@ -185,7 +185,7 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
 
 
 def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling: bool = False) -> bool:
-    """Not for few elements, nor eagerly where nothing follows the norm, unless PyTorch is slow or inexact at it."""
+    """Return whether kernels run: for large inputs with something behind the norm, or if PyTorch is slow or inexact."""
     if not (_library.runs_triton if compiling else _library.runs_triton_now)(FAMILY, input):
         return False
     if _library.requested == "triton":
@@ -196,7 +196,7 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling
     if is_large and (compiling or spec.relu or z is not None):
         return True
     if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
-        return True  # its gradients would be inexact, or cost copies to be exact
+        return True  # PyTorch's gradients would be inexact, or need copies to be exact
     if not is_large:
         return False
     contiguous = spec.training and spec.channel_dim == 1 and input.dim() > 2 and input.is_contiguous()
@@ -204,10 +204,10 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling
 
 
 def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -> float:
-    """The weight of the next batch in running statistics: the momentum, or where that is None an equal share.
+    """Return the weight of the next batch in running statistics: the momentum, or if that is None an equal share.
 
-    As in PyTorch, an equal share waits for the device to say how many there were. The caller counts the batch, once the
-    norm has taken it.
+    As in PyTorch, an equal share waits for the device to report the number of batches. The caller counts the batch
+    after the norm has taken it.
     """
     if momentum is not None:
         return momentum
@@ -219,7 +219,7 @@ def average_factor(momentum: float | None, num_batches_tracked: Tensor | None) -
 def forward(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, exchange: Exchange | None = None
 ) -> tuple[Tensor, Channels]:
-    """The output, and what it was normalised by, without autograd."""
+    """Return the output and the statistics and parameters that normalised it, without autograd."""
     mean, variance, weight, bias = running
     if launches(input):
         output, mean, variance = launch_forward(input, z, running, spec, exchange)
@@ -240,23 +240,23 @@ def backward(
     wants_input: bool = True,
     wants_z: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Gradients of input and addend (None where they are not wanted), weight and bias, without autograd.
+    """Return the gradients of input and addend (None if they are not wanted), weight and bias, without autograd.
 
-    `channels` are mean, variance, weight and bias. ReLU's mask is taken from `output`; None stands for that of a norm
-    without an addend, which is computed again.
+    `channels` are mean, variance, weight and bias. ReLU's mask is taken from `output`. For a norm without an addend
+    `output` may be None, and the mask is computed again.
     """
     if launches(input):
         return launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     channels = Channels(*channels)
     if exchange is None:
         return local_gradients(dy, input, output, channels, spec, wants_input, wants_z)
-    given = (dy, input, output, channels, spec)
-    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*given, keep_dz=wants_z, for_ranks=True)
+    arguments = (dy, input, output, channels, spec)
+    dz, sum_dy, sum_dy_xhat, rank_stats = gradient_sums(*arguments, keep_dz=wants_z, for_ranks=True)
     assert rank_stats is not None
     sum_dy, sum_dy_xhat = reference.over_ranks(exchange, rank_stats, sum_dy, sum_dy_xhat, wants_input)
     if not wants_input:
         return None, dz, sum_dy_xhat, sum_dy
-    if dz is not None:  # the mask was applied: no need to ask the output again
+    if dz is not None:  # the ReLU mask was applied: the output is no longer needed
         dy, output, spec = dz, None, reference.without_relu(spec)
     sums = GradientSums(rank_stats, None, 0.0)
     return input_gradient(dy, input, output, channels, sums, spec), dz, sum_dy_xhat, sum_dy
@@ -272,29 +272,29 @@ def save(
     exchange: Exchange | None,
     launched: bool = False,
 ) -> None:
-    """Keeps what `saved_gradients` needs; `launched` says that kernels took the input."""
-    # Without an addend ReLU's mask is computed again, so that the output need not be kept or read.
+    """Save the tensors that `saved_gradients` needs; `launched` says that kernels took the input."""
+    # Without an addend ReLU's mask is computed again, so that the output need not be saved or read.
     kept = output if spec.relu and z is not None else None
     ctx.save_for_backward(input, kept, *channels)
     ctx.spec, ctx.exchange, ctx.launched = spec, exchange, launched
 
 
 def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients of input, addend, weight and bias, None where they are not wanted; for every autograd Function.
+    """Return the gradients of input, addend, weight and bias, None if not wanted; for every autograd Function.
 
-    Autograd casts them to the dtypes of what they belong to.
+    Autograd casts them to the dtypes of the tensors they belong to.
     """
     input, output, *channels = ctx.saved_tensors
     spec, exchange = ctx.spec, ctx.exchange
     wants_input, wants_z, wants_weight, wants_bias = wanted
-    found: tuple[Tensor | None, ...]
-    if exchange is None and torch.is_grad_enabled():  # create_graph=True: they must be differentiable themselves
-        found = reference.gradients(dy, input, output, Channels(*channels), spec)
-    elif ctx.launched and _library.is_eager(dy):  # kernels take it again, unless something else looks on now
-        found = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    gradients: tuple[Tensor | None, ...]
+    if exchange is None and torch.is_grad_enabled():  # create_graph=True: the gradients must be differentiable
+        gradients = reference.gradients(dy, input, output, Channels(*channels), spec)
+    elif ctx.launched and _library.is_eager(dy):  # kernels take the tensors again, in plain eager mode
+        gradients = launch_backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
     else:
-        found = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
-    dx, dz, dweight, dbias = found
+        gradients = backward(dy, input, output, channels, spec, exchange, wants_input, wants_z)
+    dx, dz, dweight, dbias = gradients
     return (
         dx if wants_input else None,
         dz if wants_z else None,
@@ -304,10 +304,10 @@ def saved_gradients(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> tuple[Tenso
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Normalises by the mean and biased variance of everything that is normalised together, which were found before.
+    """Autograd node of a norm whose mean and biased variance have been computed before.
 
-    `settings` are all that takes no gradient, last the output, None where it is to be computed: one argument, because
-    each takes PyTorch half a microsecond.
+    `settings` holds the arguments without gradients and, last, the output, or None if it must be computed. They are one
+    argument, because each argument takes PyTorch half a microsecond.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The passes of a batch norm over one process or several, without autograd: kernels or PyTorch's operators.
 
-Forward there are two, `statistics` and `normalise`, and backward two, `gradient_sums` and `input_gradient`. In between,
-the ranks of a group exchange their rank statistics, [2C + 1] values: forward means, sums of squared deviations and the
-number of values per channel, which are gathered; backward `sum_dy`, `sum_dy_xhat` and that number, which are added up.
-Statistics are mean and biased variance of every channel, in float32 (float64 for float64).
+The forward passes are `statistics` and `normalise`, the backward passes `gradient_sums` and `input_gradient`. In
+between, the ranks of a group exchange their rank statistics, [2C + 1] values. Forward these are means, sums of squared
+deviations and the number of values per channel, which are gathered; backward `sum_dy`, `sum_dy_xhat` and that number,
+which are added up. Statistics are mean and biased variance of every channel, in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def statistics(
     running_var: Tensor | None = None,
     exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel over all ranks, towards which running statistics move.
+    """Return mean and biased variance of every channel over all ranks; move running statistics towards them.
 
-    Nothing waits for the device.
+    The host does not wait for the device.
     """
     running = (running_mean, running_var)
     if exchange is None and _takes_kernels(input):
@@ -53,14 +53,14 @@ def statistics(
 
 
 def scaled_statistics(input: Tensor, running: Channels, spec: BatchNormSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """`statistics` of one process for a graph that is compiled, and the scale and shift of every channel, [2, C]."""
+    """Return `statistics` of one process, and scale and shift of every channel, [2, C], in a compiled graph."""
     mean, variance, *parameters = running
-    given = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
-    return torch.ops.apex.batch_norm_statistics(*given, spec.momentum, spec.eps, spec.channel_dim)
+    tensors = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
+    return torch.ops.apex.batch_norm_statistics(*tensors, spec.momentum, spec.eps, spec.channel_dim)
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
-    """[2C + 1]: means, sums of squared deviations and number of values per channel of an input that may be empty."""
+    """Return means, sums of squared deviations and number of values per channel, [2C + 1]; the input may be empty."""
     if not _takes_kernels(input):
         return reference.rank_statistics(input, channel_dim)
     if torch.compiler.is_compiling():
@@ -73,9 +73,9 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 def normalise(
     input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec, scale_shift: Tensor | None = None
 ) -> Tensor:
-    """The output, given mean and variance of every channel: those of a batch or running ones.
+    """Return the output, given mean and variance of every channel, of a batch or running ones.
 
-    torch.compile sees PyTorch's operators: it joins them with what makes the addend, a norm of its own in a ResNet.
+    torch.compile sees PyTorch's operators: it fuses them with those that compute the addend, a norm itself in a ResNet.
     """
     if launches(input):
         return launch_normalise(input, z, channels, spec)
@@ -91,25 +91,25 @@ def local_gradients(
     wants_input: bool,
     wants_z: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """Gradients of input and addend (None where they are not wanted), weight and bias, of one process.
+    """Return the gradients of input and addend (None if they are not wanted), weight and bias, of one process.
 
     The addend's gradient is `dy` behind the ReLU mask.
     """
-    given = (dy, input, output, channels, spec)
+    arguments = (dy, input, output, channels, spec)
     if launches(input):
-        return launch_backward(*given, None, wants_input, wants_z)
+        return launch_backward(*arguments, None, wants_input, wants_z)
     dx: Tensor | None = None
     dz: Tensor | None = dy
     if not _takes_kernels(input):
-        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*given)
+        dz, sum_dy, sum_dy_xhat = reference.gradient_sums(*arguments)
         if wants_input:
             sums = GradientSums(sum_dy, sum_dy_xhat, 1 / max(1, values_per_channel(input, spec.channel_dim)))
             dx = reference.input_gradient(dz, input, None, channels, sums, reference.without_relu(spec))
     else:
         if wants_z and spec.relu:
-            # In PyTorch's operators: they are joined with those that add up the gradients of the output's readers.
-            # as_strided makes Inductor keep the result, which it would compute again for everything that takes it.
-            dz = reference.masked(*given)
+            # In PyTorch's operators: Inductor fuses them with the sum of the gradients from the output's readers.
+            # as_strided makes Inductor keep the result, which it would otherwise compute again for each reader.
+            dz = reference.masked(*arguments)
             dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
         dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)
@@ -126,7 +126,7 @@ def gradient_sums(
     keep_dz: bool = False,
     for_ranks: bool = False,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
-    """The addend's gradient with `keep_dz`, `sum_dy`, `sum_dy_xhat`, and the rank statistics of both `for_ranks`.
+    """Return the addend's gradient (with `keep_dz`), `sum_dy`, `sum_dy_xhat`, and the rank statistics (`for_ranks`).
 
     The sums are the gradients of bias and weight.
     """
@@ -142,28 +142,28 @@ def gradient_sums(
 def input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient; torch.compile sees PyTorch's operators."""
+    """Return the input's gradient; torch.compile sees PyTorch's operators."""
     compute = launch_input_gradient if launches(input) else reference.input_gradient
     return compute(dy, input, output, channels, sums, spec)
 
 
 def _takes_kernels(input: Tensor) -> bool:
-    """Whether a pass runs as a kernel; how large the input is does not matter here."""
+    """Return whether kernels compute a pass, for an input of any size but 0."""
     return input.numel() > 0 and _library.runs_triton(FAMILY, input)
 
 
 def launches(input: Tensor) -> bool:
-    """Whether the passes launch kernels: not while a graph is compiled, which gets operators."""
+    """Return whether the passes launch kernels: not in a compiled graph, which contains operators instead."""
     return not torch.compiler.is_compiling() and _library.runs_triton_now(FAMILY, input) and input.numel() > 0
 
 
 def values_per_channel(input: Tensor, channel_dim: int) -> int:
-    """How many values are normalised together in this process."""
+    """Return how many values are normalised together in this process."""
     return input.numel() // max(1, input.shape[channel_dim])
 
 
 def self_check(device: torch.device) -> float:
-    """Largest error, as a multiple of its tolerance, forward and backward, in three dtypes and both layouts."""
+    """Return the largest error, as a multiple of its tolerance, both ways, in three dtypes and both layouts."""
     shape, spec, worst = (3, 72, 9, 7), BatchNormSpec(relu=True), 0.0
     generator = torch.Generator(device="cpu").manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -207,7 +207,8 @@ FAMILY = _library.register_family(
 )
 
 
-# What torch.compile puts into a graph in place of launches. Results are laid out as PyTorch would lay out the input.
+# Operators that torch.compile puts into a graph in place of launches. Results have the layout that PyTorch would give
+# the input.
 def _statistics(input, running_mean, running_var, weight, bias, momentum, eps, channel_dim):  # type: ignore[no-untyped-def]
     spec = BatchNormSpec(eps, momentum, channel_dim=channel_dim)
     if _takes_kernels(input):

@@ -1,8 +1,8 @@
 """Batch norm in PyTorch's operators: any device, float dtype and layout, differentiable twice.
 
-First the passes between which several processes exchange rank statistics, [2C + 1] values: forward means, sums of
-squared deviations and the number of values per channel, backward `sum_dy`, `sum_dy_xhat` and that number. Last a whole
-norm by PyTorch's own operator.
+First come the passes; between them several processes exchange rank statistics, [2C + 1] values: forward means, sums of
+squared deviations and the number of values per channel, backward `sum_dy`, `sum_dy_xhat` and that number. Last comes a
+whole norm by PyTorch's own operator.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .._library import compute_dtype
 
 
 class BatchNormSpec(NamedTuple):
-    """What is added to a variance, whether ReLU follows, and where the channels are.
+    """Settings of a batch norm: the `eps` added to a variance, whether ReLU follows, and the channel dimension.
 
-    `training` normalises by the statistics of the batch, otherwise by the running ones. `momentum` is the weight of the
+    With `training` a norm uses the statistics of the batch, otherwise the running ones. `momentum` is the weight of the
     batch in the running statistics. `channel_dim` is 1 for [N, C, ...] in any memory format, -1 for [N, ..., C].
     """
 
@@ -31,19 +31,19 @@ class BatchNormSpec(NamedTuple):
 
 
 def without_relu(spec: BatchNormSpec) -> BatchNormSpec:
-    """The same without ReLU. PyTorch 2.6 compiles neither `_replace` nor slices of a NamedTuple."""
+    """Return the settings without ReLU. PyTorch 2.6 compiles neither `_replace` nor slices of a NamedTuple."""
     return BatchNormSpec(spec.eps, spec.momentum, spec.training, False, spec.channel_dim)
 
 
 def evaluating(spec: BatchNormSpec) -> BatchNormSpec:
-    """The same by statistics that are given."""
+    """Return the settings for normalising by given statistics."""
     return BatchNormSpec(spec.eps, spec.momentum, False, spec.relu, spec.channel_dim)
 
 
 class Channels(NamedTuple):
-    """What the channels are normalised by: mean and biased variance, then, where there are any, weight and bias.
+    """Statistics and parameters of the channels: mean and biased variance, then weight and bias, if there are any.
 
-    The statistics are None where running ones are asked for and there are none.
+    The statistics are None if they would be running statistics and the norm has none.
     """
 
     mean: Any
@@ -53,41 +53,41 @@ class Channels(NamedTuple):
 
 
 class BatchStatistics(NamedTuple):
-    """Mean of every channel of a batch and how far it spreads: the biased variance, or one over its root with eps."""
+    """Mean of every channel of a batch, and its biased variance or, if `inverted`, 1 / sqrt(variance + eps)."""
 
     mean: Tensor
     spread: Tensor
     inverted: bool
 
     def asked(self) -> BatchStatistics:
-        """Itself, for who may compute with it: then a graph that is being captured reads it."""
+        """Return itself to a caller that may compute with it, and tell a graph being captured that it is read."""
         if (recording := _recording.capturing()) is not None:
             recording.reads.update((id(self.mean), id(self.spread)))
         return self
 
     def inverse_deviation(self, eps: float) -> Tensor:
-        """One over the standard deviation, eps added to the variance."""
+        """Return 1 / sqrt(variance + eps)."""
         return self.spread if self.inverted else (self.spread + eps).rsqrt()
 
 
 class Exchange(Protocol):
-    """How the ranks of a group exchange rank statistics; None stands for a process by itself."""
+    """A way to exchange rank statistics among the ranks of a group; None stands for a single process."""
 
     @property
     def averaged_ranks(self) -> int:
-        """The ranks over which gradients of weight and bias are averaged; 0 where they are those of this rank alone."""
+        """Number of ranks over which gradients of weight and bias are averaged; 0 if each rank keeps its own."""
 
     def gather(self, rank_stats: Tensor) -> Tensor:
-        """The rank statistics of all ranks, [P, 2C + 1]."""
+        """Return the rank statistics of all ranks, [P, 2C + 1]."""
 
     def add_up(self, rank_stats: Tensor) -> object:
-        """Makes rank statistics the sum of those of all ranks, in place."""
+        """Replace rank statistics by their sum over all ranks, in place."""
 
 
 class GradientSums(NamedTuple):
-    """Sums per channel over everything that was normalised together, and one over the number of its values.
+    """Sums per channel over all values that were normalised together, and 1 / the number of these values.
 
-    Without `sum_dy_xhat`, `sum_dy` are the rank statistics of all ranks, added up, which have everything.
+    Without `sum_dy_xhat`, `sum_dy` holds the rank statistics summed over all ranks, which include everything.
     """
 
     sum_dy: Tensor
@@ -96,7 +96,7 @@ class GradientSums(NamedTuple):
 
 
 def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
-    """[2C + 1]: means, sums of squared deviations (zeros of an empty input) and number of values per channel."""
+    """Return means, sums of squared deviations and number of values per channel, [2C + 1]; zeros if it is empty."""
     values = input.to(compute_dtype(input))
     dimensions = _other_dimensions(input, channel_dim)
     count = input.numel() // max(1, input.shape[channel_dim])
@@ -108,7 +108,7 @@ def rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 def combine(
     rank_stats: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, momentum: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the values of all ranks, whose statistics are [P, 2C + 1]; some may have none.
+    """Return mean and biased variance of the values of all ranks from [P, 2C + 1]; some ranks may have no values.
 
     Running statistics move towards them, the variance towards the unbiased one, unless there are no values at all.
     """
@@ -125,7 +125,7 @@ def combine(
 
 
 def scale_shift(channels: Channels, eps: float) -> Tensor:
-    """[2, C]: what an input is to be multiplied by, and what is added then."""
+    """Return scale and shift, [2, C]: a normalised input is input * scale + shift."""
     mean, variance, weight, bias = channels
     scale = _scale(variance, weight, eps, variance.dtype)
     shift = -mean * scale
@@ -135,10 +135,10 @@ def scale_shift(channels: Channels, eps: float) -> Tensor:
 def normalise(
     input: Tensor, z: Tensor | None, channels: Channels, spec: BatchNormSpec, scaled: Tensor | None = None
 ) -> Tensor:
-    """The output in the input's dtype, given the statistics to normalise by.
+    """Return the output in the input's dtype, given the statistics to normalise by.
 
-    `scaled`, what `scale_shift` gives, serves half precision in their place: two values of a channel in place of four,
-    whose rounding does not show there.
+    `scaled`, a result of `scale_shift`, replaces the statistics for half precision: two values per channel in place of
+    four, and their rounding does not show there.
     """
     mean, variance, weight, bias = channels
     dtype, channel_dim = compute_dtype(input, weight, bias), spec.channel_dim
@@ -154,16 +154,16 @@ def normalise(
         values = values + z.to(dtype)
     if spec.relu:
         values = values.relu()
-    # A cast may give back what it is given, and PyTorch 2.11 compiles a Function that returns this without gradients.
+    # A cast may return its argument, and PyTorch 2.11 compiles a Function that returns its input without gradients.
     return values if values.dtype == input.dtype else values.to(input.dtype)
 
 
 def gradient_sums(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`dy` behind the ReLU mask; per channel its sum, and its sum times the normalised input.
+    """Return `dy` behind the ReLU mask, its sum per channel, and its sum per channel times the normalised input.
 
-    The mask is taken from `output`; None stands for that of a norm without an addend, which is computed again.
+    The mask is taken from `output`. For a norm without an addend `output` may be None; the mask is computed again.
     """
     dy = masked(dy, input, output, channels, spec)
     dtype, channel_dim = compute_dtype(dy, input), spec.channel_dim
@@ -176,8 +176,8 @@ def gradient_sums(
 def over_ranks(
     exchange: Exchange, rank_stats: Tensor, sum_dy: Tensor, sum_dy_xhat: Tensor, wants_input: bool
 ) -> tuple[Tensor, Tensor]:
-    """Makes the rank statistics those of all ranks; the sums that are gradients of bias and weight."""
-    if wants_input or exchange.averaged_ranks:  # else a rank's own sums are all that it needs
+    """Sum the rank statistics over all ranks in place; return the gradients of bias and weight."""
+    if wants_input or exchange.averaged_ranks:  # otherwise a rank needs only its own sums
         exchange.add_up(rank_stats)
     if not exchange.averaged_ranks:
         return sum_dy, sum_dy_xhat
@@ -188,7 +188,7 @@ def over_ranks(
 def input_gradient(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, sums: GradientSums, spec: BatchNormSpec
 ) -> Tensor:
-    """The input's gradient."""
+    """Return the input's gradient from the sums over all values that were normalised together."""
     dy = masked(dy, input, output, channels, spec)
     mean, variance, weight, _ = channels
     sum_dy, sum_dy_xhat, inverse_count = sums
@@ -211,7 +211,7 @@ def input_gradient(
 def gradients(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of input, addend, weight and bias of a norm of one process, which can be differentiated again."""
+    """Return gradients of input, addend, weight and bias, for one process, that can be differentiated again."""
     if spec.training:
         channels = Channels(*combine(rank_statistics(input, spec.channel_dim)[None]), channels.weight, channels.bias)
     output = None if output is None else output.detach()
@@ -224,19 +224,19 @@ def gradients(
 def norm(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, BatchStatistics | None]:
-    """A whole norm for autograd, of inputs with one value per channel or none, which PyTorch's operator refuses too."""
+    """Return a norm for autograd of inputs with at most one value per channel, which PyTorch's operator refuses."""
     if not spec.training:
         return normalise(input, z, running, spec), None
     rank_stats = rank_statistics(input, spec.channel_dim)[None]
     mean, variance = combine(rank_stats, running.mean, running.variance, spec.momentum)
-    found = BatchStatistics(mean.detach(), variance.detach(), False)
-    return normalise(input, z, Channels(mean, variance, running.weight, running.bias), spec), found
+    batch_statistics = BatchStatistics(mean.detach(), variance.detach(), False)
+    return normalise(input, z, Channels(mean, variance, running.weight, running.bias), spec), batch_statistics
 
 
 def torch_norm(
     input: Tensor, z: Tensor | None, running: Channels, spec: BatchNormSpec, wanted: bool
 ) -> tuple[Tensor, BatchStatistics | None]:
-    """PyTorch's operator, which takes parameters in float32 beside any input, and in its dtype otherwise.
+    """Return the norm by PyTorch's operator, which takes float32 parameters, or float64 ones for a float64 input.
 
     The statistics of the batch are None unless they are `wanted`.
     """
@@ -244,48 +244,49 @@ def torch_norm(
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
     if input.dtype != wide and (
         z is not None
-        or (torch.is_grad_enabled() and (values.is_cpu or not keeps_float32(values, spec.training)))  # rounds within
+        or (torch.is_grad_enabled() and (values.is_cpu or not keeps_float32(values, spec.training)))  # it would round
     ):
-        plain = without_relu(spec)  # rounded once, behind the sum
-        output, found = torch_norm(input.to(wide), z, running, plain, wanted)
+        plain = without_relu(spec)  # round once, after the addition
+        output, batch_statistics = torch_norm(input.to(wide), z, running, plain, wanted)
         output = output.to(input.dtype)
-        return output.relu_() if spec.relu else output, found
+        return output.relu_() if spec.relu else output, batch_statistics
     mean, variance, weight, bias = running
     for each in running:
         if each is not None and (each.dtype != wide or not each.is_contiguous()):
             mean, variance, weight, bias = [_cast(each, wide) for each in running]
             break
-    if input.dtype != wide:  # without parameters to tell, statistics would be rounded to the dtype of the input
+    if input.dtype != wide:  # without float32 parameters PyTorch would round statistics to the input's dtype
         weight = values.new_ones(values.shape[1], dtype=wide) if weight is None else weight
         bias = values.new_zeros(values.shape[1], dtype=wide) if bias is None else bias
-    # What Dynamo knows, and what takes a sixth of its time.
+    # The first is known to Dynamo; the second takes a sixth of its time.
     cudnn = torch.backends.cudnn.enabled if torch.compiler.is_compiling() else torch._C._get_cudnn_enabled()
     flags = (spec.training, spec.momentum, spec.eps, cudnn)
-    found = None
-    if wanted:  # what torch.batch_norm calls, which also tells the statistics of the batch
+    batch_statistics = None
+    if wanted:  # the function behind torch.batch_norm, which also returns the statistics of the batch
         output, batch_mean, inverse_deviation, *_ = torch._batch_norm_impl_index(
             values, weight, bias, mean, variance, *flags
         )
-        found = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
+        batch_statistics = BatchStatistics(batch_mean.detach(), inverse_deviation.detach(), True)
     else:
         output = torch.batch_norm(values, weight, bias, mean, variance, *flags)
     if spec.training and mean is not running.mean:
         running.mean.copy_(mean)
     if spec.training and variance is not running.variance:
         running.variance.copy_(variance)
-    # Not in place, which takes autograd longer: no derivative of a batch norm asks for its output, which is freed.
+    # Not in place, which takes autograd longer: the derivative of a batch norm does not need its output, which is
+    # freed.
     if z is not None:
         output = output + (z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype)
     output = output.relu() if spec.relu else output
-    return output if spec.channel_dim == 1 else output.movedim(1, -1), found
+    return output if spec.channel_dim == 1 else output.movedim(1, -1), batch_statistics
 
 
 def keeps_float32(values: Tensor, training: bool) -> bool:
-    """Whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32, if they are wanted.
+    """Return whether PyTorch's batch norm of [N, C, ...] computes all of its gradients in float32, if they are wanted.
 
-    On a GPU it does for channels-last images and where cuDNN takes them, which is in training and not for contiguous
-    bfloat16; anywhere else it rounds to half precision between the steps of the backward pass. On a CPU it does so
-    unless input and gradient are contiguous: whoever may want gradients there must give it float32.
+    On a GPU it does for channels-last images and if cuDNN takes them, which is in training and not for contiguous
+    bfloat16; otherwise it rounds to half precision between the steps of the backward pass. On a CPU it rounds too
+    unless input and gradient are contiguous: a caller that may want gradients there must pass float32.
     """
     if values.element_size() > 2 or not values.is_cuda:
         return True
@@ -295,14 +296,14 @@ def keeps_float32(values: Tensor, training: bool) -> bool:
 
 
 def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """In `dtype` and contiguous: PyTorch's backward pass on a CPU reads what lies beside a strided weight, too."""
+    """Return a parameter in `dtype` and contiguous: PyTorch's backward pass on a CPU misreads a strided weight."""
     if parameter is None or (parameter.dtype == dtype and parameter.is_contiguous()):
         return parameter
     return parameter.to(dtype).contiguous()
 
 
 def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
-    """`dy` behind the ReLU mask, where there is ReLU."""
+    """Return `dy` behind the ReLU mask, or `dy` itself without ReLU."""
     if not spec.relu:
         return dy
     if output is None:
@@ -311,17 +312,17 @@ def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels,
 
 
 def _scale(variance: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    """One over the standard deviation, times the weight where there is one."""
+    """Return 1 / sqrt(variance + eps), times the weight if there is one."""
     inverse_deviation = (variance.to(dtype) + eps).rsqrt()
     return inverse_deviation if weight is None else inverse_deviation * weight.to(dtype)
 
 
 def _spread(parameter: Tensor, input: Tensor, channel_dim: int, dtype: torch.dtype) -> Tensor:
-    """A value for each channel, in `dtype`, as it is broadcast over the input."""
+    """Return a value per channel, in `dtype`, shaped to broadcast over the input."""
     wide = parameter.to(dtype)
     return wide if channel_dim == -1 else wide.view(-1, *(1,) * (input.dim() - 2))
 
 
 def _other_dimensions(input: Tensor, channel_dim: int) -> tuple[int, ...]:
-    """All dimensions but that of the channels."""
+    """Return all dimensions except the channel dimension."""
     return tuple(range(input.dim() - 1)) if channel_dim == -1 else (0, *range(2, input.dim()))

@@ -1,15 +1,15 @@
-"""A ResNet bottleneck with frozen batch norms, which are a scale s and a bias b for each channel, forward and backward.
+"""A ResNet bottleneck with frozen batch norms (a scale s and a bias b per channel), forward and backward.
 
     out1 = relu(s1 conv1x1(x) + b1)
     out2 = relu(s2 conv3x3(out1) + b2)
     y    = relu(s3 conv1x1(out2) + b3 + shortcut),    shortcut = x or s4 conv1x1(x) + b4
 
-A scale of an output channel is a factor of its weights, so it is applied to these: one call of cuDNN does the rest of a
-line, and rounds once. The host is the limit for all but large images: few calls, and the same ones again, whose code is
-still in its caches. With matrix products for 1x1 convolutions a step on an H200 took 1.08 times as long.
+The scale of an output channel is applied to its weights, so that one call of cuDNN computes the rest of a line and
+rounds once. The host is the limit for all but large images: this makes few calls, and repeats the same ones, whose code
+is still in its caches. With matrix products for 1x1 convolutions a step on an H200 took 1.08 times as long.
 
 An image may be divided by rows among ranks. A HaloPadder `pad` then exchanges the first and the last row with the ranks
-above and below: `pad(images, *_ROWS)` has theirs at both ends after `pad.wait()`.
+above and below: after `pad.wait()`, `pad(images, *_ROWS)` has the neighbours' rows at both ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROWS = (1, False, True)
 def bottleneck_reference(
     x: Tensor, weights: Sequence[Tensor], scales: Sequence[Tensor], biases: Sequence[Tensor], stride: int
 ) -> Tensor:
-    """y in PyTorch's operators, which torch.compile and torch.func see through."""
+    """Return y in PyTorch's operators, for torch.compile and torch.func."""
     s, b = ([each.reshape(1, -1, 1, 1) for each in values] for values in (scales, biases))
     out1 = (functional.conv2d(x, weights[0], stride=stride) * s[0] + b[0]).relu()
     out2 = (functional.conv2d(out1, weights[1], padding=1) * s[1] + b[1]).relu()
@@ -51,7 +51,7 @@ def bottleneck_forward(
     pad: Any = None,
     overlap: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """y and what the backward pass needs; with `overlap` the outer rows of out2 are computed anew, at the end."""
+    """Return y and the tensors to save; `overlap` computes the outer rows of out2 again, after the exchange."""
     scaled, scales, bias = fold(weights, norms)
     out1 = conv_relu(x, scaled[0], bias[0], _NO_PADDING, stride=stride)
     whole = out1 if pad is None else pad(out1, *_ROWS)
@@ -65,7 +65,7 @@ def bottleneck_forward(
         else:
             out2 = conv_relu(whole, scaled[1], bias[1], _PADDED_ROWS)
     shortcut, last_bias = x, bias[2]
-    if len(weights) > 3:  # its bias is added with the other one: PyTorch's convolution would take a pass for it
+    if len(weights) > 3:  # both biases are added at once: PyTorch's convolution would need a pass of its own
         shortcut, last_bias = functional.conv2d(x, scaled[3], stride=stride), bias[2] + bias[3]
     y = conv_relu(out2, scaled[2], last_bias, _NO_PADDING, shortcut)
     return y, [x, whole, out2, y, *scaled, *scales]
@@ -74,8 +74,8 @@ def bottleneck_forward(
 def bottleneck_backward(
     dy: Tensor, saved: Sequence[Tensor], stride: int, wanted: Sequence[bool], pad: Any = None
 ) -> list[Tensor | None]:
-    """Gradients of x and of the weights, where `wanted`; all ranks must want one below `out2`, or none."""
-    x, out1, out2, y, *others = saved  # out1 with the neighbours' rows
+    """Return the `wanted` gradients of x and of the weights; all ranks must want one below `out2`, or none."""
+    x, out1, out2, y, *others = saved  # out1 includes the neighbours' rows
     scaled, scales = others[: len(others) // 2], others[len(others) // 2 :]
     of_x, of_weights = wanted[0], wanted[1:]
     of_out1 = of_x or of_weights[0]
@@ -91,7 +91,7 @@ def bottleneck_backward(
         if pad is None:
             dout1, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDING, (of_out1, of_weights[1]))
         else:
-            padded = pad(dz2, *_ROWS)  # rows are on their way while the weight's gradient is computed
+            padded = pad(dz2, *_ROWS)  # rows are in transit while the weight's gradient is computed
             _, of_scaled[1] = conv_gradients(dz2, out1, scaled[1], _PADDED_ROWS, (False, of_weights[1]))
             pad.wait()
             dout1, _ = conv_gradients(padded, out1, scaled[1], _PADDING, (of_out1, False))
@@ -99,8 +99,8 @@ def bottleneck_backward(
             if pad is not None:
                 dout1, out1 = dout1[:, :, 1:-1], out1[:, :, 1:-1]
             dz1 = relu_gradient(dout1, out1)
-            found, of_scaled[0] = conv_gradients(dz1, x, scaled[0], _NO_PADDING, (of_x, of_weights[0]), stride)
-            dx = None if found is None or dx is None else found.add_(dx)
+            dx_of_branch, of_scaled[0] = conv_gradients(dz1, x, scaled[0], _NO_PADDING, (of_x, of_weights[0]), stride)
+            dx = None if dx_of_branch is None or dx is None else dx_of_branch.add_(dx)
     pairs = [(each, scale) for each, scale in zip(of_scaled, scales, strict=True) if each is not None]
     if pairs:
         scale_rows(*map(list, zip(*pairs, strict=True)))
@@ -108,7 +108,7 @@ def bottleneck_backward(
 
 
 def scales_and_biases(norms: Sequence[Sequence[Any]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Scale and bias, [C], of each norm (weight, bias, mean, variance), in their dtype; four launches for all."""
+    """Return scale and bias, [C], of each norm (weight, bias, mean, variance), in its dtype; four launches for all."""
     kinds = list(zip(*norms, strict=True))
     sizes = [each.numel() for each in kinds[0]]
     weight, bias, mean, variance = torch.cat([each for kind in kinds for each in kind]).view(4, -1).unbind()
@@ -117,7 +117,7 @@ def scales_and_biases(norms: Sequence[Sequence[Any]]) -> tuple[tuple[Tensor, ...
 
 
 def fold(weights: Sequence[Tensor], norms: Sequence[Sequence[Tensor]]) -> Any:
-    """Weights times scales, scales, and biases [C]; a norm is (weight, bias, mean, variance) or (scale, bias)."""
+    """Return scaled weights, scales, and biases [C]; a norm is (weight, bias, mean, variance) or (scale, bias)."""
     scaled = [torch.empty_like(each) for each in weights]
     if len(norms[0]) == 4 and _kernel_takes([*weights, *[each for norm in norms for each in norm]]):
         scales: Any = [torch.empty_like(norm[0]) for norm in norms]
@@ -131,7 +131,7 @@ def fold(weights: Sequence[Tensor], norms: Sequence[Sequence[Tensor]]) -> Any:
 
 
 def scale_rows(tensors: Sequence[Tensor], scales: Sequence[Tensor], targets: Sequence[Tensor] | None = None) -> None:
-    """Tensors times the scales of their output channels, rounded once; in place without targets."""
+    """Multiply tensors by the scales of their output channels, rounding once; in place without targets."""
     targets = targets or tensors
     if _kernel_takes([*tensors, *scales]):
         launch_fold([(*each, None, None, None, None, None) for each in zip(tensors, scales, targets, strict=True)])
@@ -141,7 +141,7 @@ def scale_rows(tensors: Sequence[Tensor], scales: Sequence[Tensor], targets: Seq
 
 
 def launch_fold(rows: Sequence[tuple[Any, ...]]) -> None:
-    """The kernel for up to four (weight, gamma, scaled, beta, mean, variance, scale, shift)."""
+    """Launch the kernel for up to four rows (weight, gamma, scaled, beta, mean, variance, scale, shift)."""
     sizes = [size for weight, *_ in rows for size in (weight.shape[0], weight.numel() // weight.shape[0])]
     absent = 4 - len(rows)
     kernels.fold_norms(
@@ -154,7 +154,7 @@ def launch_fold(rows: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _kernel_takes(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel is for tensors, which it reads from end to end."""
+    """Return whether the kernel takes these tensors: it needs dense memory on one device."""
     device, last = tensors[0].device, torch.channels_last
     return _library.runs_triton(FAMILY, tensors[0]) and all(
         each.device == device and (each.is_contiguous() or each.is_contiguous(memory_format=last)) for each in tensors
@@ -162,14 +162,14 @@ def _kernel_takes(tensors: Sequence[Tensor]) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, without a call of PyTorch where it has that."""
+    """Return the tensor in a dtype, without a call of PyTorch if it has that dtype already."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def conv_relu(
     images: Tensor, weight: Tensor, bias: Tensor, padding: Pair, summand: Tensor | None = None, stride: int = 1
 ) -> Tensor:
-    """relu(conv(images, weight) + bias + summand)."""
+    """Return relu(conv(images, weight) + bias + summand)."""
     if cudnn_does_it(images, weight, bias):
         strides = (stride, stride)
         if summand is None:
@@ -180,5 +180,5 @@ def conv_relu(
 
 
 def relu_gradient(dy: Tensor, y: Tensor) -> Tensor:
-    """The gradient before ReLU, from its result."""
+    """Return the gradient before ReLU, from ReLU's output."""
     return _threshold_backward(dy, y, 0)

@@ -1,4 +1,4 @@
-"""What follows a convolution, in one pass over its output, in place; weights times frozen norms."""
+"""Kernels behind a convolution, in one pass over its output, in place; and weights multiplied by frozen norms."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from .._launch import kernel
 @kernel
 @triton.jit
 def conv_epilogue(values, scale, bias, mask, elements, channels, BLOCK: tl.constexpr):
-    """max(values * scale + bias, 0), and 0 where `mask` is 0; channels lie side by side."""
+    """Compute max(values * scale + bias, 0) in place, and 0 where `mask` is 0; channels are contiguous."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < elements
     channel = (offset % channels).to(tl.int32)
@@ -54,9 +54,9 @@ def fold_norms(
     rows0, columns0, rows1, columns1, rows2, columns2, rows3, columns3,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """scaled = weight * scale of up to four weights, by `program_id(1)`, with a scale for each row (output channel).
+    """Compute scaled = weight * scale for up to four weights, by `program_id(1)`; each row is an output channel.
 
-    scale = gamma / sqrt(variance) and shift = beta - mean * scale are stored; without a variance gamma is the scale.
+    Stores scale = gamma / sqrt(variance) and shift = beta - mean * scale; without a variance gamma is the scale.
     """
     which = tl.program_id(1)
     if which == 0:

@@ -1,7 +1,7 @@
 """Convolution followed by bias, ReLU, mask or a frozen scale: PyTorch's convolution and one pass before and behind it.
 
-Gradients come from the output: where it is 0, nothing flows back. The pass that applies this to the gradient sums the
-bias's gradient on its way.
+Gradients use the output: no gradient flows back where it is 0. The pass that applies this mask also sums the
+gradient of the bias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConvSpec(NamedTuple):
 
 
 def conv_bias(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Tensor:
-    """The convolution with its bias, which may be [C] or [1, C, 1, 1]."""
+    """Return the convolution with its bias, which may be [C] or [1, C, 1, 1]."""
     check(input, weight, spec, bias=bias)
     return functional.conv2d(input, weight, bias.reshape(-1), spec.stride, spec.padding)
 
@@ -40,7 +40,7 @@ def conv_bias(input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec) -> Te
 def conv_bias_relu(
     input: Tensor, weight: Tensor, bias: Tensor, spec: ConvSpec, mask: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """relu(conv(input, weight) * scale + bias), and 0 where `mask`, of the output's shape, is 0; without autograd."""
+    """Return relu(conv(input, weight) * scale + bias), without autograd; 0 where `mask`, like the output, is 0."""
     check(input, weight, spec, bias=bias, scale=scale)
     shift: Any = bias if bias.dim() == 1 else bias.reshape(-1)
     padding, stride = spec
@@ -52,7 +52,7 @@ def conv_bias_relu(
         fused, shift = True, None
     else:
         fused = scale is not None or torch.compiler.is_compiling() or _library.runs_triton(FAMILY, input)
-        # Where no kernel follows, the convolution adds the bias with less trouble.
+        # If no kernel follows, the convolution adds the bias at less cost.
         output = functional.conv2d(input, weight, None if fused else shift, stride, padding)
     if mask is not None and (mask.shape != output.shape or mask.device != output.device):
         raise ValueError(
@@ -68,10 +68,10 @@ def conv_bias_relu(
 
 
 def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
-    """Whether one call of cuDNN does bias and ReLU too, and rounds once: on an H200, 25 us where convolution and kernel
-    took 54.
+    """Return whether one call of cuDNN can compute bias and ReLU too, rounding once.
 
-    That call checks nothing; tensors that do not fit each other are for PyTorch's convolution to refuse.
+    On an H200 this takes 25 us, where convolution and kernel took 54. The call checks nothing, so tensors that do not
+    fit together are left to PyTorch's convolution, which refuses them.
     """
     return (
         input.is_cuda
@@ -88,7 +88,7 @@ def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
 def conv_bias_gradients(
     dy: Tensor, input: Tensor, weight: Tensor, spec: ConvSpec, bias_grad: bool, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias [C], the first two where they are `wanted`."""
+    """Return the gradients of input, weight and bias [C]; the first two only if they are `wanted`."""
     dbias = _bias_gradient(dy) if bias_grad else None
     return *conv_gradients(dy, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
 
@@ -103,21 +103,21 @@ def conv_bias_relu_gradients(
     wanted: tuple[bool, bool],
     scale: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The same behind ReLU, from its output; a mask has made that 0, and so needs no further thought."""
+    """Return the gradients of input, weight and bias from ReLU's output, which is also 0 where a mask was 0."""
     shape = output.shape
     if dy.shape != shape:
         raise ValueError(f"the gradient has shape {list(dy.shape)}, the output {list(shape)}")
     dz, dbias = _relu_backward(dy, output, shape[1], bias_grad)
     if scale is None:
         return *conv_gradients(dz, input, weight, (spec.padding,) * 2, wanted, spec.stride), dbias
-    # A factor of a channel of the output is one of its weights: far fewer numbers to multiply.
+    # A factor of an output channel can multiply its weights instead: far fewer numbers.
     factor = scale.reshape(-1, 1, 1, 1)
     dx, dweight = conv_gradients(dz, input, weight * factor, (spec.padding,) * 2, wanted, spec.stride)
     return dx, None if dweight is None else dweight * factor, dbias
 
 
 def _relu_backward(dy: Tensor, output: Tensor, channels: int, bias_grad: bool) -> tuple[Tensor, Tensor | None]:
-    """Gradients before ReLU and of the bias."""
+    """Return the gradients before ReLU and of the bias."""
     if not output.is_contiguous(memory_format=torch.channels_last):
         dz = torch.ops.aten.threshold_backward(dy, output, 0)
         return dz, _bias_gradient(dz) if bias_grad else None
@@ -134,7 +134,7 @@ def _relu_backward(dy: Tensor, output: Tensor, channels: int, bias_grad: bool) -
 def conv_gradients(
     dz: Tensor, images: Tensor, weight: Tensor, padding: Pair, wanted: tuple[bool, bool], stride: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of images and weight, where they are `wanted`."""
+    """Return the gradients of images and weight, None if they are not `wanted`."""
     if True not in wanted:
         return None, None
     dx, dweight, _ = _convolution_backward(
@@ -148,7 +148,7 @@ def _bias_gradient(dz: Tensor) -> Tensor:
 
 
 def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor | None) -> None:
-    """Raises for arguments that do not fit each other; PyTorch's convolution checks the rest."""
+    """Raise for arguments that do not fit together; PyTorch's convolution checks the rest."""
     images, weights, (padding, stride) = input.shape, weight.shape, spec
     if len(images) != 4 or len(weights) != 4:
         raise ValueError(
@@ -170,7 +170,7 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
 
 
 def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """In place, on the output of a convolution that nobody else has; a scale comes with a bias."""
+    """Apply scale, bias, ReLU and mask in place to a convolution's output; a scale comes with a bias."""
     if (
         output.numel()
         and _library.runs_triton(FAMILY, output)
@@ -180,7 +180,7 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: T
     shape = (1, -1, 1, 1)
     if scale is None or bias is None:
         output = (output if bias is None else output.add_(bias.reshape(shape))).relu_()
-    else:  # rounded once
+    else:  # in float32, rounded once
         wide = torch.promote_types(output.dtype, torch.float32)
         factor, shift = (each.to(wide).reshape(shape) for each in (scale, bias))
         output = (output.to(wide) * factor + shift).relu_().to(output.dtype)
@@ -188,7 +188,7 @@ def _epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: T
 
 
 def launch_epilogue(output: Tensor, scale: Tensor | None, bias: Tensor | None, mask: Tensor | None) -> Tensor:
-    """The same by the kernel, for an output whose channels are last."""
+    """Launch the epilogue kernel on an output whose channels are last."""
     if mask is not None:
         mask = mask.contiguous(memory_format=torch.channels_last)
         mask = mask.view(torch.int8) if mask.dtype == torch.bool else mask
@@ -212,7 +212,7 @@ _library.register_op(
 
 
 def self_check(device: torch.device) -> float:
-    """Largest error, as a multiple of its tolerance, of scale, bias, ReLU and mask in three dtypes."""
+    """Return the largest error, as a multiple of its tolerance, of scale, bias, ReLU and mask in three dtypes."""
     made: dict[str, Any] = {
         "generator": torch.Generator(device="cpu").manual_seed(0),
         "dtype": torch.float32,
@@ -223,9 +223,9 @@ def self_check(device: torch.device) -> float:
         values = torch.randn(2, 24, 7, 9, **made).to(dtype).to(memory_format=torch.channels_last)
         scale, bias = (torch.rand(24, **made).to(dtype) for _ in range(2))
         mask = (torch.rand(values.shape, **made) > 0.3).to(memory_format=torch.channels_last)
-        there = [each.to(device) for each in (values, scale, bias, mask)]
+        on_device = [each.to(device) for each in (values, scale, bias, mask)]
         exact = values.double() * scale.double()[:, None, None] + bias.double()[:, None, None]
-        worst = max(worst, excess(_epilogue(*there).cpu(), exact.relu() * mask))
+        worst = max(worst, excess(_epilogue(*on_device).cpu(), exact.relu() * mask))
     return worst
 
 

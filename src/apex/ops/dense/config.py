@@ -1,4 +1,4 @@
-"""How the kernels of the dense layers are launched, and when PyTorch's operators are taken; times on an H200."""
+"""Launch rules of the dense layers, and the limits below which PyTorch's operators run; times are from an H200."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from .. import _device, _library
 
-# Elements of a layer below which PyTorch's operators with their own autograd are left to it, because the host is the
-# limit. In microseconds, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and 354 as
-# operators, 4096x[1024]*4 50 and 135 against 66 and 155, and smaller ones were not measured. dense_gelu_dense
-# 4096x1024x4096 (2^24 elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and
-# 452 against 233 and 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870. Between the first two, from
-# GPT-2 small's 8192x768x3072 on, our node keeps one tensor of that size where PyTorch's keep two.
+# Elements of a layer below which PyTorch's operators run with their own autograd, because the host is the limit. In
+# microseconds, forward and backward: the perceptron 64x[256]*4 took 15 and 301 in our node, 22 and 354 as operators;
+# 4096x[1024]*4 50 and 135 against 66 and 155; smaller ones were not measured. dense_gelu_dense 4096x1024x4096 (2^24
+# elements) took 172 and 289 in our node, 128 and 294 as operators, 8192x1024x4096 (2^25) 227 and 452 against 233 and
+# 476, 8192x4096x16384 (2^27) 3390 and 6780 against 3470 and 6870. Between the first two, from GPT-2 small's
+# 8192x768x3072 on, our node saves one tensor of that size where PyTorch's operators save two.
 SMALL = 1 << 14
-SMALL_BETWEEN_LAYERS = 3 << 23  # of dense_gelu_dense
+SMALL_BETWEEN_LAYERS = 3 << 23  # elements between the layers of dense_gelu_dense
 
-# Elements of a matrix up to which few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
+# Elements of a matrix up to which a few programs with many rows are quick enough: float16 4096x1024 in 17.7 us,
 # 4096x4096 in 41 (two launches: 16.4 and 38, but twice the host time, 30 us instead of 15).
 SMALL_MATRIX = 1 << 24
 FEW_ROWS, FEW_ODD_ROWS = 2048, 256
@@ -25,25 +25,24 @@ GELU_BLOCK = 2048
 
 
 def is_large(elements: int, between_layers: bool = False) -> bool:
-    """Whether a layer with so many elements is for our kernels, as one of a perceptron or of dense_gelu_dense."""
+    """Return whether kernels take a layer with this many elements, of a perceptron or of dense_gelu_dense."""
     limit = SMALL_BETWEEN_LAYERS if between_layers else SMALL
     return elements >= limit or (elements > 0 and _library.requested == "triton")
 
 
 def takes_node(rows: int, features: int, width: int) -> bool:
-    """Whether our autograd node is for dense_gelu_dense with so many rows, `features`, and values between its layers.
+    """Return whether our autograd node takes dense_gelu_dense with `rows`, `features` and `width` between its layers.
 
-    Its backward kernel writes gelu's output once more, which PyTorch's operators keep. Beside the products of few
-    features that shows: bfloat16 6965x22x4008 took 287 backward, PyTorch's 246. So do rows of which it cannot load
-    eight bytes at a time: 333 and 243 for 6965x22x4006, 767 and 717 for 16384x256x2049.
+    Its backward kernel writes gelu's output once more, while PyTorch's operators have saved it. This shows beside the
+    products of few features: bfloat16 6965x22x4008 took 287 backward, PyTorch's 246. It also shows if the kernel
+    cannot load eight bytes of a row at a time: 333 and 243 for 6965x22x4006, 767 and 717 for 16384x256x2049.
     """
     suits = width % 4 == 0 and 8 * features > width
     return is_large(rows * width, between_layers=True) and (suits or _library.requested == "triton")
 
 
 class ActivationTile(NamedTuple):
-    """Tiles of `rows` by `block` elements, of which `stages` are on their way; up to `groups` programs share the rows
-    of one block of columns."""
+    """Tiles of `rows` by `block` elements, `stages` in flight; up to `groups` programs share a block of columns."""
 
     rows: int
     block: int
@@ -55,26 +54,27 @@ class ActivationTile(NamedTuple):
 def activation_tile(
     rows: int, columns: int, active: bool, element_size: int, device: _device.DeviceFacts
 ) -> ActivationTile:
-    # Where a program for every 16 columns keeps half of the device busy or is soon done, it takes all of their rows:
-    # one launch, and no sums to be added, which is what counts where the host is the limit. Not many rows of float32 of
-    # which each value is loaded by itself: the gradients of 1038x[137, 300, 327, 141] took 170 so, PyTorch's 121.
+    # If a program for every 16 columns keeps half of the device busy or ends soon, it takes all of their rows. This is
+    # one launch without a sum of partial results, which counts where the host is the limit. Excluded are many rows of
+    # float32 whose values are loaded singly: the gradients of 1038x[137, 300, 327, 141] took 170 so, PyTorch's 121.
     singly = element_size == 4 and columns % 4 != 0 and rows > FEW_ODD_ROWS
     is_wide = 2 * columns >= 15 * device.multiprocessors
     if (is_wide or rows <= FEW_ROWS) and rows * columns <= SMALL_MATRIX and not singly:
         return ActivationTile(min(256, max(16, _device.next_power_of_2(rows))), 16, 1, num_warps=8, stages=3)
-    # Where gelu's output is written too, narrow tiles: bfloat16 8192x3072 in 62 us, 1.3 times the floor; 16 by 128: 66.
+    # If gelu's output is written too, tiles are narrow: bfloat16 8192x3072 in 62 us, 1.3 times the floor; 16 by 128:
+    # 66.
     block = min(64 if active else 128, max(16, 1 << (columns - 1).bit_length()))
     column_blocks = -(-columns // block)
-    # At most eight programs per multiprocessor, one wave: gelu float16 8192x16384 took 258 us in 1152 of them, where
-    # 1056 have room, 1.36 times the floor (PyTorch's two operators: 275). But so few groups that their sums are quickly
-    # added: of many columns 64. relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 takes 8 (PyTorch: 16).
+    # At most eight programs per multiprocessor, one wave: gelu float16 8192x16384 took 258 us in 1152 programs, where
+    # 1056 have room, 1.36 times the floor (PyTorch's two operators: 275). But few enough groups that their sums are
+    # added quickly: 64 if there are many columns. relu 4096x1024 takes 17 (PyTorch: 23), relu 512x512 8 (PyTorch: 16).
     wave = max(1, 8 * device.multiprocessors // column_blocks)
     groups = min(64 if column_blocks > 4 else 512, wave, -(-rows // 16))
     return ActivationTile(32 if active else 16, block, groups)
 
 
 class ProductTile(NamedTuple):
-    """The tile of a weight gradient, `out` by `into` elements, and how many `rows` are multiplied at a time."""
+    """Tile of a weight gradient, `out` by `into` elements, and the `rows` that are multiplied at a time."""
 
     out: int
     into: int

@@ -1,4 +1,4 @@
-"""Triton kernels of the dense layers: what the matrix products of PyTorch do not do on their way.
+"""Triton kernels of the dense layers: the steps that PyTorch's matrix products do not include.
 
 All matrices are contiguous, all arithmetic is float32. Run-time arguments first, constants last.
 """
@@ -16,14 +16,14 @@ GELU = tl.constexpr(3)
 
 @triton.jit
 def _gelu_gate(x, square):
-    """What x is multiplied by in the tanh form of gelu: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))."""
+    """Return the factor of x in the tanh form of gelu: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x**3))."""
     return tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * square))
 
 
 @triton.jit
 def _gelu_gate_and_slope(x):
-    """The gate, and the derivative of gelu."""
-    # Beyond 11 both are 0 or 1 exactly, and terms may overflow. NaN must stay NaN.
+    """Return the gate of gelu and the derivative of gelu."""
+    # Beyond 11 both are exactly 0 or 1, and terms may overflow. NaN must stay NaN.
     x = tl.minimum(x, 11.0, propagate_nan=tl.PropagateNan.ALL)
     x = tl.maximum(x, -11.0, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
@@ -40,7 +40,7 @@ def _gelu(x, dtype: tl.constexpr):
 @kernel
 @triton.jit
 def gelu_forward(input, output, elements, BLOCK: tl.constexpr):
-    """Only the last program needs a mask, beside which single values of an odd number would be loaded everywhere."""
+    """Compute gelu. Only the last program uses a mask: with one, an odd number of values would be loaded singly."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
     if start + BLOCK <= elements:
@@ -58,14 +58,14 @@ def activation_backward(
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     FULL: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before an activation, and sums of it over the rows that a program walks: the bias gradient.
+    """Compute the gradient before an activation, and its sums over the rows of a program: the bias gradient.
 
     `saved` is the activation's output, for gelu its input. `dz` may be `dy`. `active`, or None, becomes gelu's output.
-    A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`,
-    which is the bias gradient itself where there is but one. FULL: no row or column needs a mask.
-    With FINISH, not 0, these rows are added up here too, which saves the host a launch: of every FINISH programs the
-    last adds up theirs, into a row behind those of all programs, and the last of these adds up those, into `dbias`.
-    ALIGN, a power of two up to 16, divides `columns`, which shows Triton how wide loads may be.
+    A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
+    If there is only one row of partials, it is the bias gradient itself. FULL: no row or column needs a mask.
+    With FINISH, not 0, these rows are summed here too, which saves the host a launch. The last of every FINISH programs
+    sums their rows into a further row of `partials`, and the last of these programs sums the further rows into `dbias`.
+    ALIGN, a power of two up to 16, divides `columns`, which tells Triton how wide loads may be.
     """
     columns = columns // ALIGN * ALIGN
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,10 +119,10 @@ def accumulate_weight_gradient(
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BAND: tl.constexpr, FULL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch that has no such product.
+    """Compute d_weight[outs, ins] += d_output[rows, outs]^T input[rows, ins], for a PyTorch without such a product.
 
-    Tiles are walked in bands of BAND tile rows, so that programs of one wave share what they read. FULL: nothing needs
-    a mask. WIDEN: for Triton's interpreter, which takes bfloat16 for integers in a product.
+    Tiles are walked in bands of BAND tile rows, so that programs of one wave share their reads. FULL: nothing needs a
+    mask. WIDEN: for Triton's interpreter, which treats bfloat16 as integers in a product.
     """
     program = tl.program_id(0)
     tiles_in = tl.cdiv(ins, BLOCK_IN)

@@ -1,7 +1,7 @@
 """Dense layers with autograd: one layer, two with gelu between them, and the multi-layer perceptron.
 
 The Functions have upstream's names and arguments, since clients call them by name. They take inputs of any number of
-dimensions, compute as many gradients as are wanted, and run in the dtype they are given also under autocast.
+dimensions, compute only the wanted gradients, and run in the dtype of their tensors even under autocast.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .reference import ACTIVATIONS
 
 
 def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`input` [..., in] through one dense layer: PyTorch's own operator, which adds the bias within the product."""
+    """Return `input` [..., in] through one dense layer, by PyTorch's operator, whose product includes the bias."""
     width = _check_input(input)
     _check_layer(width, weight, bias, input.dtype if _library.autocast_dtype(input) is None else None)
     return functional.linear(input, weight, bias)
@@ -41,18 +41,18 @@ def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def dense_gelu_dense(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> Tensor:
-    """`input` [..., in] through two dense layers with gelu (the tanh form) between them.
+    """Return `input` [..., in] through two dense layers with gelu (the tanh form) between them.
 
-    Under autocast in its dtype.
+    Under autocast it runs in autocast's dtype.
     """
     features = _check_input(input)
     dtype = _library.autocast_dtype(input)
-    given = input.dtype if dtype is None else None
-    width = _check_layer(features, weight1, bias1, given, "1")
-    _check_layer(width, weight2, bias2, given, "2")
+    required_dtype = input.dtype if dtype is None else None
+    width = _check_layer(features, weight1, bias1, required_dtype, "1")
+    _check_layer(width, weight2, bias2, required_dtype, "2")
     needs_graph = torch.is_grad_enabled()
     rows = input.numel() // max(1, features)
-    # Without gradients always: there is no node, and fewer operators.
+    # Without gradients kernels always run: there is no node, and fewer operators.
     if (needs_graph and not takes_node(rows, features, width)) or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
@@ -60,9 +60,9 @@ def dense_gelu_dense(
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:
-    """`input` [..., in] through dense layers, each of them followed by `activation`: "none", "relu" or "sigmoid".
+    """Return `input` [..., in] through dense layers, each followed by `activation`: "none", "relu" or "sigmoid".
 
-    Under autocast in its dtype.
+    Under autocast it runs in autocast's dtype.
     """
     if activation not in ACTIVATIONS[:3]:
         raise ValueError(f"activation {activation!r} is not known; use none, relu or sigmoid")
@@ -81,7 +81,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
         width = _check_layer(width, weight, bias, dtype, f" {layer}")
         widest = max(widest, width)
     needs_graph = torch.is_grad_enabled()
-    # Without gradients always: there is no node, and fewer operators.
+    # Without gradients kernels always run: there is no node, and fewer operators.
     if (needs_graph and not is_large(rows * widest)) or not _library.runs_triton(FAMILY, input):
         return reference.mlp(input, weights, biases, activation)
     tensors = (input, *weights, *biases)
@@ -94,7 +94,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
 
 
 def _check_input(input: Tensor) -> int:
-    """The number of values per row."""
+    """Return the number of values per row; raise if `input` is not a floating-point tensor."""
     if type(input) not in _library.PLAIN:
         check_tensors(input=input)
     shape = input.shape
@@ -106,9 +106,9 @@ def _check_input(input: Tensor) -> int:
 
 
 def _check_layer(width: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, which: str = "") -> int:
-    """The number of outputs of a layer that gets `width` values, outside of autocast of this `dtype`.
+    """Return the number of outputs of a layer for rows of `width` values; raise if its parameters do not fit.
 
-    `which` follows its parameters' names in errors.
+    `dtype` is the required dtype, None under autocast. `which` follows the parameters' names in errors.
     """
     if type(weight) not in _library.PLAIN or not (bias is None or type(bias) in _library.PLAIN):
         check_tensors(**{f"weight{which}": weight})
@@ -127,19 +127,19 @@ def _check_layer(width: int, weight: Tensor, bias: Tensor | None, dtype: torch.d
 
 
 def _shaped(rows: Tensor, like: Tensor) -> Tensor:
-    """Rows as a tensor with the leading dimensions of `like`."""
+    """Return rows as a tensor with the leading dimensions of `like`."""
     if like.dim() == 2:
         return rows
-    # Not a view of another tensor, which autograd would not let the caller of a Function change.
+    # Not a view of another tensor: autograd would not let a Function's caller change a view in place.
     return torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a Function's forward or backward in the dtype of its tensors, also under autocast."""
+    """Run a Function's forward or backward in the dtype of its tensors, also under autocast."""
 
     @functools.wraps(function)
     def wrapper(ctx: Any, *args: Any) -> Any:
-        if torch._C._is_any_autocast_enabled():  # the quick question first: most calls end here
+        if torch._C._is_any_autocast_enabled():  # the quick test first: most calls end here
             tensor = next(value for value in args if isinstance(value, Tensor))
             if _library.autocast_dtype(tensor) not in (None, tensor.dtype):
                 with torch.autocast(tensor.device.type, enabled=False):
@@ -152,16 +152,16 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 def _differentiable_gradients(
     wanted: Sequence[bool], function: Callable[..., Tensor], inputs: Sequence[Tensor | None], dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients that have gradients themselves, for create_graph=True."""
-    # Each argument by itself, though several may be one tensor.
+    """Return gradients that can be differentiated again, for create_graph=True."""
+    # Aliases, so that each argument has its own gradient even if several are one tensor.
     aliases = [tensor if tensor is None else tensor.view_as(tensor) for tensor in inputs]
     chosen = [alias for alias, is_wanted in zip(aliases, wanted, strict=True) if is_wanted and alias is not None]
-    found = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+    gradients = iter(torch.autograd.grad(function(*aliases), chosen, dy, create_graph=True))
+    return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
 class FusedDenseFunc(torch.autograd.Function):
-    """A dense layer."""
+    """Autograd node of a dense layer."""
 
     @staticmethod
     @_as_given
@@ -182,7 +182,7 @@ class FusedDenseFunc(torch.autograd.Function):
 
 
 class DenseNoBiasFunc(torch.autograd.Function):
-    """A dense layer without bias."""
+    """Autograd node of a dense layer without bias."""
 
     @staticmethod
     def forward(ctx, input, weight):  # type: ignore[override]
@@ -194,9 +194,9 @@ class DenseNoBiasFunc(torch.autograd.Function):
 
 
 class FusedDenseGeluDenseFunc(torch.autograd.Function):
-    """Two dense layers with gelu (the tanh form) between them; biases may be None.
+    """Autograd node of two dense layers with gelu (the tanh form) between them; biases may be None.
 
-    Of the wide tensors between them gelu's input is kept; the backward pass computes its output anew on the way.
+    Of the wide tensors in between only gelu's input is saved; the backward pass computes gelu's output again.
     """
 
     @staticmethod
@@ -234,7 +234,7 @@ def _infer_dense_gelu_dense(
 def dense_gelu_dense_forward(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, the output of the first layer and its gelu, for an input of two dimensions, without autograd."""
+    """Return the output, the first layer's output and its gelu, for a 2-D input, without autograd."""
     hidden = functional.linear(input, weight1, bias1)
     active = gelu(hidden)
     return functional.linear(active, weight2, bias2), hidden, active
@@ -249,7 +249,7 @@ def dense_gelu_dense_backward(
     weight2: Tensor,
     wanted: Sequence[bool] = (True,) * 5,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Those gradients of input, weight1, bias1, weight2 and bias2 that are wanted; `active` is the gelu of `hidden`."""
+    """Return the wanted gradients of input, weight1, bias1, weight2 and bias2; `active` is the gelu of `hidden`."""
     dx = dweight1 = dbias1 = None
     if wanted[0] or wanted[1] or wanted[2]:
         dactive = dy.mm(weight2)
@@ -265,7 +265,7 @@ def dense_gelu_dense_backward(
 
 
 class MlpFunction(torch.autograd.Function):
-    """Dense layers, each with an activation after it: 0 none, 1 relu, 2 sigmoid.
+    """Autograd node of dense layers, each followed by an activation: 0 none, 1 relu, 2 sigmoid.
 
     `args` are the input, the weights and, with `bias`, as many biases.
     """
@@ -284,7 +284,7 @@ class MlpFunction(torch.autograd.Function):
     @_as_given
     def backward(ctx, grad_o):  # type: ignore[override]
         layers, activation = ctx.layers, ctx.activation
-        saved = ctx.saved_tensors  # once: checkpointing allows no more
+        saved = ctx.saved_tensors  # read once: checkpointing allows no more
         args, hidden, output = saved[:-layers], saved[-layers:-1], saved[-1]
         input, weights = args[0], args[1 : 1 + layers]
         wanted = ctx.needs_input_grad[2:]
@@ -303,7 +303,7 @@ _apply_mlp = _library.quick_apply(MlpFunction)
 
 
 def split_mlp(bias: Any, args: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
-    """Input, weights and biases (empty without `bias`), which must be as many as the weights."""
+    """Split `args` into input, weights and biases (empty without `bias`); raise if the numbers do not match."""
     layers = (len(args) - 1) // (2 if bias else 1)
     if layers < 1 or len(args) != 1 + layers * (2 if bias else 1):
         raise ValueError(
@@ -314,7 +314,7 @@ def split_mlp(bias: Any, args: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tenso
 
 
 def mlp_forward(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> list[Tensor]:
-    """The output of every layer, for an input of two dimensions, without autograd."""
+    """Return the output of every layer, for a 2-D input, without autograd."""
     outputs = []
     for layer, weight in enumerate(weights):
         input = activated_linear(input, weight, biases[layer] if biases else None, activation)
@@ -330,9 +330,9 @@ def mlp_backward(
     activation: str,
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Those gradients of input, weights and biases that are wanted, in this order.
+    """Return the requested gradients, ordered as input, weights, biases; None for the others.
 
-    All of two dimensions, outputs contiguous; without activation the last output is not needed.
+    All tensors are 2-D and outputs are contiguous. Without activation the last output is not needed.
     """
     layers = len(weights)
     of_weights, of_biases = wanted[1 : 1 + layers], wanted[1 + layers :] or (False,) * layers
@@ -346,14 +346,14 @@ def mlp_backward(
         below = wanted[0] or any(of_weights[:layer]) or any(of_biases[:layer])
         if not (below or of_weights[layer] or of_biases[layer]):
             break
-        given: Any = outputs[layer]
-        in_place = layer + 1 < layers  # but not of the gradient that we were given
+        output: Any = outputs[layer]
+        in_place = layer + 1 < layers  # the caller's gradient must not be overwritten
         if launches and (elements := dy.numel()):
             dz = dy if in_place else torch.empty_like(dy)
-            dbias = launch_activation_backward(dy, given, dz, activation, rows, elements // rows, of_biases[layer])
+            dbias = launch_activation_backward(dy, output, dz, activation, rows, elements // rows, of_biases[layer])
             dy = dz
         else:
-            dy, dbias = activation_backward(dy, given, activation, of_biases[layer], in_place)
+            dy, dbias = activation_backward(dy, output, activation, of_biases[layer], in_place)
         if dbias is not None:
             gradients[1 + layers + layer] = dbias
         if of_weights[layer]:

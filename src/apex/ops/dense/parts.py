@@ -1,8 +1,8 @@
 """The parts of dense layers beside their matrix products, without autograd.
 
-The products are PyTorch's, whose epilogues add the bias and apply relu (and, where no gradient is wanted, gelu). What
-they leave undone takes one pass each: gelu that keeps its input, the gradients of an activation and of the bias before
-it, and, for a PyTorch that has no such product, the accumulation of weight gradients in float32.
+The products are PyTorch's, whose epilogues add the bias and apply relu (and, if no gradient is wanted, gelu). The
+remaining steps take one pass each: gelu that keeps its input, the gradients of an activation and of the bias before
+it, and, for a PyTorch without such a product, the accumulation of weight gradients in float32.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
 _HALF = (torch.float16, torch.bfloat16)
-# Programs that leave their sums to the last of them.
+# Number of programs whose partial sums the last of them adds up.
 UNION = 32
 
 
 def as_rows(tensor: Tensor) -> Tensor:
-    """A tensor [..., features] with two dimensions."""
+    """Return a tensor [..., features] as a 2-D matrix."""
     if tensor.dim() == 2:
         return tensor
     return tensor[None] if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
 def gelu(input: Tensor) -> Tensor:
-    """The tanh form, as the BLAS libraries have it."""
+    """Return gelu in its tanh form, as the BLAS libraries compute it."""
     if torch.compiler.is_compiling():
         return reference.gelu_by_sigmoid(input)
     if config.is_large(input.numel(), between_layers=True) and _library.runs_triton(FAMILY, input):
@@ -53,8 +53,8 @@ def launch_gelu(input: Tensor) -> Tensor:
 
 
 def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """A layer, for an `input` of two dimensions."""
-    # Elsewhere the product is followed by another operator anyway.
+    """Return a dense layer with its activation, for a 2-D `input`."""
+    # Only on a GPU: elsewhere another operator follows the product in any case.
     if bias is not None and (input.is_cuda or _library.is_stand_in(input)):
         if activation == "relu":
             return torch._addmm_activation(bias, input, weight.t())
@@ -71,7 +71,7 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
 def activation_backward(
     dy: Tensor, saved: Tensor | None, activation: str, bias_grad: bool, in_place: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients before an activation, and of the bias before that; all of two dimensions.
+    """Return the gradient before an activation, and the gradient of the bias; all matrices are 2-D.
 
     `saved` is the activation's output, for gelu its input, None without activation. With `in_place`, `dy` may be
     overwritten.
@@ -85,7 +85,10 @@ def activation_backward(
 
 
 def gelu_backward(dy: Tensor, input: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The same for gelu, with its output, which then need not be kept; `dy` may be overwritten."""
+    """Return the gradients before gelu and of the bias, and gelu's output, so that it need not be saved.
+
+    May overwrite `dy`.
+    """
     if torch.compiler.is_compiling():
         dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, bias_grad)
         return dz, dbias if bias_grad else None, active
@@ -103,7 +106,7 @@ def _gelu_backward(
 
 
 def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
-    """Whether `launch_activation_backward` is for such tensors, where no graph is being compiled."""
+    """Return whether `launch_activation_backward` takes these tensors, outside of a compiled graph."""
     return dy.numel() > 0 and dy.dtype == saved.dtype and _library.runs_triton_now(FAMILY, dy)
 
 
@@ -116,7 +119,7 @@ def _activation_backward(
         dz = dy if in_place else torch.empty_like(dy)
         rows, columns = dy.shape
         return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, rows, columns, bias_grad)
-    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step of it
+    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step
         dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
     if activation == "relu":
@@ -138,9 +141,9 @@ def launch_activation_backward(
     bias_grad: bool,
     active: Tensor | None = None,
 ) -> Tensor | None:
-    """Fills `dz`, which may be `dy`, and `active` with gelu's output; returns the gradient of the bias.
+    """Fill `dz`, which may be `dy`, and `active` with gelu's output; return the gradient of the bias.
 
-    In memory all are contiguous matrices of one dtype, `rows` by `columns`, whatever their dimensions.
+    All tensors lie in memory as contiguous `rows` by `columns` matrices of one dtype, whatever their dimensions.
     """
     device, dtype = dy.device, dy.dtype
     flags = (bias_grad, active is not None)
@@ -162,7 +165,7 @@ def launch_activation_backward(
 def _activation_launches(
     rows: int, columns: int, activation: str, flags: tuple[bool, bool], dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, Any, int]:
-    """The kernel, another that adds up its sums unless it does so itself, and the elements of these sums."""
+    """Return the kernel, a second kernel for the sum of partial results if needed, and the elements of these."""
     (bias_grad, active), here = flags, facts(device)
     tile = config.activation_tile(rows, columns, active, dtype.itemsize, here)
     rows_per_program = -(-rows // (tile.rows * tile.groups)) * tile.rows
@@ -192,9 +195,9 @@ def _activation_launches(
 
 
 def wgrad_gemm_accum(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """d_weight [out, in] += d_output [..., out]^T input [..., in], in place, accumulated and added in float32.
+    """Add d_output [..., out]^T input [..., in] to d_weight [out, in] in place, accumulating in float32.
 
-    `d_weight` has the dtype of the others, or is float32 where they are in half precision.
+    `d_weight` has the dtype of the others, or is float32 if they are in half precision.
     """
     input, d_output = as_rows(input), as_rows(d_output)
     if input.shape[0] != d_output.shape[0] or d_weight.shape != (d_output.shape[1], input.shape[1]):
@@ -232,7 +235,7 @@ def _accumulate(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
 
 
 def launch_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    """d_weight += d_output^T input, all contiguous, the first in float32 and the others in one half precision."""
+    """Launch d_weight += d_output^T input on contiguous matrices: d_weight in float32, the others in half precision."""
     (rows, ins), outs = input.shape, d_output.shape[1]
     device = facts(input.device)
     tile = config.product_tile(outs, ins, device)
@@ -253,7 +256,7 @@ def launch_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> No
 
 @functools.cache
 def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch adds a half-precision product to a float32 matrix in one call, as CUDA's does since 2.9."""
+    """Return whether this PyTorch can add a half-precision product to a float32 matrix in one call (CUDA since 2.9)."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
     total = torch.ones(16, 16, dtype=torch.float32, device=device)
     try:
@@ -264,7 +267,7 @@ def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def self_check(device: torch.device) -> float:
-    """Largest error, as a multiple of its tolerance, of the gradients of activations and biases and of accumulation."""
+    """Return the largest error, as a multiple of its tolerance, of activation and bias gradients and accumulation."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     rows, columns = 1100, 1000
     random = functools.partial(torch.randn, rows, columns, generator=generator, dtype=torch.float32, device="cpu")
@@ -274,7 +277,7 @@ def self_check(device: torch.device) -> float:
         for activation in ("relu", "sigmoid", "gelu"):
             dz, dbias = _activation_backward(dy.to(device), saved.to(device), activation, True)
             exact = reference.activation_backward(dy.double(), saved.double(), activation)
-            # The bias gradient may sum what was computed (the kernels) or what was stored (PyTorch's operators).
+            # The bias gradient may sum computed values (the kernels) or stored, rounded ones (PyTorch's operators).
             sums = exact.sum(0), dz.cpu().double().sum(0)
             assert dbias is not None
             of_bias = min(excess(dbias.cpu(), wanted, reduction=rows) for wanted in sums)
@@ -314,7 +317,7 @@ def _refuse_derivative(ctx, *gradients):
     )
 
 
-# What `torch.compile` sees beside plain matrix products; an operator returns an empty tensor for None.
+# Operators that `torch.compile` sees beside plain matrix products; they return an empty tensor for None.
 _library.register_op(
     "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
     _operator,

@@ -1,5 +1,6 @@
-"""Dense layers with activations in PyTorch operators, in the dtype of their tensors: in float64 the definition that
-everything else is held against.
+"""Dense layers with activations in PyTorch operators, in the dtype of their tensors.
+
+In float64 they are the definition that all other implementations are tested against.
 
 Shapes: input [..., in], weight [out, in], bias [out]; `gelu` is the tanh form.
 """
@@ -28,19 +29,19 @@ def activate(values: Tensor, activation: str) -> Tensor:
 
 
 def gelu_by_sigmoid(values: Tensor) -> Tensor:
-    """The same, of which Inductor makes a kernel with two special functions per value; it writes out a tanh."""
+    """Return gelu (tanh form) by a sigmoid: Inductor's kernel then has two special functions per value, and no tanh."""
     wide = values.to(compute_dtype(values))
     return (wide * torch.sigmoid(2 * GELU_FACTOR * wide * (1 + GELU_CUBIC * wide * wide))).to(values.dtype)
 
 
 def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
-    """The gradient before the activation, given its output (relu, sigmoid) or its input (gelu)."""
+    """Return the gradient before the activation, given its output (relu, sigmoid) or its input (gelu)."""
     if activation == "relu":
         return dy * (saved > 0)
     if activation == "sigmoid":
         return dy * saved * (1 - saved)
     if activation == "gelu":
-        # Beyond 10 the derivative is 0 or 1 to the last digit, and its terms may overflow.
+        # Beyond 10 the derivative is exactly 0 or 1, and its terms may overflow.
         saved = saved.clamp(-10, 10)
         tanh = torch.tanh(GELU_FACTOR * (saved + GELU_CUBIC * saved**3))
         slope = GELU_FACTOR * (1 + 3 * GELU_CUBIC * saved**2)
@@ -56,7 +57,7 @@ def dense_gelu_dense(
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> Tensor:
-    """Each layer is activated, the last one too; `biases` may be empty."""
+    """Return the output of dense layers with an activation after each, the last one too; `biases` may be empty."""
     for layer, weight in enumerate(weights):
         input = activate(functional.linear(input, weight, biases[layer] if biases else None), activation)
     return input
@@ -65,9 +66,9 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], acti
 def mlp_backward(
     dy: Tensor, input: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], activation: str
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Gradients of the input, of the weights and of the biases, at the given outputs of every layer.
+    """Return the gradients of the input, of the weights and of the biases, at the given outputs of every layer.
 
-    In half precision, what was rounded to zero decides where a relu lets gradients through.
+    In half precision, values that were rounded to zero decide where a relu lets gradients through.
     """
     dweights: list[Tensor] = []
     dbiases: list[Tensor] = []

@@ -1,3 +1,3 @@
-"""float8 copies of matrices and products of them."""
+"""float8 copies of matrices, and their products."""
 
 from .op import DTYPES, FAMILY, amax, cast_both, formats, obstacle, product

@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """What one program casts: `rows` x `columns` elements."""
+    """Tile that one program casts: `rows` x `columns` elements."""
 
     rows: int
     columns: int
     num_warps: int
 
 
-# Of 8192x4096 bfloat16 numbers on an H200, in microseconds, by rows x columns; the floor is 32.
+# Times for 8192x4096 bfloat16 numbers on an H200, in microseconds, by rows x columns; the floor is 32.
 # 64x128 40.0, 32x256 40.0, 128x64 43.4, 128x128 46.0, 64x64 55.0, 64x128 with 8 warps 67.6; one scale per row 42.8.
 CAST_TILE = Tile(64, 128, 4)
 
-# The largest magnitudes of rows and columns, each kept in memory once per tile; the floor is 16. 128x64 23.7,
+# Times for the largest magnitudes of rows and columns, stored once per tile; the floor is 16. 128x64 23.7,
 # 256x64 with 8 warps 27.8, 128x128 28.6, 64x64 32.8.
 AMAX_TILE = Tile(128, 64, 4)
 
-# The largest magnitude of all: 512 programs with blocks of 8192 19.7, of 4096 32.4; 264 programs 26.8. What they found
-# is read again by every program that casts.
+# Times for the largest magnitude of a matrix: 512 programs with blocks of 8192 19.7, of 4096 32.4; 264 programs 26.8.
+# Every program that casts reads all their partial results again.
 AMAX_BLOCK, AMAX_WARPS, MOST_PARTIALS = 8192, 4, 512

@@ -1,7 +1,7 @@
 """Triton kernels of float8 casts: largest magnitudes, and a cast that writes a copy and its transposed copy.
 
-Matrices are contiguous, `rows` x `columns`. Largest magnitudes are kept as the bits of float32 numbers, which for
-numbers that are not negative are in the order of the numbers, NaN above infinity: so NaN and infinity are found too.
+Matrices are contiguous, `rows` x `columns`. Largest magnitudes are stored as the bits of float32 numbers. For numbers
+that are not negative, bits sort like the numbers, with NaN above infinity: so NaN and infinity are found too.
 """
 
 import triton
@@ -12,13 +12,13 @@ from .._launch import kernel
 
 @triton.jit
 def _magnitude(x):
-    """The bits of |x| in float32."""
+    """Return the bits of |x| in float32."""
     return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _scales(bits, LIMIT: tl.constexpr):
-    """The inverse scale for a largest magnitude, and the scale; NaN for NaN."""
+    """Return the inverse scale for a largest magnitude, and the scale; NaN for NaN."""
     amax = bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < 1e-12, 1e-12, amax)
     return tl.div_rn(amax, LIMIT), tl.div_rn(LIMIT, amax)
@@ -26,14 +26,14 @@ def _scales(bits, LIMIT: tl.constexpr):
 
 @triton.jit
 def _fit(x, LIMIT: tl.constexpr):
-    """Rounding may lead beyond the largest number of the format; NaN stays NaN."""
+    """Clamp to the largest number of the format, which rounding may exceed; NaN stays NaN."""
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
 @kernel
 @triton.jit
 def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
-    """The largest magnitude of every `programs`-th block, of which there is at least one each."""
+    """Compute the largest magnitude of every `programs`-th block; each program has at least one block."""
     program = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.int32)
     for block in range(program, tl.cdiv(elements, BLOCK), programs):
@@ -45,13 +45,13 @@ def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
 @kernel
 @triton.jit
 def float8_amax_both(input, amax, rows, columns, column_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The largest magnitudes of rows and then of columns, which are zero before."""
+    """Compute the largest magnitudes of rows and then of columns into `amax`, which is zero before."""
     program = tl.program_id(0)
     row = (program // column_blocks) * ROWS + tl.arange(0, ROWS)
     column = (program % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     bits = _magnitude(tl.load(input + row[:, None].to(tl.int64) * columns + column[None, :], mask=mask, other=0.0))
-    # The order does not matter to a maximum: the same bits every time.
+    # A maximum does not depend on the order of its terms: the result has the same bits every time.
     tl.atomic_max(amax + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
     tl.atomic_max(amax + rows + column, tl.max(bits, 0), mask=column < columns, sem="relaxed")
 
@@ -64,7 +64,7 @@ def float8_cast(
     LIMIT: tl.constexpr, BY_ROW: tl.constexpr, PARTIALS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both copies. Without BY_ROW the one scale is that of all `partials`, which are PARTIALS at most."""
+    """Cast one tile of both copies. Without BY_ROW, all of the at most PARTIALS `partials` give the one scale."""
     program = tl.program_id(0)
     row_block, column_block = program // column_blocks, program % column_blocks
     row = row_block * ROWS + tl.arange(0, ROWS)
@@ -89,8 +89,8 @@ def float8_cast(
         if program == 0:
             tl.store(inverse, one_inverse)
             tl.store(column_inverse, one_inverse)
-        # Read again, so that each copy is rounded by itself: of one rounding of float32 numbers Triton 3.6 writes a
-        # quarter of the transposed copy wrongly.
+        # Loaded twice, so that each copy is rounded separately: from one shared rounding of float32 numbers Triton 3.6
+        # writes a quarter of the transposed copy wrongly.
         _, scale_again = _scales(
             tl.max(tl.load(amax + number, mask=number < partials, other=0, volatile=True), 0), LIMIT
         )

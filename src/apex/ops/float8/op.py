@@ -17,10 +17,10 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 
 
 def amax(input: Tensor, by_row: bool, compiling: bool = False) -> Tensor:
-    """The largest magnitudes of a matrix: of its rows and then of its columns, or of parts that are all of it.
+    """Return the largest magnitudes of a matrix: of its rows and then of its columns, or of parts that cover it.
 
-    A NaN in the matrix makes its largest magnitude NaN. While `compiling`, PyTorch's operators find that of a whole
-    matrix: Inductor takes the maximum where it computes the matrix.
+    A NaN in the matrix makes its largest magnitude NaN. While `compiling`, PyTorch's operators compute the maximum of a
+    whole matrix: Inductor fuses it with the code that computes the matrix.
     """
     if not compiling:
         return _amax(input, by_row)
@@ -30,24 +30,24 @@ def amax(input: Tensor, by_row: bool, compiling: bool = False) -> Tensor:
 def cast_both(
     input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype, compiling: bool = False
 ) -> tuple[Tensor, ...]:
-    """A float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both, float32.
+    """Return a float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both, float32.
 
-    One scale for the matrix, or `by_row` one for each row of the copy and one for each row of the transposed copy, as
-    a column. `amax` is what `amax(input, by_row)` gives, or any magnitude for all: larger numbers become the format's
-    largest. While `compiling`, one operator does it.
+    There is one scale for the matrix, or `by_row` one for each row of the copy and one for each row of the transposed
+    copy, as a column. `amax` is the result of `amax(input, by_row)`, or any one magnitude: larger numbers become the
+    format's largest. While `compiling`, this is one operator.
     """
     return (torch.ops.apex.float8_cast if compiling else _cast)(input, amax, by_row, dtype)
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """The formats of numbers and of gradients that the device multiplies: MI300 has formats without infinity."""
+    """Return the formats of numbers and of gradients that the device multiplies; MI300 has formats without infinity."""
     if device.type == "cuda" and torch.version.hip and "gfx94" in _architecture(device):
         return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
     return torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why the device cannot multiply float8 matrices; None if it can."""
+    """Return why the device cannot multiply float8 matrices; None if it can."""
     if device.type != "cuda":
         return f"a device of type {device.type!r} does not multiply float8 matrices"
     if torch.version.hip:
@@ -66,7 +66,7 @@ def _architecture(device: torch.device) -> str:
 def product(
     left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, dtype: torch.dtype, quick: bool = False
 ) -> Tensor:
-    """`left` @ `right`.T of float8 matrices with these inverse scales, in `dtype`; emulated off a GPU.
+    """Return `left` @ `right`.T of float8 matrices with these inverse scales, in `dtype`; emulated off a GPU.
 
     `quick` lets the GPU add up products with fewer bits, as is usual for activations and not for gradients.
     """
@@ -74,9 +74,11 @@ def product(
         return reference.product(left, right, left_inverse, right_inverse, dtype)
     by_row = left_inverse.dim() > 0
     inverse = right_inverse.reshape(1, -1) if by_row else right_inverse
-    # PyTorch has products with one scale per row in bfloat16 only.
-    found = torch.bfloat16 if by_row else dtype
-    return torch._scaled_mm(left, right.t(), left_inverse, inverse, out_dtype=found, use_fast_accum=quick).to(dtype)
+    # PyTorch has products with one scale per row only in bfloat16.
+    product_dtype = torch.bfloat16 if by_row else dtype
+    return torch._scaled_mm(left, right.t(), left_inverse, inverse, out_dtype=product_dtype, use_fast_accum=quick).to(
+        dtype
+    )
 
 
 def _amax(input: Tensor, by_row: bool) -> Tensor:
@@ -84,29 +86,29 @@ def _amax(input: Tensor, by_row: bool) -> Tensor:
         return reference.amax(input, by_row)
     if by_row:
         rows, columns = input.shape
-        found = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
+        largest = torch.zeros(rows + columns, dtype=torch.float32, device=input.device)
         tile = config.AMAX_TILE
         column_blocks = -(-columns // tile.columns)
         kernels.float8_amax_both(
             (-(-rows // tile.rows) * column_blocks,),
-            (input, found.view(torch.int32)),
+            (input, largest.view(torch.int32)),
             (rows, columns, column_blocks),
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             num_warps=tile.num_warps,
         )
-        return found
+        return largest
     elements = input.numel()
     programs = max(1, min(config.MOST_PARTIALS, -(-elements // config.AMAX_BLOCK)))
-    found = torch.empty(programs, dtype=torch.float32, device=input.device)
+    largest = torch.empty(programs, dtype=torch.float32, device=input.device)
     kernels.float8_amax(
         (programs,),
-        (input, found.view(torch.int32)),
+        (input, largest.view(torch.int32)),
         (elements, programs),
         BLOCK=config.AMAX_BLOCK,
         num_warps=config.AMAX_WARPS,
     )
-    return found
+    return largest
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -146,18 +148,18 @@ def _cast_launch(rows: int, columns: int, partials: int, by_row: bool, dtype: to
 
 
 def self_check(device: torch.device) -> float:
-    """How far copies are from the same numbers rounded by PyTorch, as a multiple of the tolerance: bits must agree."""
+    """Return 0 if the copies agree with PyTorch's rounding on `device`, else 2: a multiple of the tolerance."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     input = torch.randn(48, 80, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
     wrong = 0
     for by_row in (False, True):
-        for found, expected in zip(
+        for actual, expected in zip(
             cast_both(input.to(device), amax(input.to(device), by_row), by_row, torch.float8_e4m3fn),
             reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn),
             strict=True,
         ):
-            # One step of the format apart where the scale was rounded the other way: not more than a few.
-            wrong += int((found.cpu().float() != expected.float()).sum() > expected.numel() // 100)
+            # A few may be one step of the format apart, if the scale was rounded the other way.
+            wrong += int((actual.cpu().float() != expected.float()).sum() > expected.numel() // 100)
     return 2.0 if wrong else 0.0
 
 

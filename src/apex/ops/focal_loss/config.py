@@ -12,8 +12,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 32
 
 
 def vector(element_size: int, want_loss: bool) -> int:
-    """How many neighbouring elements share a target, where that divides the classes.
+    """Return how many neighbouring elements share a target, if that number divides the classes.
 
-    16 bytes of them; for the loss 8 in float32, too, where 4 are no faster.
+    They are 16 bytes. For the loss they are 8 elements in float32 too, where 4 are no faster.
     """
     return 8 if want_loss else 16 // element_size

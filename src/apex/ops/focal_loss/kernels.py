@@ -1,7 +1,7 @@
 """Triton kernels of the focal loss: one pass over the logits for loss, gradient or both, and the sum of partial losses.
 
-Logits are taken as one row of `total` elements, in blocks of GROUPS x VECTOR; targets are one per CLASSES elements. All
-arithmetic is float32.
+Logits are read as one row of `total` elements, in blocks of GROUPS x VECTOR; there is one target per CLASSES elements.
+All arithmetic is float32.
 """
 
 import triton
@@ -12,7 +12,7 @@ from .._launch import kernel
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x) for x from 0 to 1, to 3e-7 of its value: a polynomial takes half the instructions of a logarithm."""
+    """Return log(1 + x) for x from 0 to 1, to 3e-7 of its value, by a polynomial: half the instructions of a log."""
     p = 0.005232624243944883
     p = p * x - 0.029504956677556038
     p = p * x + 0.07822549343109131
@@ -31,9 +31,9 @@ def _block(
     CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The losses of one block that begins at element `base`; stores its gradient where that is wanted.
+    """Return the losses of one block that begins at element `base`; store its gradient if `grad` is given.
 
-    The arithmetic is the limit, not the memory, so what is the same for a group of VECTOR elements is computed once.
+    Arithmetic is the limit, not memory, so values that a group of VECTOR elements shares are computed once.
     """
     group = tl.arange(0, GROUPS)[:, None] * VECTOR
     lane = tl.arange(0, VECTOR)[None, :]
@@ -41,7 +41,7 @@ def _block(
     first_class = (base - first_anchor * CLASSES).to(tl.int32)
     offset = base + group + lane
     mask = offset < total if MASKED else None
-    # The class of each element is `start` + `step`; a group has one anchor where groups divide the classes.
+    # The class of each element is `start` + `step`; a group has one anchor if groups divide the classes.
     if CLASSES % VECTOR == 0:
         local = first_class + group
         step = lane
@@ -61,7 +61,7 @@ def _block(
         counted = counted & mask
     x = tl.load(logits + offset, mask=mask).to(tl.float32)
 
-    # The right class has the loss of a wrong one with the sign of its logit turned.
+    # The loss of the right class is the loss of a wrong class with the opposite sign of the logit.
     z = tl.where(right, -x, x)
     decay = tl.exp(-tl.abs(x))
     root = tl.rsqrt(1.0 + decay)
@@ -89,9 +89,9 @@ def focal_loss_pass(
     CLASSES: tl.constexpr, REAL: tl.constexpr, SQUARE: tl.constexpr, GROUPS: tl.constexpr, VECTOR: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Every block that is this program's turn: its gradient where there is `grad`, else its losses.
+    """Process every block of this program: store its gradient if there is `grad`, otherwise sum its losses.
 
-    FULL: the blocks divide the elements; if they do not, the last program takes what remains.
+    FULL: the blocks divide the elements. Otherwise the last program takes the remainder.
     """
     program = tl.program_id(0)
     size = tl.full([], GROUPS * VECTOR, tl.int64)
@@ -121,7 +121,7 @@ def focal_loss_pass(
 @kernel
 @triton.jit
 def focal_loss_sum(partials, num_positives, loss, count, BLOCK: tl.constexpr):
-    """The sum of `count` partial losses over the number of positives, by one program."""
+    """Divide the sum of `count` partial losses by the number of positives, in one program."""
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, count, BLOCK):
         place = first + tl.arange(0, BLOCK)

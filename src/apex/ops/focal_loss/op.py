@@ -1,8 +1,8 @@
 """Focal loss of a dense detector's classes: the sum over anchors and classes, divided by the number of positives.
 
-Letters: A anchors, C classes, of which the first `classes` are real and the others padding. The backward pass computes
-the gradient from the logits. Upstream computes it along with the loss and keeps it, which reads and writes the size of
-the logits four times in all, this three times.
+Letters: A anchors, C classes; the first `classes` are real and the others padding. The backward pass computes the
+gradient from the logits. Upstream computes the gradient along with the loss and keeps it, which reads and writes the
+size of the logits four times in all, this three times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 
 
 def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) -> None:
-    """Refuses arguments that do not fit, in clear words; classes where looking at them waits for no device."""
+    """Raise for arguments that do not fit together; check the targets' values only if no device must be waited for."""
     check_tensors(cls_output=logits, cls_targets_at_level=targets, num_positives_sum=num_positives)
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -52,7 +52,7 @@ def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) 
 def loss_and_gradient_of_sum(
     logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and the gradient of the sum of the losses, which is not divided by the number of positives."""
+    """Return the loss, and the gradient of the sum of the losses before the division by the number of positives."""
     settings = (classes, alpha, gamma, smoothing)
     (loss,) = FOCAL_LOSS.run(logits, targets, num_positives, *settings)
     one = torch.ones((), dtype=loss.dtype, device=loss.device)  # type: ignore[union-attr]
@@ -74,7 +74,7 @@ def launch_forward(
 
 
 def launch_backward(grad_loss: Tensor, *saved: Any) -> Tensor:
-    """The gradient of the logits; `saved` is what `FOCAL_LOSS` saves, then its settings."""
+    """Return the gradient of the logits; `saved` is the saved tensors of `FOCAL_LOSS`, its settings and `wanted`."""
     logits, targets, num_positives, *settings, _ = saved
     gradient = torch.empty_like(logits)
     programs = max(1, logits.numel() // config.BLOCK)
@@ -85,7 +85,7 @@ def launch_backward(grad_loss: Tensor, *saved: Any) -> Tensor:
 def _launch_pass(
     programs: int, tensors: tuple[Any, ...], classes: int, alpha: float, gamma: float, smoothing: float
 ) -> None:
-    """One pass over the logits, for the losses or for the gradient, which is the third tensor."""
+    """Launch one pass over the logits, for the losses or for the gradient, which is the third tensor."""
     logits, _, gradient, *_ = tensors
     vector = config.vector(logits.dtype.itemsize, want_loss=gradient is None)
     kernels.focal_loss_pass(

@@ -1,11 +1,11 @@
-"""Focal loss in PyTorch operators: the definition, and the implementation where there is no kernel.
+"""Focal loss in PyTorch operators: the definition, and the implementation when no kernel runs.
 
-Letters: A anchors, C classes, of which the first `classes` are real and the others padding. A target is the class of
-its anchor; any negative one means that all classes are wrong, except IGNORED: such an anchor does not count. Runs on
-any device in any floating dtype; half precision is computed in float32, float64 in float64.
+Letters: A anchors, C classes; the first `classes` are real and the others padding. A target is the class of its anchor.
+A negative target means that all classes are wrong; an anchor with target IGNORED does not count. Runs on any device in
+any floating dtype; half precision is computed in float32, float64 in float64.
 
-With p the probability that the classifier gives to the wrong answer (of a class being there or not), an element's loss
-is weight * p**gamma * cross-entropy, where the weight is alpha for the right class and 1 - alpha for the others, and
+Let p be the probability that the classifier gives to the wrong answer (whether a class is present). The loss of an
+element is weight * p**gamma * cross-entropy. The weight is alpha for the right class and 1 - alpha for the others, and
 label smoothing moves the wanted probabilities from 0 and 1 to smoothing/2 and 1 - smoothing/2.
 """
 
@@ -23,11 +23,11 @@ IGNORED = -2
 def forward(
     logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int, alpha: float, gamma: float, smoothing: float
 ) -> Tensor:
-    """The sum of the losses over the number of positives; differentiable."""
+    """Return the differentiable sum of the losses over the number of positives."""
     rows = logits.reshape(targets.numel(), logits.shape[-1])[:, :classes].to(compute_dtype(logits))
     column = targets.reshape(-1, 1)
     right = column == torch.arange(classes, dtype=targets.dtype, device=targets.device)
-    # The right class has the loss of a wrong one with the sign of its logit turned.
+    # The loss of the right class is the loss of a wrong class with the opposite sign of the logit.
     wrong = torch.where(right, -rows, rows)
     cross_entropy = -logsigmoid(-wrong) - (smoothing / 2) * wrong
     focus = wrong.sigmoid().square() if gamma == 2 else (gamma * logsigmoid(wrong)).exp()

@@ -9,7 +9,7 @@ from .._tuned import tunable
 
 
 class Tile(NamedTuple):
-    """What one program works on at a time: `rows` x `block` elements of the output."""
+    """Tile that one program works on at a time: `rows` x `block` elements of the output."""
 
     rows: int
     block: int
@@ -18,10 +18,10 @@ class Tile(NamedTuple):
 
 
 def _tile(width: int, rows: int, elements: int, per_thread: int, device: DeviceFacts) -> Tile:
-    """A tile of about `elements`, at most 1024 wide, and as narrow and low as the tensor."""
+    """Return a tile of about `elements`, at most 1024 wide, and no larger than the tensor."""
     block = min(1024, next_power_of_2(width))
     while width % block and width % (block // 2) == 0 and block > 256:
-        block //= 2  # without masks, as long as a tile's rows are still long
+        block //= 2  # avoids masks, as long as a tile's rows are still long
     tall = min(max(1, elements // block), next_power_of_2(rows))
     threads = min(max(device.warp_size, tall * block // per_thread), 512)
     return Tile(tall, block, max(1, threads // device.warp_size))
@@ -29,25 +29,28 @@ def _tile(width: int, rows: int, elements: int, per_thread: int, device: DeviceF
 
 @tunable(lambda tile: ("rows", "block", "num_warps"))
 def forward_tile(rows: int, width: int, element_size: int, device: DeviceFacts) -> Tile:
-    """One row of 1024 columns in 251.6, as without bias; two rows in 276, 2048 columns in 257, 4096 in 284."""
+    """Return the forward tile: one row of 1024 columns.
+
+    It takes 251.6, as without bias; two rows take 276, 2048 columns 257, 4096 columns 284.
+    """
     return _tile(width, rows, 1024, 8, device)
 
 
 @tunable(lambda tile: ("rows", "block", "num_warps", "num_stages"))
 def backward_tile(rows: int, width: int, element_size: int, bias_grad: bool, device: DeviceFacts) -> Tile:
-    """Without a bias's gradient 420, and as long with other tiles.
+    """Return the backward tile. Without a bias's gradient it takes 420, and as long with other tiles.
 
-    With it, two programs per multiprocessor that load two tiles of four rows ahead: 452. Four programs that load none
-    ahead: 471; one row at a time: 452 to 596, the best with 21 times as many sums to add afterwards.
+    With a bias's gradient, two programs per multiprocessor that load two tiles of four rows ahead take 452. Four
+    programs that load none ahead take 471; one row at a time 452 to 596, the best with 21 times as many sums to add.
     """
     if not bias_grad:
         return _tile(width, rows, 1024, 8, device)
     tile = _tile(width, rows, 4096 * 2 // element_size, 16, device)
-    # Three tensors are loaded ahead for two programs.
+    # Three tensors are loaded ahead, by two programs per multiprocessor.
     ahead = min(2, (device.shared_memory // 2 - 8192) // (3 * tile.rows * tile.block * element_size))
     return tile._replace(num_stages=1 + max(0, ahead))
 
 
 def backward_groups(tiles: int, column_blocks: int, device: DeviceFacts) -> int:
-    """How many programs share a block of columns where they sum the bias's gradient."""
+    """Return how many programs share a block of columns when they sum the bias's gradient."""
     return max(1, min(tiles, 2 * device.multiprocessors // column_blocks))

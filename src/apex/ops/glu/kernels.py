@@ -1,10 +1,10 @@
 """Triton kernels of gated linear units: forward and backward.
 
-An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. Where
+An input is `rows` x (2 * `width`), contiguous: the gate in the first half of each row, the value in the second. If
 `value` and `dvalue` are given, they and the input (then the gate alone) are `rows` x `width` each. All arithmetic is
 float32. A tile is ROWS x BLOCK of the output; FULL: no row or column needs a mask. Programs are numbered
 along the columns first, so that neighbours read neighbouring memory. ALIGN, a power of two up to 16, divides `width`:
-that this was multiplied by ALIGN shows Triton how wide loads may be.
+dividing and multiplying by ALIGN tells Triton how wide loads may be.
 """
 
 import triton
@@ -15,7 +15,7 @@ from .._launch import kernel
 
 @triton.jit
 def _activation(x, KIND: tl.constexpr):
-    """The activation of x and its derivative; what a kernel does not use is not computed."""
+    """Return the activation of x and its derivative; the compiler drops a result that a kernel does not use."""
     if KIND == "silu":
         s = tl.sigmoid(x)
         y = x * s
@@ -30,7 +30,7 @@ def _activation(x, KIND: tl.constexpr):
         y = x * s
         slope = s + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        # NaN is no less than zero and stays NaN.
+        # A comparison with zero is false for NaN, which so stays NaN.
         y = tl.where(x < 0.0, 0.0, x)
         slope = tl.where(x <= 0.0, 0.0, 1.0)
     return y, slope
@@ -38,7 +38,7 @@ def _activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def _places(input, value, row, column, width):
-    """Where the gates and the values of a tile are."""
+    """Return pointers to the gates and to the values of a tile."""
     if value is None:
         gates = input + row[:, None] * (2 * width) + column[None, :]
         values = gates + width
@@ -55,7 +55,7 @@ def glu_forward(
     rows, width, column_blocks,
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program."""
+    """Compute one tile per program."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -81,7 +81,7 @@ def glu_backward(
     ALIGN: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns per program, walking down every `groups`-th tile; its sums of columns go to `partials`."""
+    """Compute every `groups`-th tile of a block of columns per program; write sums of columns to `partials`."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     group = program // column_blocks

@@ -26,10 +26,10 @@ LONGEST_ROW = 2**31 - 2**17
 
 
 def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu") -> Tensor:
-    """activation(gate) * value, where gate and value are the halves of the last dimension of `input` + `bias`.
+    """Return activation(gate) * value, where gate and value are the halves of the last dimension of `input` + `bias`.
 
     `activation` is one of "silu" (SwiGLU), "gelu", "gelu_tanh" (GeGLU) and "relu" (ReGLU). Computed in float32 (float64
-    for float64 tensors); the output has the input's dtype, whatever the bias's.
+    for float64 tensors); the output has the input's dtype, whatever the bias's dtype is.
     """
     check(input, bias, activation)
     if bias is not None and input.is_cuda and torch.compiler.is_compiling():
@@ -39,7 +39,7 @@ def bias_glu(input: Tensor, bias: Tensor | None = None, activation: str = "silu"
 
 
 def glu_pair(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * value, where two linear layers give gate and value; shapes and dtypes are the same.
+    """Return activation(gate) * value for gate and value of the same shape and dtype, as two linear layers give them.
 
     Computed in float32 (float64 for float64 tensors) and rounded once.
     """
@@ -52,7 +52,7 @@ def glu_pair(gate: Tensor, value: Tensor, activation: str = "silu") -> Tensor:
 
 
 def check(input: Tensor, bias: Tensor | None, activation: str) -> None:
-    """Refuses arguments that do not fit, in clear words."""
+    """Raise for arguments that do not fit together."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
     _check_activation(activation)
@@ -92,7 +92,7 @@ def _forward_launch(rows: int, width: int, itemsize: int, activation: str, devic
 
 
 def _constants(rows: int, width: int, activation: str, tile: config.Tile) -> dict[str, Any]:
-    """What the kernels of both passes are compiled for, and their warps."""
+    """Return the constants and warps that the kernels of both passes share."""
     full = rows % tile.rows == 0 and width % tile.block == 0
     kind = {"ALIGN": math.gcd(width, 16), "ACTIVATION": activation}
     return {**kind, "ROWS": tile.rows, "BLOCK": tile.block, "FULL": full, "num_warps": tile.num_warps}
@@ -119,7 +119,7 @@ def launch_backward(
 def _backward_launches(
     rows: int, width: int, itemsize: int, activation: str, bias_grad: bool, device: DeviceFacts
 ) -> tuple[Any, Any, int]:
-    """The kernel of the backward pass, the one that adds up its sums for the bias, and how many sums there are."""
+    """Return the kernel of the backward pass, the kernel that sums for the bias, and the number of partial sums."""
     tile = config.backward_tile(rows, width, itemsize, bias_grad, device)
     column_blocks, tiles = -(-width // tile.block), -(-rows // tile.rows)
     groups = config.backward_groups(tiles, column_blocks, device) if bias_grad else tiles

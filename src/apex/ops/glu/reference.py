@@ -1,4 +1,4 @@
-"""Gated linear units in PyTorch operators: the definition, and the implementation where there is no kernel.
+"""Gated linear units in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable.
 """
@@ -22,13 +22,13 @@ def activated(gate: Tensor, activation: str) -> Tensor:
 
 
 def forward(input: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * value in the input's dtype."""
+    """Return activation(gate) * value in the input's dtype."""
     wide = input.to(compute_dtype(input, bias))
     gate, value = (wide if bias is None else wide + bias).chunk(2, -1)
     return (activated(gate, activation) * value).to(input.dtype)
 
 
 def pair(gate: Tensor, value: Tensor, activation: str) -> Tensor:
-    """The same of gate and value in tensors of their own, which have one dtype."""
+    """Return activation(gate) * value for gate and value in separate tensors of one dtype."""
     wide = compute_dtype(gate)
     return (activated(gate.to(wide), activation) * value.to(wide)).to(gate.dtype)

@@ -1,16 +1,16 @@
-"""Group norm in both layouts, with or without SiLU behind it.
+"""Kernels of group norm in both layouts, with or without SiLU behind it.
 
 Legend: an input has N images of S positions and C channels, in memory [N, S, C] (LAST) or [N, C, S]; G groups have
-D = C / G channels each. Statistics are float32 [N, G, 2], mean and variance. A small group is one program's work. A
-larger one is cut into chunks of R positions: every program takes a tile of R positions and some channels, so that it
-reads whole lines of memory however few channels a group has; a second kernel puts together what the tiles found per
-channel, a third finishes the tiles.
+D = C / G channels each. Statistics are float32 [N, G, 2], mean and variance. One program takes a small group. A
+larger group is cut into chunks of R positions: every program takes a tile of R positions and some channels, so that it
+reads whole lines of memory however few channels a group has. A second kernel combines the tiles' results per channel,
+and a third finishes the tiles.
 
-The backward kernels share one float32 buffer, `scratch`: sums per image and channel [N, 2, C], whose sums over the
-images are the gradients of bias and weight, then means over groups [N, G, 2], then what tiles found [N, chunks, 2, C].
+The backward kernels share one float32 buffer, `scratch`: first sums per image and channel [N, 2, C], whose sums over
+the images are the gradients of bias and weight; then means over groups [N, G, 2]; then tiles' sums [N, chunks, 2, C].
 
-ALIGN, a power of two up to 16, divides the size that is contiguous in memory, C or S: that it was multiplied by ALIGN
-shows Triton how wide loads may be.
+ALIGN, a power of two up to 16, divides the contiguous size, C or S: dividing and multiplying by ALIGN tells Triton how
+wide loads may be.
 """
 
 import triton
@@ -22,7 +22,7 @@ from .._launch import kernel
 
 @triton.jit
 def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
-    """The same numbers, one of them known to be a multiple of ALIGN."""
+    """Return both numbers, the contiguous one marked as a multiple of ALIGN."""
     if LAST:
         channels = channels // ALIGN * ALIGN
     else:
@@ -32,8 +32,11 @@ def _aligned(positions, channels, LAST: tl.constexpr, ALIGN: tl.constexpr):
 
 @triton.jit
 def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr):
-    """This program's tile: its image, first position, channels [C_BLOCK] and those that exist, and for its elements
-    [R, C_BLOCK] which exist and where they lie; 64 bits for where the tile begins, 32 within."""
+    """Return this program's tile: image, first position, channels [C_BLOCK] and their mask, elements' mask and offsets.
+
+    The last two are [R, C_BLOCK].
+    The beginning of the tile is a 64-bit offset; offsets within it are 32-bit.
+    """
     positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     image = program // chunks
@@ -54,7 +57,7 @@ def _tile(positions, channels, chunks, LAST: tl.constexpr, ALIGN: tl.constexpr, 
 
 @triton.jit
 def _statistics(statistics, image, groups, channel, inside, eps, D: tl.constexpr):
-    """Mean and reciprocal deviation of the group that a channel belongs to."""
+    """Return mean and reciprocal deviation of the group of each channel."""
     place = statistics + (image * groups + channel // D) * 2
     mean = tl.load(place, inside, other=0.0)
     return mean, tl.rsqrt(tl.load(place + 1, inside, other=0.0) + eps)
@@ -70,13 +73,13 @@ def _finish(normalised, weight, bias, SILU: tl.constexpr):
 
 @triton.jit
 def _parameters(weight, bias, channel, mask):
-    """Weights and biases of channels."""
+    """Return the weights and biases of channels."""
     return parameter(weight, channel, mask, 1.0), parameter(bias, channel, mask, 0.0)
 
 
 @triton.jit
 def _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU: tl.constexpr):
-    """The gradient before SiLU, zero outside of `mask`, and the normalised input; what is not used is not computed."""
+    """Return the gradient before SiLU, zero outside of `mask`, and the normalised input."""
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     xhat = (values - mean) * factor
@@ -97,7 +100,7 @@ def _store_parameter_gradients(dweight, dbias, sum_dy, sum_dy_xhat, channel, mas
 
 @triton.jit
 def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums over `count` pairs of rows of `channels` elements each: of the first rows, and of the second."""
+    """Return the sums over `count` pairs of rows of `channels` elements: of the first rows, and of the second rows."""
     sum_dy = tl.zeros((ROWS, COLUMNS), tl.float32)
     sum_dy_xhat = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, count, ROWS):
@@ -111,8 +114,10 @@ def _sum_pairs(pairs, count, channels, column, inside, ROWS: tl.constexpr, COLUM
 
 @triton.jit
 def _add_up(scratch, tickets, dweight, dbias, images, channels, groups, D: tl.constexpr, D_BLOCK: tl.constexpr):
-    """The end of a kernel with a program per group of an image, each of which has filled its place in the first part of
-    `scratch`: the last program of a group sums over the images."""
+    """Sum the first part of `scratch` over the images, in the last program of each group.
+
+    Ends a kernel with one program per group of an image, where each program has stored its own sums in `scratch`.
+    """
     group = tl.program_id(0) % groups
     if is_last_block(tickets + group, images):
         within = tl.arange(0, D_BLOCK)
@@ -134,7 +139,7 @@ def group_norm_forward_small(
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per group of an image."""
+    """Compute output and statistics, one program per group of an image."""
     positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
     group = program % groups
@@ -163,7 +168,7 @@ def group_norm_measure(
     positions, channels, chunks,
     LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
+    """Compute mean and sum of squared deviations of every channel of a tile; `partials` is [N, chunks, 2, C]."""
     _image, first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean = tl.sum(values, 0) / tl.minimum(positions - first, R)
@@ -180,9 +185,9 @@ def group_norm_statistics(
     positions, channels, groups, chunks,
     D: tl.constexpr, R: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of a group from those of its channels in every chunk; one program per group of an image.
+    """Compute mean and variance of a group from the chunks' statistics per channel; one program per group of an image.
 
-    In two passes, the second around the mean that the first has found: as exact as reading the input twice.
+    Makes two passes, the second around the mean from the first: as exact as reading the input twice.
     """
     program = tl.program_id(0)
     column = tl.arange(0, D_BLOCK)[None, :]
@@ -216,7 +221,7 @@ def group_norm_apply(
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The output of one tile."""
+    """Compute the output of one tile."""
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
@@ -233,9 +238,9 @@ def group_norm_backward_small(
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, S_BLOCK: tl.constexpr,
     D_BLOCK: tl.constexpr, ADD_UP: tl.constexpr,
 ):  # fmt: skip
-    """One program per group of an image, which fills its place in the first part of `scratch`.
+    """Compute the input's gradient and the sums in the first part of `scratch`, one program per group of an image.
 
-    With ADD_UP the gradients of weight and bias are written, too.
+    With ADD_UP it also writes the gradients of weight and bias.
     """
     positions, channels = _aligned(positions, channels, LAST, ALIGN)
     program = tl.program_id(0)
@@ -250,9 +255,9 @@ def group_norm_backward_small(
     offset = start + (row * channels + group * D + column if LAST else (group * D + column) * positions + row)
     mean = tl.load(statistics + program * 2)
     factor = tl.rsqrt(tl.load(statistics + program * 2 + 1) + eps)
-    # Outside the group the gradient is 0, and so is every term.
+    # Outside the group the loaded gradient is 0, and so is every term.
     gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
-    # These sums first: threads that keep both until the end store 1056 bytes of them outside of registers.
+    # These sums first: threads that keep both tensors until the end spill 1056 bytes.
     sums = scratch + image * 2 * channels + group * D + within
     tl.store(sums, tl.sum(gradient, 0), within < D)
     tl.store(sums + channels, tl.sum(gradient * xhat, 0), within < D)
@@ -273,10 +278,10 @@ def group_norm_backward_tile(
     D: tl.constexpr, SILU: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tile of the input.
+    """Compute the gradient of one tile of the input.
 
-    Without `dx` what that needs of all tiles: the sums of the gradient and of gradient times normalised input per
-    channel of a tile, in part 3 of `scratch`.
+    Without `dx`, compute the sums that this needs from all tiles instead: the gradient, and the gradient times the
+    normalised input, per channel of a tile, in part 3 of `scratch`.
     """
     image, _first, channel, inside, mask, offset = _tile(positions, channels, chunks, LAST, ALIGN, R, C_BLOCK)
     mean, factor = _statistics(statistics, image, groups, channel, inside, eps, D)
@@ -285,7 +290,7 @@ def group_norm_backward_tile(
     gradient, xhat = _gradient_and_xhat(x, dy, offset, mask, mean, factor, scale, shift, SILU)
     means = scratch + tl.cast(images, tl.int64) * 2 * channels
     if dx is None:
-        # Outside the input the gradient is 0, and so is every term.
+        # Outside the input the loaded gradient is 0, and so is every term.
         found = means + images * 2 * groups + tl.program_id(0).to(tl.int64) * 2 * channels + channel
         tl.store(found, tl.sum(gradient, 0), inside)
         tl.store(found + channels, tl.sum(gradient * xhat, 0), inside)
@@ -304,7 +309,7 @@ def group_norm_sums(
     images, positions, channels, groups, chunks,
     D: tl.constexpr, CHUNK_BLOCK: tl.constexpr, D_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the chunks per channel, and their means over a group; one program per group of an image."""
+    """Sum the chunks' results per channel, and compute their means over a group; one program per group of an image."""
     program = tl.program_id(0)
     image = program // groups
     group = program % groups
@@ -328,7 +333,7 @@ def group_norm_parameter_gradients(
     images, channels,
     N_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the images of the first part of `scratch`."""
+    """Sum the first part of `scratch` over the images: the gradients of bias and weight."""
     channel = tl.program_id(0) * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     sum_dy, sum_dy_xhat = _sum_pairs(scratch, images, channels, channel, inside, N_BLOCK, C_BLOCK)

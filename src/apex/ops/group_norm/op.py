@@ -34,23 +34,24 @@ def group_norm(
     eps: float = 1e-5,
     activation: str = "",
 ) -> Tensor:
-    """Group norm of `input` [N, C, ...] over `num_groups` groups of channels, then `activation` ("", silu or swish).
+    """Return the group norm of `input` [N, C, ...] over `num_groups` groups of channels, then `activation`.
 
-    Computed in float32 whatever the dtypes; the output has the input's dtype and layout.
+    `activation` is "", "silu" or "swish". Computed in float32 for all dtypes; the output has the input's dtype and
+    layout.
     """
     check(input, num_groups, weight, bias, activation)
     arguments = (input, weight, bias, num_groups, eps, bool(activation))
     output = GROUP_NORM.with_kernels(arguments)
     if output is not None:
         return output
-    # Of nothing PyTorch's operator leaves gradients undefined.
+    # For an empty input PyTorch's operator leaves gradients undefined.
     if not _library.runs_triton(FAMILY, input) and input.numel() != 0:
         return reference.torch_group_norm(*arguments)
     return GROUP_NORM(*arguments)
 
 
 def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, activation: str) -> None:
-    """Raises for arguments that do not fit each other."""
+    """Raise for arguments that do not fit together."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
     if activation not in ACTIVATIONS:
@@ -68,7 +69,7 @@ def check(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
 def group_norm_forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output and statistics, without autograd; the arguments were checked."""
+    """Return output and statistics, without autograd. The caller has checked the arguments."""
     output, statistics = GROUP_NORM.run(input, weight, bias, groups, eps, silu)
     assert output is not None
     assert statistics is not None
@@ -85,7 +86,7 @@ def group_norm_backward(
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, given the statistics of the forward pass."""
+    """Return the gradients of input, weight and bias, given the statistics of the forward pass."""
     check_shape("the gradient", dy, input.shape, input.device)
     check_shape("statistics", statistics, (input.shape[0], groups, 2), input.device)
     saved = (input, weight, bias, statistics.to(_library.compute_dtype(input)))
@@ -96,14 +97,14 @@ def group_norm_backward(
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    """Whether a tensor is dense with its channels last in memory."""
+    """Return whether a tensor is dense with its channels last in memory."""
     if tensor.dim() == 4:
         return tensor.is_contiguous(memory_format=torch.channels_last)
     return tensor.movedim(1, -1).is_contiguous()
 
 
 def _dense(tensor: Tensor) -> tuple[Tensor, bool]:
-    """The tensor as the kernels take it, contiguous in one of two layouts, and whether its channels are last."""
+    """Return the tensor contiguous in one of the kernels' two layouts, and whether its channels are last."""
     if _channels_last(tensor):
         return tensor, True
     if not tensor.is_contiguous() and tensor.stride(1) == 1:
@@ -114,7 +115,7 @@ def _dense(tensor: Tensor) -> tuple[Tensor, bool]:
 def launch_forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """One launch where a program takes a whole group, three where groups are cut up."""
+    """Return output and statistics: by one launch if a program takes a whole group, by three if groups are cut up."""
     x, last = _dense(input)
     device, dtype, shape = x.device, x.dtype, tuple(x.shape)
     dtypes = (dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
@@ -134,14 +135,14 @@ def launch_forward(
 
 
 def _constants(group_channels: int, last: bool, silu: bool, contiguous: int) -> dict[str, Any]:
-    """The constants of kernels; `contiguous` divides the size that is contiguous in memory."""
+    """Return the constants of the kernels; loads may be as wide as the alignment of `contiguous`."""
     return {"D": group_channels, "SILU": silu, "LAST": last, "ALIGN": math.gcd(contiguous, 16)}
 
 
 def _prepare_held(
     kernel: Any, sizes: tuple[int, ...], chosen: config.GroupConfig, last: bool, silu: bool, **constants: Any
 ) -> Any:
-    """The launch of a kernel with a program for each group of an image."""
+    """Prepare a kernel with one program for each group of an image."""
     images, positions, channels, groups = sizes
     group_channels = channels // groups
     return kernel.prepare(
@@ -159,7 +160,7 @@ def _prepare_held(
 def _held_config(
     sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
 ) -> config.GroupConfig | None:
-    """How one program takes a whole group; None where groups are cut up."""
+    """Return the configuration for one program per whole group; None if groups are cut up."""
     images, positions, channels, groups = sizes
     group_channels = channels // groups
     if not config.groups_apart(images * positions * channels, group_channels * itemsize, last):
@@ -173,7 +174,7 @@ def _held_config(
 def _forward_launches(
     shape: tuple[int, ...], groups: int, dtypes: tuple[Any, ...], last: bool, silu: bool, on: torch.device
 ) -> tuple[tuple[Any, ...], int]:
-    """The kernels, which lack their tensors: one, or three and the elements of memory for what the first finds."""
+    """Return the prepared kernels, one or three, and the elements of memory that three need for partial results."""
     images, positions, channels, groups = sizes = _sizes(shape, groups)
     itemsize, device, group_channels = dtypes[0].itemsize, facts(on), channels // groups
     chosen = _held_config(sizes, itemsize, last, "forward", device)
@@ -190,7 +191,7 @@ def _forward_launches(
 
 
 def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
-    """Images, positions of each, channels and groups, if the kernels can count them."""
+    """Return images, positions of each, channels and groups; raise if positions exceed 32-bit numbers."""
     positions = math.prod(shape[2:])
     if positions > MOST_POSITIONS:
         raise ValueError(f"{positions} positions of an image are too many for the kernels; APEX_IMPL=torch takes them")
@@ -200,7 +201,7 @@ def _sizes(shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
 def _tiles(
     sizes: tuple[int, ...], itemsize: int, last: bool, direction: str, device: DeviceFacts
 ) -> tuple[config.TileConfig, dict[str, int]]:
-    """How groups are cut up, and what the kernels that take a tile share."""
+    """Return the tiles of groups that are cut up, and the constants that kernels for a tile share."""
     images, positions, channels, _ = sizes
     chosen = config.cut_config(images, positions, channels, last, direction, itemsize, device)
     tile = config.tile_config(positions, channels, chosen.elements, last)
@@ -208,15 +209,15 @@ def _tiles(
 
 
 def _adding(group_channels: int) -> dict[str, int]:
-    """What the kernels that put tiles together share."""
+    """Return the constants that the kernels that combine tiles share."""
     blocks = {"CHUNK_BLOCK": config.CHUNK_BLOCK, "D_BLOCK": next_power_of_2(group_channels)}
     return {"D": group_channels, **blocks, "num_warps": config.SUM_WARPS}
 
 
 def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, the latter two where wanted; one launch where it can do it all.
+    """Return the gradients of input, weight and bias, the latter two if wanted; by one launch if possible.
 
-    `saved` is what `GROUP_NORM` saves, then its settings.
+    `saved` is the saved tensors of `GROUP_NORM`, its settings and `wanted`.
     """
     input, weight, bias, statistics, groups, eps, silu, wanted = saved
     x, last = _dense(input)
@@ -231,28 +232,28 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     dx = empty(shape, strides, dtype)
     dweight = empty(channels, (1,), of_weight) if param_grads and of_weight is not None else None
     dbias = empty(channels, (1,), of_bias) if param_grads and of_bias is not None else None
-    given = (x, dy, weight, bias, statistics)
+    tensors = (x, dy, weight, bias, statistics)
     if launches.held is not None:
         scratch, tickets = partial_sums(launches.scratch, device)
-        launches.held((*given, dx, scratch, tickets, dweight, dbias), (eps,))
+        launches.held((*tensors, dx, scratch, tickets, dweight, dbias), (eps,))
     else:
-        scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too much of it to be kept
+        scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too large to be kept
         of_tile, add_up = launches.cut
-        of_tile((*given, scratch, None), (eps,))
+        of_tile((*tensors, scratch, None), (eps,))
         add_up((scratch, weight))
-        of_tile((*given, scratch, dx), (eps,))
+        of_tile((*tensors, scratch, dx), (eps,))
     if launches.parameters is not None:
         launches.parameters((scratch, dweight, dbias))
     return dx, dweight, dbias
 
 
 class BackwardLaunches(NamedTuple):
-    """The kernels of a backward pass: one for whole groups or three for groups that are cut up, which lack tensors."""
+    """The prepared kernels of a backward pass, without their tensors: `held` for whole groups, or `cut` for tiles."""
 
-    scratch: int  # elements of memory for sums
+    scratch: int  # elements of memory for partial sums
     held: Any = None
     cut: tuple[Any, ...] = ()
-    parameters: Any = None  # last, for the gradients of weight and bias
+    parameters: Any = None  # launched last, for the gradients of weight and bias
 
 
 @launch_rule
@@ -272,7 +273,7 @@ def _backward_launches(
     elements = images * 2 * channels
     chosen = _held_config(sizes, itemsize, last, "backward", device)
     if chosen is not None:
-        # Programs of different images add up what they found, if there is a ticket for every group.
+        # Programs of different images sum their results themselves, if there is a ticket for every group.
         add_up = param_grads and groups <= TICKETS and device.publishes_for_all
         held = _prepare_held(kernels.group_norm_backward_small, sizes, chosen, last, silu, ADD_UP=add_up)
         return BackwardLaunches(elements, held, parameters=parameters if param_grads and not add_up else None)
@@ -316,6 +317,6 @@ GROUP_NORM = Op(
     strided=("input", "output"),
     same_layout=("input", "output"),
     replayed=True,
-    # One program takes a group of the first, several that of the second.
+    # One program takes a group of the first case, several programs a group of the second.
     checks=[_check_case(6, 2, 60, 5, 7), _check_case(3, 2, 24, 70, 70)],
 )

@@ -14,7 +14,7 @@ from .._op import laid_out_like
 def forward(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Output in the input's dtype and layout, and statistics [N, G, 2]: mean and variance."""
+    """Return the output in the input's dtype and layout, and statistics [N, G, 2]: mean and variance."""
     dtype = compute_dtype(input, weight, bias)
     images, channels = input.shape[:2]
     values = input.reshape(images, groups, channels // groups, math.prod(input.shape[2:])).to(dtype)
@@ -34,18 +34,18 @@ def forward(
 def torch_group_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, silu: bool
 ) -> Tensor:
-    """PyTorch's operator, in float32 because it rounds statistics to the dtype of its input."""
+    """Return PyTorch's group norm, computed in float32 because PyTorch rounds statistics to the input's dtype."""
     dtype = compute_dtype(input, weight, bias)
     wide = input.to(dtype)
     if wide.is_cpu and not wide.requires_grad:
-        # PyTorch 2.13 crashes where of a channels-last norm the parameters alone are differentiated.
+        # PyTorch 2.13 crashes if only the parameters of a channels-last norm are differentiated.
         wide = wide.contiguous()
     weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (weight, bias))
     if weight is None and bias is not None:
-        weight = torch.ones_like(bias)  # without one the derivative of PyTorch's operator fails
+        weight = torch.ones_like(bias)  # without a weight the derivative of PyTorch's operator fails
     output = torch.group_norm(wide, groups, weight, bias, eps)
     if silu:
         output = torch.nn.functional.silu(output)
     output = output.to(input.dtype)
-    # On a GPU it takes channels-last inputs and gives contiguous outputs.
+    # On a GPU PyTorch's operator takes channels-last inputs and returns contiguous outputs.
     return output if output.stride() == input.stride() else laid_out_like(input, output)

@@ -1,3 +1,3 @@
-"""Products with indexed rows: in1[index] * in2, and two derivatives."""
+"""Products with indexed rows, in1[index] * in2, with first and second derivatives."""
 
 from .op import FAMILY, INDEX_MUL, by_operators, check, index_mul_backward_backward, prefers_operators

@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 from .._device import DeviceFacts, next_power_of_2
 
-# Below this many elements the host is the limit, and sorting from Python takes more of it than PyTorch's operators do:
-# a step of 8192x256 takes 553 us of an H200's host, that of the operators 373.
+# Below this many elements the host is the limit, and sorting from Python takes more host time than PyTorch's operators
+# do: a step of 8192x256 takes 553 us of an H200's host, with the operators 373.
 NATIVE_BELOW = 1 << 23
-# How many rows of in1 are cleared, or partial sums added, at a time.
+# Number of rows of in1 that are cleared, or of partial sums that are added, at a time.
 FINISH_ROWS = 16
 
 
 class Tile(NamedTuple):
-    """What one program works on at a time: `rows` rows or chunks, `block` columns wide."""
+    """Tile that one program works on at a time: `rows` rows or chunks, `block` columns wide."""
 
     rows: int
     block: int
     num_warps: int
 
 
-# Elements of a tile, and of each of its threads.
+# Elements of a tile, and elements per thread.
 FORWARD, BACKWARD = (1024, 8), (512, 4)
 
 
@@ -36,7 +36,7 @@ def finish_warps(block: int, device: DeviceFacts) -> int:
 
 
 def backward_steps(count: int, device: DeviceFacts) -> int:
-    """Sorted positions per chunk: many leave few partial sums to add, as long as there are chunks for all.
+    """Return the sorted positions per chunk: many, so that few partial sums remain, if all programs get chunks.
 
     800000x256 of 200000 rows: 728 and 24 us to finish with 128, 721 and 63 with 32.
     """

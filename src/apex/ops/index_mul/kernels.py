@@ -1,11 +1,11 @@
 """Triton kernels of products with indexed rows: out[i] = in1[index[i]] * in2[i], and its derivatives.
 
 Matrices are contiguous, `width` elements to a row; arithmetic is float32. The gradient of `in1` sums the rows that have
-the same index. No atomics: positions are sorted by index first (`keys` are the sorted indices, `order` the positions
-they come from, `offsets` where each row of in1 begins among them), cut into chunks of STEPS positions, and each chunk
-adds up what belongs together. A row whose positions lie in several chunks leaves partial sums, which
+the same index, without atomics: positions are sorted by index first (`keys` are the sorted indices, `order` the
+positions they come from, `offsets` where each row of in1 begins among them) and cut into chunks of STEPS positions.
+Each chunk sums the rows of equal index. A row of in1 whose positions lie in several chunks has partial sums, which
 `index_mul_finish` adds. An index out of range gives rows of NaN and adds to nothing. ALIGN, a power of two up to 16,
-divides `width`: that this was multiplied by ALIGN shows Triton how wide loads may be.
+divides `width`: dividing and multiplying by ALIGN tells Triton how wide loads may be.
 """
 
 import triton
@@ -21,7 +21,7 @@ def index_mul_forward(
     count, in1_rows, width, column_blocks,
     ALIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS x BLOCK per program. FULL: no row or column needs a mask."""
+    """Compute a tile of ROWS x BLOCK per program. FULL: no row or column needs a mask."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
     row = (program // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -38,9 +38,9 @@ def index_mul_forward(
 
 @triton.jit
 def _flush(total, current, ended, first, end, chunk, offsets, grad1, partials, column, column_mask, width):
-    """Stores the sums of rows of in1 that have `ended`: whole ones as gradients, others as partial sums.
+    """Store the sums of rows of in1 that have `ended`: complete ones as gradients, others as partial sums.
 
-    A chunk has two places for partial sums: one for the row it began with, one for the row it ended with.
+    A chunk has two slots for partial sums: one for the row it began with, one for the row it ended with.
     """
     begin = tl.load(offsets + current, mask=ended, other=0)
     stop = tl.load(offsets + current + 1, mask=ended, other=0)
@@ -59,11 +59,11 @@ def index_mul_backward(
     count, in1_rows, width, column_blocks,
     ALIGN: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of sorted positions per program, side by side.
+    """Process CHUNKS chunks of sorted positions per program, side by side.
 
-    grad2, unless it is None, = in1[index] * grad_out, and grad1 sums grad_out * in2. With grad_grad1 and grad_grad2 the
-    derivative of that, grad_grad_out = grad_grad1[index] * in2 + grad_grad2 * in1[index], grad2 = grad_grad1[index] *
-    grad_out, and grad1 sums grad_grad2 * grad_out.
+    Computes grad2 = in1[index] * grad_out, unless grad2 is None, and sums grad_out * in2 into grad1. With grad_grad1
+    and grad_grad2, computes the derivative of that instead: grad_grad_out = grad_grad1[index] * in2 + grad_grad2 *
+    in1[index], grad2 = grad_grad1[index] * grad_out, and sums grad_grad2 * grad_out into grad1.
     """
     width = width // ALIGN * ALIGN
     program = tl.program_id(0)
@@ -115,7 +115,7 @@ def index_mul_finish(
     count, in1_rows, width, column_blocks,
     ALIGN: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zero for ROWS rows of in1 where no index names them, then the sum of the row that a chunk begins but not ends."""
+    """Clear ROWS rows of in1 that no index names; then sum the row of in1 that a chunk begins but does not end."""
     width = width // ALIGN * ALIGN
     program = tl.program_id(0) // column_blocks
     column = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -21,10 +21,10 @@ MOST_ROWS = 2**31 - 2**16
 
 
 def prefers_operators(in2: Tensor) -> bool:
-    """Whether PyTorch's operators under its own autograd are the quicker way to the same result.
+    """Return whether PyTorch's operators under its own autograd are quicker for the same result.
 
-    They are where the host is the limit, and where there are no kernels. Half precision is not for them: they would
-    round products before they add them up.
+    They are if the host is the limit or no kernels run. They are never used for half precision, because they would
+    round products before adding them up.
     """
     if in2.dtype not in (torch.float32, torch.float64):
         return False
@@ -33,15 +33,15 @@ def prefers_operators(in2: Tensor) -> bool:
 
 
 def by_operators(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
-    """in1[index] * in2, differentiable by PyTorch's autograd and deterministic."""
-    # A CPU sums rows as an embedding does, in 1.3 ms for 8192 rows of 128 float32 where indexing needs 28.
+    """Return in1[index] * in2, differentiable by PyTorch's autograd and deterministic."""
+    # A CPU sums rows like an embedding, in 1.3 ms for 8192 rows of 128 float32 where indexing needs 28.
     return in1[index] * in2 if in2.is_cuda else reference.forward(in1, in2, index)
 
 
 def index_mul_backward_backward(
     grad_grad1: Tensor | None, grad_grad2: Tensor | None, grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of grad_out, in1 and in2 from those of the gradients of in1 and in2; None stands for zero."""
+    """Return the gradients of grad_out, in1 and in2 from the gradients of grad1 and grad2; None stands for zero."""
     if grad_grad1 is None and grad_grad2 is None:
         return None, None, None
     if not torch.is_grad_enabled():
@@ -51,8 +51,8 @@ def index_mul_backward_backward(
         if grad_grad2 is None:
             return INDEX_MUL.run(grad_grad1, in2, index)[0], None, INDEX_MUL.run(grad_grad1, grad_out, index)[0]
         if in2.numel() and _library.runs_triton(FAMILY, in2):
-            given = [t.contiguous() for t in (grad_out, in1, in2, index, grad_grad1, grad_grad2)]
-            of_in1, of_in2, of_grad_out = launch_sums(*given, need2=True)
+            tensors = [t.contiguous() for t in (grad_out, in1, in2, index, grad_grad1, grad_grad2)]
+            of_in1, of_in2, of_grad_out = launch_sums(*tensors, need2=True)
             return of_grad_out, of_in1, of_in2
     first = torch.zeros_like(in1) if grad_grad1 is None else grad_grad1
     second = torch.zeros_like(in2) if grad_grad2 is None else grad_grad2
@@ -60,7 +60,7 @@ def index_mul_backward_backward(
 
 
 def check(in1: Tensor, in2: Tensor, index: Tensor) -> None:
-    """Refuses arguments that do not fit, in clear words. The values of the indices are not looked at."""
+    """Raise for arguments that do not fit together. Does not read the values of the indices."""
     check_tensors(in1=in1, in2=in2, idx1=index)
     if in1.dim() != 2 or in2.dim() != 2 or in1.shape[1] != in2.shape[1]:
         raise ValueError(
@@ -109,7 +109,7 @@ def launch_backward(
 def launch_sums(
     grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor, *grad_grads: Tensor, need2: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of in1, in2 and (given those of these gradients) of grad_out, for an in2 that has elements."""
+    """Return the gradients of in1, in2 and, given `grad_grads`, of grad_out; in2 must not be empty."""
     count, width = in2.shape
     in1_rows, device = in1.shape[0], facts(in2.device)
     grad_grad1, grad_grad2 = grad_grads or (None, None)

@@ -1,7 +1,7 @@
-"""Products with indexed rows in PyTorch operators: the definition, and the implementation where there is no kernel.
+"""Products with indexed rows in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 Runs on any device in any floating dtype; half precision is multiplied and summed in float32. Differentiable, and
-deterministic on every device: an embedding's backward pass adds up rows of the same index in order, which `index_add`
+deterministic on every device: an embedding's backward pass adds rows of the same index in order, while `index_add`
 does not on a GPU.
 """
 
@@ -14,8 +14,8 @@ from .._library import compute_dtype
 
 
 def forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
-    """in1[index] * in2."""
-    if not in2.numel():  # on a GPU the derivative of an embedding without columns reads memory that is not its own
+    """Return in1[index] * in2."""
+    if not in2.numel():  # on a GPU the derivative of an embedding without columns reads memory out of bounds
         return in2 + in1.sum()
     dtype = compute_dtype(in2)
     return (torch.embedding(in1.to(dtype), index) * in2.to(dtype)).to(in2.dtype)
@@ -24,7 +24,7 @@ def forward(in1: Tensor, in2: Tensor, index: Tensor) -> Tensor:
 def backward_backward(
     grad_grad1: Tensor, grad_grad2: Tensor, grad_out: Tensor, in1: Tensor, in2: Tensor, index: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of grad_out, in1 and in2, given those of the gradients of in1 and in2."""
+    """Return the gradients of grad_out, in1 and in2, given the gradients of grad1 and grad2."""
     dtype = compute_dtype(in2)
     first, second, gradient = (tensor.to(dtype) for tensor in (grad_grad1, grad_grad2, grad_out))
     picked = torch.embedding(first, index)

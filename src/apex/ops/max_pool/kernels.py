@@ -1,8 +1,8 @@
-"""Max pooling of [N, H, W, C] with square windows of K x K values, every S values, the images padded by P.
+"""Max pooling kernels for [N, H, W, C] with square windows of K x K values, stride S and padding P.
 
 Positions of an image are counted row by row. A program has R positions and C_BLOCK channels of an image: forward of
-the output, backward of the input, so that nothing is added by atomics. `index` says which of its window's values,
-counted row by row, an output is.
+the output, backward of the input, so that no atomics are needed. `index` holds the position of each output's maximum
+in its window, counted row by row.
 """
 
 import triton
@@ -15,10 +15,10 @@ SIZES = ["height", "width", "rows", "columns"]
 
 @triton.jit
 def _tile(positions, channels, R: tl.constexpr, C_BLOCK: tl.constexpr):
-    """Image, positions [R, 1] and channels [1, C_BLOCK] of this program, and which of these exist."""
+    """Return image, positions [R, 1] and channels [1, C_BLOCK] of this program, and their mask."""
     tiles = tl.cdiv(positions, R)
     blocks = tl.cdiv(channels, C_BLOCK)
-    # The last tiles first: what wrote the input has left those in the cache, what reads the result begins at the first.
+    # The last tiles first: the kernel before has left those in the cache, and the next kernel begins at the first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     image = (program // (tiles * blocks)).to(tl.int64)
     position = (program // blocks % tiles) * R + tl.arange(0, R)[:, None]
@@ -38,7 +38,8 @@ def max_pool_forward(
     first_column = position % columns * S - P
     begin = input + image * height * width * channels
     best = tl.full((R, C_BLOCK), float("-inf"), tl.float32)
-    # The first of equal values, the last NaN: as PyTorch has it. Where all are -inf, the first that is in the image.
+    # The first of equal values and the last NaN win, as in PyTorch. If all are -inf, the first one inside the image
+    # wins.
     place = tl.maximum(-first_row, 0) * K + tl.maximum(-first_column, 0) + tl.zeros((R, C_BLOCK), tl.int32)
     for k in tl.static_range(K * K):
         row = first_row + k // K
@@ -56,7 +57,7 @@ def max_pool_forward(
 
 @triton.jit
 def _share(value, place, row, column, K: tl.constexpr):
-    """What the value in this row and column of its window gets of the window's gradient."""
+    """Return the part of a window's gradient for the value in this row and column of the window."""
     return tl.where((place == row * K + column) & (column < K), value, 0.0)
 
 
@@ -67,7 +68,7 @@ def max_pool_backward(
     height, width, rows, columns, channels,
     K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, D: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every value asks the windows that it is in whether it was the largest.
+    """Compute the gradient of each value: the sum over the windows that have it as their largest value.
 
     A position is one of D x D values, which with D = S = 2 are in the same windows; else D is 1.
     """

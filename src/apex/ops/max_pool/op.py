@@ -1,8 +1,8 @@
 """Max pooling of images whose channels are last in memory.
 
-PyTorch keeps an int64 per output and, backward, adds up by atomics or searches windows: 64 images of a ResNet's stem,
-64 x 112 x 112 in bfloat16, take it 221 us forward and 488 backward on an H200, in code of Inductor 94 and 366. Here the
-place in its window is kept, one byte: 67 and 44 us.
+PyTorch saves an int64 per output and, backward, adds by atomics or searches windows: 64 images of a ResNet's stem,
+64 x 112 x 112 in bfloat16, take it 221 us forward and 488 backward on an H200, in Inductor's code 94 and 366. Here one
+byte is saved, the position in the window: 67 and 44 us.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from . import reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
-# The largest window whose places a byte counts.
+# The largest window whose positions fit into a byte.
 LARGEST_WINDOW = 11
 # Elements of an input below which PyTorch's operator runs, for which the host has less to do.
 NATIVE_BELOW = 1 << 22
@@ -30,10 +30,10 @@ FORWARD_TILE, BACKWARD_TILE = 512, 1024
 
 
 def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """The largest value of each square window of [N, C, H, W], as `torch.nn.functional.max_pool2d`.
+    """Return the largest value of each square window of [N, C, H, W], as `torch.nn.functional.max_pool2d` does.
 
-    `stride`, by default the size of a window, and `padding` are those of both dimensions. Kernels take inputs in
-    PyTorch's channels-last format and windows of up to 11 x 11 values; PyTorch's operator does the rest.
+    `stride`, by default the size of a window, and `padding` apply to both dimensions. Kernels take inputs in PyTorch's
+    channels-last format and windows of up to 11 x 11 values; PyTorch's operator does the rest.
     """
     check_floats(input=input)
     window = integer("kernel_size", kernel_size)
@@ -47,7 +47,7 @@ def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, paddi
         )
     height, width = input.shape[2:]
     fits = window <= min(LARGEST_WINDOW, height + 2 * pad, width + 2 * pad)
-    # Under torch.vmap a tensor does not say how it lies in memory.
+    # Under torch.vmap a tensor's memory layout is unknown.
     transformed = not torch.compiler.is_compiling() and _library.sees_operators_only()
     if not fits or transformed or not input.is_contiguous(memory_format=torch.channels_last):
         return functional.max_pool2d(input, window, step, pad)
@@ -55,7 +55,7 @@ def max_pool2d(input: Tensor, kernel_size: int, stride: int | None = None, paddi
 
 
 def _empty(input: Tensor, window: int, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Room for the outputs, one for each window, and for their places."""
+    """Allocate the outputs, one for each window, and their positions in the windows."""
     rows, columns = ((size + 2 * padding - window) // stride + 1 for size in (height, width))
     output = input.new_empty(input.shape[0], rows, columns, input.shape[3])
     return output, torch.empty_like(output, dtype=torch.int8)
@@ -79,7 +79,7 @@ def launch_backward(
 ) -> Tensor:
     images, rows, columns, channels = dy.shape
     dx = dy.new_empty(images, height, width, channels)
-    # Four values of the input at a time are in the same windows: these are read once for them.
+    # With stride 2, four values of the input are in the same windows, which are then read once for all four.
     together, first = (2, 0) if stride == 2 else (1, padding)
     positions = -(-(height + padding - first) // together) * -(-(width + padding - first) // together)
     grid, tile = _cut(images, positions, channels, BACKWARD_TILE)
@@ -90,7 +90,7 @@ def launch_backward(
 
 
 def _cut(images: int, positions: int, channels: int, elements: int) -> tuple[tuple[int], tuple[int, int]]:
-    """The grid, and the positions and channels of a tile."""
+    """Return the grid, and the positions and channels of a tile."""
     block = min(64, next_power_of_2(channels))
     rows = min(elements // block, next_power_of_2(positions))
     return (images * -(-positions // rows) * -(-channels // block),), (rows, block)

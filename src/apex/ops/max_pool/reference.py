@@ -12,7 +12,7 @@ from .._library import compute_dtype
 
 
 def forward(input: Tensor, window: int, stride: int, padding: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """The largest value of each window, and which of the window's places, counted row by row, it was at."""
+    """Return the largest value of each window, and its position in the window, counted row by row."""
     images = input.permute(0, 3, 1, 2)
     output, places = functional.max_pool2d(images, window, stride, padding, return_indices=True)
     first_row, first_column = _firsts(output.shape[2], output.shape[3], stride, padding, input.device)
@@ -23,7 +23,7 @@ def forward(input: Tensor, window: int, stride: int, padding: int, height: int, 
 def backward(
     dy: Tensor, index: Tensor, window: int, stride: int, padding: int, height: int, width: int, *_: Any
 ) -> Tensor:
-    """The gradient of the input; of half precision it is summed in float32."""
+    """Return the gradient of the input, summed in float32 for half precision."""
     wide = dy.to(compute_dtype(dy))
     first_row, first_column = _firsts(dy.shape[1], dy.shape[2], stride, padding, dy.device)
     row, column = first_row[..., None] + index // window, first_column[..., None] + index % window
@@ -33,7 +33,7 @@ def backward(
 
 
 def _firsts(rows: int, columns: int, stride: int, padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first row, [rows, 1], and the first column, [columns], of every window; they may lie in the padding."""
+    """Return the first row, [rows, 1], and the first column, [columns], of every window; they may be in the padding."""
     row = torch.arange(rows, dtype=torch.int64, device=device) * stride - padding
     column = torch.arange(columns, dtype=torch.int64, device=device) * stride - padding
     return row[:, None], column

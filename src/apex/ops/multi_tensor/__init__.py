@@ -1,6 +1,7 @@
 """Ops over lists of tensors: one launch for all of them.
 
-`TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; `op` has functions of lists.
+`TritonLists` and `TorchLists` (made by `make_lists`) apply an update rule of `rules`; `op` has functions of whole
+lists.
 """
 
 from .list_updates import lamb_step, update_scale_hysteresis

@@ -13,11 +13,11 @@ SINGLE_LIST_BLOCK = 4096
 INTERPRETER_BLOCK = 128
 WARPS = 4
 
-# A measuring program writes one partial sum per quantity; more programs than this walk over several blocks each, so
-# that the sums of any model take less than a megabyte.
+# A measuring program writes one partial sum per quantity. If there would be more programs than this, each walks over
+# several blocks, so that the sums of any model take less than a megabyte.
 MEASURING_PROGRAMS = 1 << 16
-# A program that is counted at its end takes time for that: on an H200, LARS's norms of ResNet-50 take 91 us with 25,000
-# programs, 62 with an eighth of them. So it walks over as many elements as this, of all lists together, unless there
+# Counting a program at its end takes time: on an H200, LARS's norms of ResNet-50 take 91 us with 25,000 programs, 62
+# with an eighth of them. So a measuring program walks over this many elements, of all lists together, unless there
 # would be too few programs.
 WALK = 16384
 ENOUGH_PROGRAMS = 2048
@@ -30,10 +30,10 @@ REDUCE_WARPS = 4
 
 
 def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
-    """Elements of each of the `lists` that one program handles.
+    """Return the elements of each of the `lists` that one program handles.
 
-    Twice as many where the `largest` tensor then has one program: where all have, no table of programs is read, which
-    takes one tensor of 948 elements 4.4 us in place of 4.9.
+    They are twice as many if one program then covers the `largest` tensor: if each tensor has one program, no table of
+    programs is read, which takes one tensor of 948 elements 4.4 us in place of 4.9.
     """
     usual = SINGLE_LIST_BLOCK if lists == 1 else BLOCK
     if facts.backend == "interpreter":
@@ -42,9 +42,9 @@ def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
 
 
 def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
-    """How many of the `blocks` a measuring program walks over, a power of two.
+    """Return how many of the `blocks` a measuring program walks over, a power of two.
 
-    A block has so many `elements` in all lists together.
+    A block has `elements` elements in all lists together.
     """
     if facts.backend == "interpreter":
         return 2  # so that tests see a loop
@@ -54,5 +54,5 @@ def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:
 
 
 def sum_block(partials: int) -> int:
-    """How many of the partial sums the program that adds them up loads at once."""
+    """Return how many partial sums the program that adds them up loads at once."""
     return min(MOST_AT_ONCE, max(128, next_power_of_2(partials)))

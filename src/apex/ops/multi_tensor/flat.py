@@ -1,7 +1,6 @@
-"""Tensors that lie one after the other in one flat buffer: where each starts, and views of it.
+"""Tensors that lie one after the other in one flat buffer: their offsets, and views of the buffer.
 
-Every tensor starts at a multiple of 16 bytes, so that kernels read it as wide as they can; what is between two tensors
-is zero.
+Every tensor starts at a multiple of 16 bytes, so that kernels can use the widest loads. Gaps between tensors are zero.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ ALIGNMENT = 16  # bytes
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements in memory order, as a view."""
+    """Return a dense tensor's elements in memory order, as a view."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each at its own place."""
+    """Return whether the elements fill one stretch of memory without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -33,7 +32,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def laid_out_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether the elements of tensors at the same place in memory are those of the same index."""
+    """Return whether elements at the same offset in memory have the same index in all tensors."""
     if all(map(Tensor.is_contiguous, tensors)):
         return True
     first = tensors[0]
@@ -43,13 +42,13 @@ def laid_out_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def aligned_size(tensor: Tensor) -> int:
-    """The elements that a tensor takes up in a flat buffer: its own, up to a multiple of 16 bytes."""
+    """Return the elements that a tensor takes up in a flat buffer: its own, rounded up to a multiple of 16 bytes."""
     unit = max(1, ALIGNMENT // tensor.element_size())
     return -(-tensor.numel() // unit) * unit
 
 
 def offsets_of(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts in a flat buffer, in elements, and the buffer's size."""
+    """Return the offset of each tensor in a flat buffer, in elements, and the buffer's size."""
     offsets, total = [], 0
     for tensor in tensors:
         offsets.append(total)
@@ -58,16 +57,16 @@ def offsets_of(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def view_like(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
-    """The elements of `buffer` from `offset` on, shaped like `like`, and strided like it where it has no gaps."""
+    """Return the elements of `buffer` from `offset` on, shaped like `like`, and with its strides if it has no gaps."""
     strides = like.stride() if is_dense(like) else torch.empty_like(like, device="meta").stride()
-    # `.data`: with a version counter of its own, as if the views had nothing to do with each other.
+    # `.data` gives each view its own version counter, so that a write to one does not invalidate the others.
     return buffer.as_strided(like.shape, strides, buffer.storage_offset() + offset).data
 
 
 class FlatBuffer:
-    """A flat buffer of zeros, `values`, and `views` of it that are shaped and strided like some tensors of one device.
+    """A flat buffer of zeros, `values`, and `views` of it that are shaped and strided like given tensors of one device.
 
-    The tensors start at `offsets` in a buffer of `size` elements; where none are given, at those of `offsets_of`.
+    The tensors start at `offsets` in a buffer of `size` elements; without offsets, `offsets_of` decides.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class FlatBuffer:
         self.views = [view_like(self.values, offset, tensor) for offset, tensor in zip(offsets, tensors, strict=True)]
 
     def holds(self, index: int, tensor: Tensor | None) -> bool:
-        """Whether a tensor is the view of its place, or one like it."""
+        """Return whether a tensor is the view at `index`, or has the same memory, strides and dtype."""
         view = self.views[index]
         return (
             tensor is not None
@@ -96,7 +95,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def adopt(self, tensors: Sequence[Tensor], copy_values: bool = True) -> None:
-        """Moves the tensors to the buffer: they keep their values, or become zero without `copy_values`."""
+        """Move the tensors to the buffer: they keep their values, or become zero without `copy_values`."""
         if copy_values:
             torch._foreach_copy_(self.views, [tensor.detach() for tensor in tensors])
         for tensor, view in zip(tensors, self.views, strict=True):
@@ -104,14 +103,14 @@ class FlatBuffer:
 
 
 def combine(tensors: Sequence[Tensor], copy_values: bool = True) -> tuple[Tensor, list[Tensor]]:
-    """Moves tensors of one dtype and device to a new flat buffer; returns it and the views that they became."""
+    """Move tensors of one dtype and device to a new flat buffer; return it and the views that they became."""
     buffer = FlatBuffer(tensors)
     buffer.adopt(tensors, copy_values)
     return buffer.values, buffer.views
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte and of the first one after its last."""
+    """Return the addresses of a tensor's first byte and of the first one after its last."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
@@ -120,14 +119,14 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Indices of tensors that share memory with another of the list; those of the device "meta" have none."""
-    found: set[int] = set()
+    """Return the indices of tensors that share memory with another of the list; meta tensors share none."""
+    indices: set[int] = set()
     present = ((index, tensor) for index, tensor in enumerate(tensors) if tensor.numel() and not tensor.is_meta)
     extents = sorted((*extent(tensor), index) for index, tensor in present)
     last_end, last = -1, -1
     for start, end, index in extents:
-        if 0 < start < last_end:  # tensors without memory, on the device "meta", are all at 0
-            found.update((last, index))
+        if 0 < start < last_end:  # tensors without memory, on the device "meta", all have the address 0
+            indices.update((last, index))
         if end > last_end:
             last_end, last = end, index
-    return found
+    return indices

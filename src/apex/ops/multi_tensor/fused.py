@@ -1,8 +1,8 @@
 """Update rules by PyTorch's own fused optimizers: on a CPU one pass over memory, where operators take ten and more.
 
-A rule's `fused(values, scalars, flags)` computes what its function does, in place. It returns False, with nothing
-changed, where PyTorch has no such formula. Bits depend on nothing but the numbers if sizes are multiples of `WIDTH`:
-PyTorch's kernels work on vectors of up to 64 bytes, and round otherwise in what is left at the end of a tensor.
+A rule's `fused(values, scalars, flags)` computes the same as the rule's function, in place. It returns False, with
+nothing changed, if PyTorch has no such formula. If sizes are multiples of `WIDTH`, the resulting bits depend only on
+the numbers: PyTorch's kernels work on vectors of up to 64 bytes, and round differently in a tensor's remainder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WIDTH = 16
 
 
 def adam(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
-    """Adam whose bias corrections are in the numbers: those of PyTorch are 1 after infinitely many steps."""
+    """Run PyTorch's Adam at step infinity, where its bias corrections are 1: the numbers already include them."""
     p, g, m, v, peak = values
     step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
     decoupled, amsgrad, _ = flags
@@ -27,13 +27,13 @@ def adam(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool])
     options: dict[str, Any] = {"lr": step_size / root, "beta1": 1 - rest1, "beta2": beta2, "eps": eps / root}
     options |= {"weight_decay": 0.0 if decoupled else decay, "amsgrad": amsgrad, "maximize": False}
     torch._fused_adam_([update], [g], [m], [v], [peak] if amsgrad else [], steps, **options)
-    if update is not p:  # PyTorch's AdamW multiplies by 1 - decay, whose rounding adds up over the steps
+    if update is not p:  # PyTorch's AdamW multiplies by 1 - decay, whose rounding errors add up over the steps
         p.add_(update)
     return True
 
 
 def sgd(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
-    """SGD, whose first step, on which the buffer keeps nothing, PyTorch wants to be told of."""
+    """Run PyTorch's SGD, telling it whether this is the first step, whose momentum buffer keeps nothing."""
     p, g, buffer, _a, _b = values
     lr, keep, rest, decay, momentum, *_ = scalars
     nesterov, decays_late, half_buffers = flags
@@ -46,7 +46,7 @@ def sgd(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) 
 
 
 def adagrad(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
-    """Adagrad; a decay of the learning rate is in the numbers."""
+    """Run PyTorch's Adagrad; the numbers already include a decay of the learning rate."""
     p, g, total, _a, _b = values
     lr, eps, decay, *_ = scalars
     if flags[0] and decay:

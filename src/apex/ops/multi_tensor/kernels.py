@@ -1,37 +1,37 @@
-"""The kernel of the multi-tensor ops, which applies a rule to lists of tensors.
+"""The kernel of the multi-tensor ops, which applies an update rule to lists of tensors.
 
-table       int64 [tensors, ROWS]            number of elements, then the address in every list but the gradients
+table       int64 [tensors, ROWS]            number of elements, then the address in every list except the gradients
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
-programs    int32 [programs, 2]              which tensor, and which block of it; None where each tensor has one
+programs    int32 [programs, 2]              tensor and block of each program; None if each tensor has one program
 noop        number [1]                       nothing is done unless it is 0
 grad_scale  float32 [1]                      multiplies the gradients
-scalars     float32 [scalars on the device]  in place of those scalars that ON_DEVICE names
+scalars     float32 [scalars on the device]  values of the scalars that ON_DEVICE names
 whole       float32 [tensors, 2]             the two numbers of each tensor
-partials    float32 [programs, QUANTITIES]   what a measuring rule found in each block
-overflow    number [1]                       becomes 1 where a checked value is infinite or NaN
+partials    float32 [programs, QUANTITIES]   results of a measuring rule in each block
+overflow    number [1]                       becomes 1 if a checked value is infinite or NaN
 nonfinite_counts  int32 [tensors, 2]         how many elements of checked slots 0 and 1 are infinite, and how many NaN
 bounds      int32 [tensors + 1]              the programs of each tensor
-tickets     int32 [tensors] or [1]           0; they count the programs that have stored what they measured
-out         float32 [tensors, COLUMNS]       what was measured, added up
-factor      float32 [1]                      see `reduce_partials`, as limit, margin and share
+tickets     int32 [tensors] or [1]           0; they count the programs that have stored their measurements
+out         float32 [tensors, COLUMNS]       the sums of the measurements
+factor      float32 [1]                      see `reduce_partials`, as for limit, margin and share
 
-CONSTANTS, what a launch is compiled for besides its rule, is a tuple of
+CONSTANTS, the values that a launch is compiled for besides its rule, is a tuple of
 
     FLAGS       FLAG_COUNT bools  the rule's own
-    ON_DEVICE   SCALARS ints      where in `scalars` a number of the rule is; negative where the kernel gets it itself
-    READS       SLOTS bools       whose values the rule looks at
-    WRITES      SLOTS bools       whose values it changes
-    CHECKS      SLOTS bools       whose numbers are looked at for infinities and NaN; slot 0 stands for what is measured
-                                  first or, where nothing is, for numbers that are written to it and are not finite
-                                  although those of slots 1 and 2 are
+    ON_DEVICE   SCALARS ints      index in `scalars` of each number of the rule; negative if it is a kernel argument
+    READS       SLOTS bools       slots whose values the rule reads
+    WRITES      SLOTS bools       slots whose values it changes
+    CHECKS      SLOTS bools       slots that are checked for infinities and NaN; slot 0 stands for the first measurement
+                                  or, if nothing is measured, for values written to slot 0 that are not finite
+                                  although the values of slots 1 and 2 are
     QUANTITIES  int               how many quantities the rule measures
     MAXIMUM     bool              they are maximised, not summed
     ROWS        int               numbers in a row of `table`
     ALIGNED     bool              every tensor starts at a multiple of 16 bytes
     STOCHASTIC  bool              slot 0 is rounded stochastically
 
-and TYPES has the types of the lists, None without one; last, of the list that gets a copy of slot 0.
-`kernels_reductions.py` adds up what was measured.
+and TYPES has the types of the lists, None without one; the last type is of the list that gets a copy of slot 0.
+`kernels_reductions.py` sums the measurements.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .rule import Rule
 
 @functools.cache
 def compiled(rule: Rule) -> Any:
-    """The rule's function as a `triton.jit` function: the same code, with `triton.language` as its `tl`."""
+    """Return the rule's function as a `triton.jit` function: its own code, with `triton.language` as its `tl`."""
     namespace: dict[str, Any] = {"tl": tl}
     for helper in rule.helpers:
         namespace[helper.__name__] = _jit(helper, namespace)
@@ -86,9 +86,9 @@ def _slot(
     table, place, offset, mask,
     TYPE: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A slot's pointer and values, and the place of the next slot's address in the table.
+    """Return a slot's pointer and values, and the index of the next slot's address in the table.
 
-    Values that are not read, or of a slot without a list, are 0, which no rule looks at.
+    Values of a slot that is not read, or has no list, are 0; no rule uses them.
     """
     pointer = place
     x = 0.0
@@ -113,7 +113,7 @@ def _store(
 
 @triton.jit
 def _number(value, scalars, POSITION: tl.constexpr):
-    """A number of the rule: an argument of the kernel, or on the device."""
+    """Return a number of the rule: the kernel's argument, or its value on the device."""
     if POSITION >= 0:
         value = tl.load(scalars + POSITION)
     return value
@@ -121,11 +121,11 @@ def _number(value, scalars, POSITION: tl.constexpr):
 
 @triton.jit
 def _round_stochastically(x, seed, tensor, index):
-    """A float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
+    """Round to a float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
 
-    16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same.
+    Uses 16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same bits.
     """
-    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # a whole number below 2**24, which float32 holds exactly
+    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # an integer below 2**24, which float32 holds exactly
     noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
     noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
     noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
@@ -141,11 +141,11 @@ def _has_nonfinite(x):
 
 @triton.jit
 def _flag_nonfinite(x, overflow, nonfinite_counts, tensor):
-    """Raises the flag, and counts, where a number is not finite."""
+    """Set the overflow flag if a number is not finite, and count the infinite and NaN elements."""
     if _has_nonfinite(x) != 0:
         tl.store(overflow, 1)
         if nonfinite_counts is not None:
-            # Sums of integers are the same in any order.
+            # Sums of integers do not depend on their order.
             infinite = (tl.abs(x) == float("inf")).to(tl.int32)
             tl.atomic_add(nonfinite_counts + 2 * tensor, tl.sum(infinite, axis=0))
             unknown = tl.where(x == x, 0, 1)
@@ -154,12 +154,12 @@ def _flag_nonfinite(x, overflow, nonfinite_counts, tensor):
 
 @triton.jit
 def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """What was found before and, if it is WANTED, in these terms."""
+    """Return the measurement `before` updated, if it is WANTED, with these terms."""
     if WANTED:
         if MASKED:
             terms = tl.where(mask, terms, 0.0)
         if MAXIMUM:
-            # tl.max and tl.maximum do not promise to let a NaN through.
+            # tl.max and tl.maximum do not guarantee that NaN propagates.
             unknown = tl.sum(tl.where(terms == terms, 0.0, terms), axis=0) + tl.where(before == before, 0.0, before)
             before = tl.maximum(tl.max(terms, axis=0), before) + unknown
         else:
@@ -172,7 +172,7 @@ def _block(
     tensors, numbers, seed, tensor, offset, size, found,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The rule on one block; what was found before and in it."""
+    """Apply the rule to one block; return the measurements `found` before, updated with the block's."""
     FLAGS: tl.constexpr = CONSTANTS[0]
     ON_DEVICE: tl.constexpr = CONSTANTS[1]
     READS: tl.constexpr = CONSTANTS[2]
@@ -251,7 +251,7 @@ def _block_or_end(
     tensors, numbers, seed, tensor, offset, size, found,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block has one.
+    # Loads under a mask are not vectorised, which costs 60% on large tensors: only a tensor's last block uses one.
     if offset + BLOCK <= size:
         q0, q1, q2, q3 = _block(
             tensors, numbers, seed, tensor, offset, size, found, RULE, TYPES, CONSTANTS, BLOCK, MASKED=False
@@ -265,7 +265,7 @@ def _block_or_end(
 
 @triton.jit
 def _store_sums(partials, program, found, overflow, CONSTANTS: tl.constexpr):
-    """Stores what this program measured."""
+    """Store the measurements of this program."""
     CHECKS: tl.constexpr = CONSTANTS[4]
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     at = partials + program * QUANTITIES
@@ -289,11 +289,11 @@ def apply_rule(
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """`RULE` on up to BLOCKS blocks, one after the other, of one tensor of each list.
+    """Apply `RULE` to up to BLOCKS blocks, one after the other, of one tensor of each list.
 
-    With FINISH, which is PER_TENSOR, ROOT, AVERAGE, COLUMNS and a block size, what was measured is added up by the
-    program that is the last of each tensor's if PER_TENSOR, where no tensor may be empty; else by the last of all. That
-    is what `reduce_partials` does, in the same launch.
+    FINISH is None or PER_TENSOR, ROOT, AVERAGE, COLUMNS and a block size. With it, the last program of each tensor (if
+    PER_TENSOR, and then no tensor may be empty), or the last of all programs, sums the measurements in the same launch,
+    as `reduce_partials` does.
     """
     if noop is not None:
         if tl.load(noop) != 0:
@@ -316,7 +316,7 @@ def apply_rule(
             tensors, numbers, seed, tensor, offset, size, (q0, q1, q2, q3), RULE, TYPES, CONSTANTS, BLOCK
         )
     else:
-        # Bounded by a value of run time: a loop of a constant number would be unrolled until registers spill.
+        # A run-time bound: a loop with a constant number of steps would be unrolled until registers spill.
         end = tl.minimum(size, offset + BLOCK * BLOCKS)
         while offset < end:
             q0, q1, q2, q3 = _block_or_end(

@@ -1,6 +1,6 @@
-"""The kernels that follow a rule that measures: sums over blocks, and the numbers that the next pass needs of them.
+"""Kernels that follow a measuring rule: sums over blocks, and the numbers that the next pass needs from them.
 
-What is decided here is never waited for by the host. Additions are made in a fixed order.
+The host never waits for these results. Additions are made in a fixed order.
 """
 
 import triton
@@ -11,7 +11,7 @@ from .._launch import kernel
 
 @triton.jit
 def _keep_larger(largest, values):
-    """The larger of two numbers, NaN if one of them is: tl.max and tl.maximum do not promise that."""
+    """Return the larger of two numbers, NaN if one of them is: tl.max and tl.maximum do not guarantee that."""
     return tl.where((values > largest) | (values != values), values, largest)
 
 
@@ -25,7 +25,7 @@ def reduce_rows(
     tensors, numbers, start, stop, quantity,
     QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `reduce_partials` does to rows `start` to `stop`; they may have been stored by the same launch."""
+    """Reduce rows `start` to `stop` as `reduce_partials` does; the same launch may have stored them."""
     partials, grad_scale, at, factor = tensors
     limit, margin, share = numbers
     lanes = tl.arange(0, BLOCK)
@@ -64,12 +64,12 @@ def reduce_partials(
     QUANTITIES: tl.constexpr, MAXIMUM: tl.constexpr, COLUMNS: tl.constexpr, ROOT: tl.constexpr, AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums (or maxima, or roots of sums) of rows `bounds[i]` to `bounds[i + 1]` of `partials` into `out[i]`.
+    """Write the sum (or maximum, or root of the sum) of rows `bounds[i]` to `bounds[i + 1]` of `partials` to `out[i]`.
 
-    Without `bounds`, of the first `count` rows into `out[0]`. Program (i, q) takes quantity q; `out` has COLUMNS
-    columns. With AVERAGE it moves what is there towards the sum by `share`, or takes the sum in place of what is
-    negative. `factor` gets what brings a norm down to `limit`, at most 1, times `grad_scale`; `margin` is added to the
-    norm first.
+    Without `bounds`, reduce the first `count` rows into `out[0]`. Program (i, q) takes quantity q; `out` has COLUMNS
+    columns. With AVERAGE, move the value in `out` towards the sum by `share`, or replace it by the sum if it is
+    negative. `factor` gets the factor, at most 1, that brings a norm down to `limit`, times `grad_scale`; `margin` is
+    added to the norm first.
     """
     if noop is not None:
         if tl.load(noop) != 0:
@@ -102,13 +102,13 @@ def _parallel(pu, pp, eps):
 @kernel
 @triton.jit
 def project_rows(sums, bounds, thresholds, decay_on_device, whole, eps, delta, decay, ratio, BLOCK: tl.constexpr):
-    """AdamP's decision for each tensor: which part of its rows leaves the step, and how much they decay.
+    """Decide for each tensor, as AdamP does, which part of its rows leaves the step, and how much the rows decay.
 
-    sums             float32 [rows, 4]     of each row, p * g, g * g, p * p and p * step
+    sums             float32 [rows, 4]     sums of p * g, g * g, p * p and p * step over each row
     bounds           int32 [tensors + 1]   the rows of each tensor
-    thresholds       float32 [2, tensors]  cosines, over `delta`, below which rows, or all of it, are projected
-    decay_on_device  float32 [1]           in place of `decay`
-    whole            float32 [rows, 2]     what `rules.ADAMP` takes
+    thresholds       float32 [2, tensors]  cosines, over `delta`, below which rows, or the whole tensor, are projected
+    decay_on_device  float32 [1]           replaces `decay`
+    whole            float32 [rows, 2]     the two numbers of each row that `rules.ADAMP` takes
     """
     index = tl.program_id(0)
     start = tl.load(bounds + index)

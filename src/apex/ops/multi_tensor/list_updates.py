@@ -1,4 +1,4 @@
-"""Update rules over lists that a caller brings along, as the compiled names do; optimizers keep their own buckets."""
+"""Update rules over lists given by a caller, such as the compiled names; optimizers keep their own buckets."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .tables import upload
 _NAMES = tuple(f"tensor_lists[{index}]" for index in range(6))
 
 TensorLists = Sequence[Sequence[Tensor]]
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # what `read_once` read
+_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # numbers read by `read_once`
 
 NamedSlots = tuple[Slots, Sequence[str]]
 
 
 def expect(tensor_lists: TensorLists, *counts: int) -> None:
-    """Raises unless there are as many lists as one of `counts`."""
+    """Raise ValueError unless the number of lists is one of `counts`."""
     if len(tensor_lists) not in counts:
         wanted = " or ".join(map(str, counts))
         raise ValueError(f"tensor_lists has {len(tensor_lists)} lists; {wanted} are expected")
 
 
 def expect_flag(flag: Tensor, name: str = "noop_flag") -> Tensor:
-    """The flag; raises unless it is a tensor of one number."""
+    """Return the flag; raise unless it is a tensor of one number."""
     if not isinstance(flag, Tensor):
         raise TypeError(f"{name} is a {type(flag).__name__}; a tensor of one number is expected")
     if flag.numel() != 1:
@@ -39,7 +39,7 @@ def expect_flag(flag: Tensor, name: str = "noop_flag") -> Tensor:
 
 
 def in_slots(tensor_lists: TensorLists, *order: int | None) -> NamedSlots:
-    """The lists in the order of a rule's slots (and, sixth, the copy of slot 0), and what errors call them."""
+    """Return the lists ordered by a rule's slots (sixth: the copy of slot 0), and their names in errors."""
     slots = [None if index is None else tensor_lists[index] for index in order]
     return slots, ["" if index is None else _NAMES[index] for index in order]
 
@@ -55,8 +55,8 @@ def update(
     grad_scale: float | Tensor = 1.0,
     whole: Tensor | None = None,
 ) -> list[Tensor]:
-    """One pass of `rule`, see `TorchLists.apply`; what it measured, for each group of tensors."""
-    found = []
+    """Run one pass of `rule`, see `TorchLists.apply`; return its measurements for each group of tensors."""
+    measurements = []
     for indices, lists in groups_of(*named):
         measured = lists.apply(
             rule,
@@ -67,8 +67,8 @@ def update(
             whole=None if whole is None else _rows(whole, indices, lists.device),
         )
         if measured is not None:
-            found.append(measured)
-    return found
+            measurements.append(measured)
+    return measurements
 
 
 def adam_hyper(
@@ -81,7 +81,7 @@ def adam_hyper(
     weight_decay: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """What the rules of Adam and its relatives call the numbers of compiled names, in the order these have."""
+    """Return the numbers of compiled names, given in their order, under the names that Adam-like rules use."""
     numbers = {"lr": number(lr), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     return {**numbers, "step": number(step), "bias_correction": bool(bias_correction), **more}
 
@@ -95,9 +95,12 @@ def lamb_step(
     grad_scale: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """A step of LAMB, whose length per tensor the first pass measures for the second. FLAGS: decoupled decay."""
-    found = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
-    lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=found, seed=seed)
+    """Take a step of LAMB; the first pass measures the step's length per tensor for the second.
+
+    FLAGS: decoupled decay.
+    """
+    lengths = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
+    lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=lengths, seed=seed)
 
 
 @torch.no_grad()
@@ -110,9 +113,9 @@ def lamb(
     noop: Tensor | None = None,
     grad_scale: float | Tensor = 1.0,
 ) -> None:
-    """A step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam.
+    """Take a step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam.
 
-    Half-precision moments are too coarse to compute the step from them a second time: gradients then become the steps.
+    Half-precision moments are too coarse for computing the step twice: the gradients are then overwritten by the steps.
     """
     moments = (tensor for tensors in named[0][2:4] for tensor in tensors or ())
     if not adapts:
@@ -132,7 +135,7 @@ def _lamb_through_gradients(
     params, gradients, first, second = slots[:4]
     assert params is not None
     assert gradients is not None
-    check(slots, names)  # of the second pass too, before the first changes anything
+    check(slots, names)  # also for the second pass, before the first changes anything
     if not params:
         return
     device = params[0].device
@@ -158,7 +161,7 @@ def _lamb_through_gradients(
 
 
 def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor:
-    """What shortens gradients of this norm to the largest one allowed; 1 if they are no longer than that."""
+    """Return the factor that shortens gradients of this norm to the largest one allowed; 1 if they are shorter."""
     if not isinstance(norm, Tensor) and not isinstance(largest, Tensor):
         return largest / norm if norm > largest else 1.0
     device = next(each.device for each in (norm, largest) if isinstance(each, Tensor))
@@ -167,7 +170,7 @@ def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor
 
 
 def per_tensor(tensors: Sequence[Tensor], **named: Tensor) -> Tensor:
-    """One or two numbers for each tensor, [tensors, 2], given by name as vectors."""
+    """Return the vectors given by name, one or two numbers for each tensor, as [tensors, 2]."""
     for name, values in named.items():
         if values.numel() != len(tensors):
             raise ValueError(f"{name} has {values.numel()} elements; there are {len(tensors)} tensors")
@@ -179,28 +182,28 @@ def per_tensor(tensors: Sequence[Tensor], **named: Tensor) -> Tensor:
 def average_norms(
     gradients: Sequence[Tensor], norms: Tensor, beta: float, *, maximum: bool, overflow: Tensor, name: str
 ) -> None:
-    """Moves `norms` [tensors] towards the gradients' norms: the largest values, or the roots of average squares."""
+    """Move `norms` [tensors] towards the gradients' norms: the largest values, or the roots of average squares."""
     if norms.numel() != len(gradients):
         raise ValueError(f"{name} has {norms.numel()} elements; there are {len(gradients)} tensors")
     if not gradients:
         return
     measure = max_norm if maximum else l2norm
-    found = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
+    new_norms = measure(gradients, per_tensor=True, overflow=overflow, names=("", _NAMES[0]))[1].view(norms.shape)
     if maximum:
-        norms.mul_(beta).add_(found, alpha=1 - beta)
+        norms.mul_(beta).add_(new_norms, alpha=1 - beta)
     else:
-        norms.square_().mul_(beta).addcmul_(found, found, value=1 - beta).sqrt_()
+        norms.square_().mul_(beta).addcmul_(new_norms, new_norms, value=1 - beta).sqrt_()
 
 
 def number(value: float | Tensor) -> float | Tensor:
-    """A number for a rule's `scalars`: tensors, which stay on their device, in double precision."""
+    """Return a number for a rule's `scalars`; tensors stay on their device, in double precision."""
     return value.detach().to(torch.float64).reshape(()) if isinstance(value, Tensor) else value
 
 
 def read_once(values: Tensor) -> list[float]:
-    """The numbers of a small tensor. Waits for the device the first time, and again after an operation in place.
+    """Return the numbers of a small tensor. Waits for the device the first time, and again after an in-place operation.
 
-    A change that PyTorch does not count (through `.data`) goes unnoticed on a device other than the CPU.
+    On a device other than the CPU it does not notice a change that PyTorch does not count (through `.data`).
     """
     if values.device.type == "cpu" or values.is_inference():
         return values.tolist()
@@ -212,7 +215,7 @@ def read_once(values: Tensor) -> list[float]:
 
 
 def _rows(whole: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
-    """The rows of `whole` that belong to the tensors of a group."""
+    """Return the rows of `whole` that belong to the tensors at `indices`."""
     if len(indices) != len(whole):
         whole = whole[upload(indices, torch.int64, whole.device)]
     return whole.to(device, torch.float32).contiguous()
@@ -229,22 +232,22 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> Tensor:
-    """Lowers the loss scale after `hysteresis` overflows, raises it after `growth_interval` steps without; in place.
+    """Lower the loss scale after `hysteresis` overflows, raise it after `growth_interval` steps without; in place.
 
-    No wait for the device: everything is computed with `where`.
+    Never waits for the device: everything is computed with `where`.
     """
     overflowed = found_inf.reshape(current_scale.shape) > 0
     patience = torch.where(overflowed, hysteresis_tracker - 1, hysteresis_tracker)
     backs_off = overflowed & (patience <= 0)
     successes = growth_tracker + 1
-    # In double, so that factors that are no powers of two give the same sequence everywhere.
+    # In double precision, so that factors that are not powers of two give the same sequence everywhere.
     grown = (current_scale.double() * growth_factor).to(current_scale.dtype)
     lowered = (current_scale.double() * backoff_factor).to(current_scale.dtype)
-    # As upstream's kernel, which knows no numbers below the smallest normal one.
+    # Subnormal numbers become zero, as in upstream's kernel.
     lowered = torch.where(
         lowered < torch.finfo(current_scale.dtype).smallest_normal, torch.zeros_like(lowered), lowered
     )
-    # Growth that would leave float32 is not taken; the tracker starts anew all the same.
+    # The scale does not grow beyond float32; the tracker starts anew in any case.
     grows = ~overflowed & (successes == growth_interval)
     current_scale.copy_(
         torch.where(backs_off, lowered, torch.where(grows & torch.isfinite(grown), grown, current_scale))

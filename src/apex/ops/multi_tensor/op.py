@@ -1,8 +1,8 @@
-"""Functions of lists of tensors: scaling, sums and norms, in a pass per device and combination of dtypes.
+"""Functions of lists of tensors: scaling, sums and norms, in one pass per device and combination of dtypes.
 
-`overflow` is a tensor of one number that becomes 1 when an input has an infinite or NaN element; `noop` one that turns
-the work off on the device when it is not 0. Both may be the same. `nonfinite_counts`, int32 [tensors, 2], counts
-infinite and NaN elements of every tensor that is checked.
+`overflow` is a tensor of one number that becomes 1 if an input has an infinite or NaN element. If `noop`, also a tensor
+of one number, is not 0, the device skips the work. Both may be the same tensor. `nonfinite_counts`, int32 [tensors, 2],
+counts infinite and NaN elements of every checked tensor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def scale(
     noop: Tensor | None = None,
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> None:
-    """`outputs[i] = factor * inputs[i]`; they may be the same tensors."""
+    """Compute `outputs[i] = factor * inputs[i]`; they may be the same tensors."""
     hyper = {"factor": 1.0 if isinstance(factor, Tensor) else factor}
     checks = (1,) if overflow is not None else ()
     _apply(rules.SCALE, (outputs, inputs), names, hyper, factor, checks, overflow, nonfinite_counts, noop)
@@ -61,7 +61,7 @@ def _apply(
     nonfinite_counts: Tensor | None,
     noop: Tensor | None = None,
 ) -> None:
-    """A pass over every group; a `factor` that is a tensor multiplies slot 1."""
+    """Run a pass over every group; a `factor` that is a tensor multiplies slot 1."""
     for indices, lists in groups_of(slots, names):
         counters = None if nonfinite_counts is None else _counters(nonfinite_counts, indices, lists.device)
         lists.apply(
@@ -79,7 +79,7 @@ def _apply(
 
 
 def _counters(nonfinite_counts: Tensor, indices: Sequence[int], device: torch.device) -> Tensor:
-    """Where the counts of a group are added: `nonfinite_counts` itself if the group has all tensors, else zeros."""
+    """Return the tensor for a group's counts: `nonfinite_counts` itself if the group has all tensors, else zeros."""
     if len(indices) == len(nonfinite_counts) and nonfinite_counts.device == device:
         return nonfinite_counts
     return torch.zeros(len(indices), 2, dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ def _counters(nonfinite_counts: Tensor, indices: Sequence[int], device: torch.de
 
 @torch.no_grad()
 def zero(tensors: Iterable[Tensor]) -> None:
-    """Zeroes tensors of any kind: a call of PyTorch's for all of one dtype and device, not one for each."""
+    """Zero tensors of any kind, by one call of PyTorch per dtype and device instead of one per tensor."""
     alike: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.layout != torch.strided:
@@ -100,7 +100,7 @@ def zero(tensors: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def mask(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
-    """Zeroes the elements of each tensor whose mask, bool of the same shape and on the same device, is False."""
+    """Zero the elements of each tensor whose mask, bool of the same shape and on the same device, is False."""
     slots: Slots = (tensors, None, [mask.view(torch.uint8) for mask in masks])
     fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
     for _, lists in known_groups(slots) or _grouped(slots, fits):
@@ -120,9 +120,9 @@ def axpby(
     checks_sum: bool = False,
     names: tuple[str, str, str] = ("outputs", "x", "y"),
 ) -> None:
-    """`outputs[i] = a * x[i] + b * y[i]`; `checks` names the inputs that are checked, `nonfinite_counts` counts in `x`.
+    """Compute `outputs[i] = a * x[i] + b * y[i]`; `checks` names the checked inputs, `nonfinite_counts` counts in `x`.
 
-    `checks_sum` is for outputs of few bits: sums that are not finite although `x` and `y` are count like those of `x`.
+    `checks_sum` is for outputs of few bits: a sum that is not finite although `x` and `y` are counts like one in `x`.
     """
     wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
@@ -140,10 +140,10 @@ def l2norm(
     overflow: Tensor | None = None,
     names: tuple[str, str] = ("outputs", "inputs"),
 ) -> tuple[Tensor, Tensor]:
-    """The norm of all elements, float32 [1], and, if asked for, of each tensor, float32 [tensors] (else empty).
+    """Return the norm of all elements, float32 [1], and, if `per_tensor`, of each tensor, [tensors] (else empty).
 
-    Of `factor * inputs`, which `outputs` receives when given; or, if `of_inputs`, of `inputs`. `overflow` becomes 1
-    when the norm is not finite.
+    The norm is of `factor * inputs`, which is also written to `outputs` if given; or, if `of_inputs`, of `inputs`.
+    `overflow` becomes 1 if the norm is not finite.
     """
     if outputs is None:
         rule = rules.SQUARE_SUM
@@ -159,17 +159,17 @@ def max_norm(
     overflow: Tensor | None = None,
     names: tuple[str, str] = ("", "inputs"),
 ) -> tuple[Tensor, Tensor]:
-    """The largest absolute value of all elements, float32 [1], and, if asked for, of each tensor."""
+    """Return the largest absolute value of all elements, float32 [1], and, if `per_tensor`, of each tensor."""
     return _norm(rules.MAXIMUM, inputs, None, 1.0, per_tensor, overflow, names)
 
 
 def clip(
     gradients: Sequence[Tensor], limit: float, margin: float, *, maximum: bool = False, known: Groups | None = None
 ) -> Tensor:
-    """Scales tensors by what brings their joint norm plus `margin` down to `limit`; returns the norm, float32 [1].
+    """Scale tensors so that their joint norm plus `margin` is at most `limit`; return the norm before, float32 [1].
 
-    It is the largest absolute value if `maximum`, else the root of the sum of squares. `known` is what
-    `clipped_before` returned for these tensors.
+    The norm is the largest absolute value if `maximum`, else the root of the sum of squares. `known` is the result of
+    `clipped_before` for these tensors.
     """
     rule = rules.MAXIMUM if maximum else rules.SQUARE_SUM
     groups = known or groups_of((gradients, gradients), ("gradients", "gradients"))
@@ -184,7 +184,7 @@ def clip(
 
 
 def clipped_before(gradients: Sequence[Tensor]) -> Groups | None:
-    """Groups that an earlier `clip` made for tensors of the same sizes, pointed to these; None if there are none."""
+    """Return the groups that an earlier `clip` made for tensors of the same sizes, pointed to these; or None."""
     return known_groups((gradients, gradients))
 
 
@@ -218,14 +218,14 @@ def _norm(
         if not per_tensor:
             totals.append(lists.measured_total(rule, hyper, root=root, **options))
             continue
-        found = lists.apply(rule, hyper, **options)
-        assert found is not None
-        values = found[:, 0] if rule.maximum else found[:, 0].sqrt()
+        measured = lists.apply(rule, hyper, **options)
+        assert measured is not None
+        values = measured[:, 0] if rule.maximum else measured[:, 0].sqrt()
         if len(groups) == 1:
             each = values
         else:
             each[upload(indices, torch.int64, device)] = values.to(device)
-        totals.append(lists.total(found, rule, root=root))
+        totals.append(lists.total(measured, rule, root=root))
     if len(totals) == 1:
         return totals[0], each
     if not totals:
@@ -235,7 +235,7 @@ def _norm(
 
 
 def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:
-    """The flag; raises unless it is on the device of the tensors."""
+    """Return the flag; raise unless it is on the device of the tensors."""
     if flag is None or flag.device == device:
         return flag
     raise ValueError(f"the flag is on {flag.device}, tensors are on {device}; they must be on the same device")
@@ -247,12 +247,8 @@ def factor_on(factor: float | Tensor, device: torch.device) -> Tensor | None:
     return None if factor == 1.0 else torch.full((1,), factor, dtype=torch.float32, device=device)
 
 
-# Groups ---------------------------------------------------------------------------------------------------------------
-# Lists of any tensors become groups that one rule can walk over: checked, sorted, sent through the dispatch.
-
-
 def self_check(device: torch.device) -> float:
-    """The largest error of one AdamW step and one norm, as a multiple of its tolerance."""
+    """Return the largest error of one AdamW step and one norm, as a multiple of its tolerance."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     sizes = (7, 5000, 1)
     slots = [
@@ -267,7 +263,7 @@ def self_check(device: torch.device) -> float:
     lists.apply(rules.ADAM, hyper, (True, False))
     make_lists([*exact, None]).apply(rules.ADAM, hyper, (True, False))
     pairs = [(norm, expected_norm), *zip(ours[0], exact[0], strict=True)]
-    return max(excess(found.cpu(), expected, torch.float32) for found, expected in pairs)
+    return max(excess(actual.cpu(), expected, torch.float32) for actual, expected in pairs)
 
 
 FAMILY = _library.register_family(
@@ -276,7 +272,7 @@ FAMILY = _library.register_family(
 
 
 def check(slots: Slots, names: Sequence[str]) -> None:
-    """Raises unless all lists match each other, tensor by tensor."""
+    """Raise unless all lists match each other, tensor by tensor."""
     used = [(name, tensors) for name, tensors in zip(names, slots, strict=True) if tensors is not None]
     first_name, first = used[0]
     for name, tensors in used:
@@ -284,7 +280,9 @@ def check(slots: Slots, names: Sequence[str]) -> None:
             raise ValueError(f"{name} has {len(tensors)} tensors, {first_name} has {len(first)}")
         for index, (tensor, expected) in enumerate(zip(tensors, first, strict=True)):
             if not isinstance(tensor, Tensor):
-                check_tensors(**{f"{name}[{index}]": tensor})  # raises; names of all would take longer than the rest
+                check_tensors(
+                    **{f"{name}[{index}]": tensor}
+                )  # raises; naming all tensors would take longer than the rest
             if tensor.dtype not in DTYPES:
                 raise TypeError(
                     f"{name}[{index}] is {tensor.dtype}; float16, bfloat16, float32 and float64 are accepted"
@@ -300,26 +298,26 @@ def check(slots: Slots, names: Sequence[str]) -> None:
 
 
 def kernel_fits(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernel can take tensors of the same index: dense, laid out alike, of types it knows."""
+    """Return whether the kernel can take tensors of the same index: dense, laid out alike, and of dtypes it knows."""
     return all(_library.runs_triton(FAMILY, tensor) for tensor in tensors) and laid_out_alike(tensors)
 
 
 def make_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> Lists:
-    """The lists of one group, on the implementation that the dispatch chooses."""
+    """Return the lists of one group, on the implementation that the dispatch chooses."""
     used = [tensors for tensors in (*slots, copy) if tensors]
     fits = all(map(kernel_fits, zip(*used, strict=True)))
     return TritonLists(slots, copy) if fits else TorchLists(slots, copy)
 
 
 def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
-    """Every group of the lists, which are checked: indices, and the lists of these tensors.
+    """Check the lists, and return their groups: indices, and the lists of these tensors.
 
-    A group shares its device and, list by list, its dtype and its way through the dispatch. `names` are those of the
-    slots that are given.
+    The tensors of a group have one device, one dtype per list, and one implementation. `names` are the names of the
+    given slots in errors.
     """
-    found = known_groups(slots)
-    if found is not None:
-        return found
+    groups = known_groups(slots)
+    if groups is not None:
+        return groups
     check(slots, names)
     return _grouped(slots, kernel_fits)
 
@@ -339,7 +337,7 @@ def _grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> G
 
 
 def _rule_slots(slots: Slots, indices: Sequence[int]) -> tuple[Slots, Sequence[Tensor] | None]:
-    """All slots of a rule, and the list that gets a copy of slot 0, with the tensors of these indices."""
+    """Return all slots of a rule with the tensors of these indices, and the list that gets a copy of slot 0."""
     chosen = [
         tensors if tensors is None or len(indices) == len(tensors) else [tensors[index] for index in indices]
         for tensors in slots
@@ -349,23 +347,22 @@ def _rule_slots(slots: Slots, indices: Sequence[int]) -> tuple[Slots, Sequence[T
     return (*chosen, *(None,) * (SLOTS - len(chosen))), None
 
 
-# Tables that are kept from call to call -------------------------------------------------------------------------------
-# Loss scalers and norms get gradients of the same sizes at every step, and mostly at the same addresses.
-
+# Loss scalers and norms get gradients of the same sizes at every step, and mostly at the same addresses. So groups with
+# their tables are kept from call to call.
 _MOST_KEPT = 32
-# Checks, as compiled graphs do it of their inputs, types, dtypes, devices, sizes and strides of tensors: 17 us for 160
-# of them on the host of an H200, half of what it takes to look at each from Python.
+# The check that compiled graphs use for their inputs: types, dtypes, devices, sizes and strides of tensors. It takes
+# 17 us for 160 tensors on the host of an H200, half of the time of looking at each from Python.
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
-# By their signature: what says whether tensors look like those that groups were made for, and these groups.
+# By signature: a check whether tensors look like those that the groups were made for, and these groups.
 _kept: OrderedDict[tuple[Any, ...], tuple[Callable[..., bool], Groups]] = OrderedDict()
 
 
 def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A check of tensors given one by one: whether they are of the types, dtypes, sizes, strides, ... of these.
+    """Return a check whether tensors, given one by one, have the types, dtypes, sizes, strides, ... of these.
 
-    It may say no to those that are, and does where one is given twice. It holds no tensor.
+    The check may wrongly return False, and does if a tensor is given twice. It holds no tensor.
     """
     if _Guards is None:
         return lambda *others: False
@@ -377,7 +374,7 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def known_groups(slots: Slots) -> Groups | None:
-    """Groups made earlier for tensors of the same sizes and dtypes on this stream, pointed to these; else None."""
+    """Return groups made earlier for equal sizes and dtypes on this stream, pointed to these tensors; or None."""
     key, tensors = _signature(slots)
     kept = None if key is None else _kept.get(key)
     if kept is None:
@@ -386,7 +383,7 @@ def known_groups(slots: Slots) -> Groups | None:
     try:
         if not looks_right(*tensors):
             return None
-    except (RuntimeError, TypeError):  # sparse tensors, or none
+    except (RuntimeError, TypeError):  # sparse tensors, or objects that are no tensors
         return None
     for indices, lists in groups:
         lists.point_to(*_rule_slots(slots, indices))
@@ -394,7 +391,7 @@ def known_groups(slots: Slots) -> Groups | None:
 
 
 def _remember(slots: Slots, groups: Groups) -> None:
-    """Keeps groups for `known_groups`; the oldest are dropped where there are too many."""
+    """Keep groups for `known_groups`; drop the oldest if there are too many."""
     key, tensors = _signature(slots)
     if key is None or not all(isinstance(lists, TritonLists) for _, lists in groups):
         return
@@ -405,11 +402,11 @@ def _remember(slots: Slots, groups: Groups) -> None:
 
 
 def _signature(slots: Slots) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
-    """The key under which groups are kept, and all tensors, those of a list that is in two neighbouring slots once.
+    """Return the key of kept groups, and all tensors; a list that is in two neighbouring slots is included once.
 
-    The key has the number of tensors, first and last shape, and what the dispatch asks for. It is None where nothing is
-    kept: of subclasses, and while a CUDA graph is recorded, since what is uploaded then is there for that graph alone.
-    A thread has its own, since what one has found is not to be pointed elsewhere by another.
+    The key has the number of tensors, first and last shape, and the inputs of the dispatch. It is None if nothing is
+    kept: for tensor subclasses, and during the capture of a CUDA graph, since only that graph can use the tables that
+    are uploaded then. Each thread has its own key, so that no other thread can point its groups elsewhere.
     """
     first = next((tensors[0] for tensors in slots if tensors), None)
     if first is None or type(first) not in _library.PLAIN:

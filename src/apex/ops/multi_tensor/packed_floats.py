@@ -1,8 +1,8 @@
-"""Floats kept in integers: bytes that are the upper halves of float16, and what a bfloat16 lacks of a float32.
+"""Floats packed in integers: bytes that are the upper halves of float16, and int16 remainders of float32 numbers.
 
-Such a bfloat16 is the float32 rounded to the nearest, halves away from zero: its bits are the upper half, plus one when
-the lower half, read as a signed number, is negative. So the float32's bits, read as a number, are 65536 times those of
-the bfloat16, plus the remainder.
+A bfloat16 and its remainder make up a float32. The bfloat16 is the float32 rounded to nearest, halves away from zero:
+its bits are the upper half, plus one if the lower half, read as a signed number, is negative. So the float32's bits,
+read as a number, are 65536 times the bits of the bfloat16, plus the remainder.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from .op import scale
 
-# Sign and exponent of a float32, as a signed number.
+# Mask of the sign and exponent of a float32, as a signed number.
 _POWER = -(1 << 23)
 
 
 def to_bytes(values: Tensor) -> Tensor:
-    """Rounded to 2 bits of mantissa, halves away from zero: the upper byte of the float16."""
+    """Round to 2 bits of mantissa, halves away from zero, and return the upper byte of the float16."""
     single = values.to(torch.float32)
     power = (single.view(torch.int32) & _POWER).view(torch.float32)
     return ((single + power / 8).to(torch.float16).view(torch.int16) >> 8).to(torch.uint8)
 
 
 def from_bytes(values: Tensor) -> Tensor:
-    """The float16 whose upper byte this is."""
+    """Return the float16 numbers with these upper bytes."""
     return (values.to(torch.int16) << 8).view(torch.float16)
 
 
@@ -34,7 +34,7 @@ def from_bytes(values: Tensor) -> Tensor:
 def maybe_cast(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], skip: Tensor | None, names: tuple[str, str]
 ) -> None:
-    """Copies every input to its output, whatever their dtypes; nothing if `skip` is not 0."""
+    """Copy every input to its output, whatever their dtypes; do nothing if `skip` is not 0."""
     plain: list[tuple[Tensor, Tensor]] = []
     special: list[tuple[Tensor, Tensor]] = []
     for pair in zip(outputs, inputs, strict=True):
@@ -53,21 +53,21 @@ def maybe_cast(
 
 
 def join_remainders(params: Tensor, remainders: Tensor) -> Tensor:
-    """The float32 numbers that bfloat16 `params` and int16 `remainders` make up."""
+    """Return the float32 numbers that bfloat16 `params` and int16 `remainders` make up."""
     return remainders.to(torch.int32).add_(params.detach().view(torch.int16), alpha=1 << 16).view(torch.float32)
 
 
 def split_remainders(values: Tensor, params: Tensor, remainders: Tensor) -> None:
-    """Splits float32 numbers into `params` and `remainders`."""
+    """Split float32 numbers into `params` and `remainders`."""
     bits = values.view(torch.int32)
-    remainders.copy_(bits)  # wraps around
+    remainders.copy_(bits)  # keeps the lower 16 bits, by wrapping around
     params.view(torch.int16).copy_((bits - remainders).bitwise_right_shift_(16))
 
 
 def check_remainders(
     params: Sequence[Tensor], remainders: Sequence[Tensor], outputs: Sequence[Tensor], names: tuple[str, str, str]
 ) -> None:
-    """Raises unless these are parameters, their remainders, and where the parameters go."""
+    """Raise unless these are bfloat16 parameters, int16 remainders and bfloat16 outputs of matching shapes."""
     lists = (params, remainders, outputs)
     for name, dtype, tensors in zip(names, (torch.bfloat16, torch.int16, torch.bfloat16), lists, strict=True):
         if len(tensors) != len(params):

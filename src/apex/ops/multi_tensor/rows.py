@@ -1,7 +1,7 @@
 """Lists of tensors whose rows are measured and updated one by one: row i is everything at index i of dimension 0.
 
-A vector is a single row. Rows are entries of the tables of the kernels, found by arithmetic: a model with 1.3 billion
-parameters has half a million of them, too many to look at one by one from Python.
+A vector is a single row. Rows are entries of the kernels' tables, computed by arithmetic: a model with 1.3 billion
+parameters has half a million of them, too many for a loop in Python.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .torch_lists import TorchLists
 from .triton_lists import Sum, TritonLists, reductions
 
 MINIMUM_BLOCK = 128
-# Blocks of a row that one program walks over. A launch that adds up four sums of 26,000 rows takes longer.
+# Most blocks of a row that one program walks over. A launch that adds up four sums of 26,000 rows takes longer.
 LONGEST_WALK = 16
 
 
 def row_count(tensor: Tensor) -> int:
-    """The number of rows, none of them empty."""
+    """Return the number of rows that are not empty."""
     if not tensor.numel():
         return 0
     return tensor.shape[0] if tensor.ndim > 1 else 1
 
 
 def rows_are_stretches(tensor: Tensor) -> bool:
-    """Whether every row is one stretch of memory, and the rows lie one after the other."""
+    """Return whether every row is one stretch of memory, and the rows follow each other."""
     if tensor.ndim < 2 or tensor.is_contiguous():
         return tensor.is_contiguous()
     return is_dense(tensor) and (tensor.shape[0] == 1 or tensor.stride(0) == tensor.numel() // max(1, tensor.shape[0]))
 
 
 class RowTable(PointerTable):
-    """The addresses of all rows, given those of the tensors."""
+    """A table of the addresses of all rows, computed from the addresses of the tensors."""
 
     def __init__(
         self, counts: Tensor, row_sizes: Tensor, widths: Sequence[int], gradient_width: int, device: torch.device
@@ -71,11 +71,11 @@ class RowTable(PointerTable):
 
 
 class TritonRowLists(TritonLists):
-    """`TritonLists` whose tensors are rows."""
+    """`TritonLists` with rows in place of tensors."""
 
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
         super().__init__(slots, copy)
-        self._finishes_each = False  # mostly there is one program per row, and nothing to add up
+        self._finishes_each = False  # most rows have one program each, and nothing to add up
 
     def _make_table(self, slots: Slots, copy: Sequence[Tensor] | None) -> PointerTable:
         first = next(tensors for tensors in slots if tensors)
@@ -89,13 +89,13 @@ class TritonRowLists(TritonLists):
         return RowTable(rows, torch.tensor(row_sizes, **INDICES), fixed, widths[GRADIENT], self.device)
 
     def _block_for(self, lists: int) -> int:
-        """No more than the average row needs: what a block has beyond the end of its row is idle."""
+        """Return a block size no larger than the average row needs: lanes beyond the end of a row are idle."""
         largest = config.block(_device.facts(self.device), lists)
         average = sum(self.sizes) // max(1, len(self.sizes))
         return min(largest, max(MINIMUM_BLOCK, _device.next_power_of_2(average)))
 
     def _blocks_per_program(self, block: int, lists: int) -> int:
-        """A program per row, so that nothing is left to add up, unless a row is very long."""
+        """Return as many blocks as a row has, so that no partial sums remain, unless a row is very long."""
         needed = -(-max(self.sizes) // block)
         return _device.next_power_of_2(needed) if needed <= LONGEST_WALK else super()._blocks_per_program(block, lists)
 
@@ -104,18 +104,18 @@ class TritonRowLists(TritonLists):
         is_one_each = layout.count == len(self.sizes) and rule.quantities == total.columns
         if not (is_one_each and total.per_tensor) or total.average:
             return super()._measured(rule, hyper, flags, total, given)
-        # A program per row, whose sums are the row's: nothing is left to add up.
+        # Each row has one program, whose sums are the row's: nothing is left to add up.
         self._run(rule, hyper, flags, partials=total.out, **given)
         return total.out
 
     def project(
         self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
     ) -> Tensor:
-        """AdamP's decision between its two passes: which tensors are projected, and along what; float32 [rows, 2].
+        """Decide between AdamP's two passes which tensors are projected, and along what; return float32 [rows, 2].
 
-        That is for each row how much of the parameter is taken out of the step, and by how much it shrinks. `found` has
-        for each row the sums of p * g, g * g, p * p and p * step; `limits` are the `projection_thresholds`. Rows shrink
-        by `decay`, those of projected parameters by `ratio` times that.
+        These are, for each row, how much of the parameter is taken out of the step, and by how much it shrinks. `found`
+        has for each row the sums of p * g, g * g, p * p and p * step; `limits` are the `projection_thresholds`. Rows
+        shrink by `decay`, rows of projected parameters by `ratio` times that.
         """
         whole, on_device, decay = self._empty(len(self.sizes), 2), None, self._here(decay)
         if isinstance(decay, Tensor):
@@ -133,7 +133,7 @@ class TritonRowLists(TritonLists):
 
 
 class TorchRowLists(TorchLists):
-    """`TorchLists` that measure, and take the two numbers, row by row."""
+    """`TorchLists` that measure, and use the two numbers of `whole`, row by row."""
 
     def _row_count(self, tensor: Tensor) -> int:
         return row_count(tensor)
@@ -144,7 +144,7 @@ class TorchRowLists(TorchLists):
     def project(
         self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
     ) -> Tensor:
-        """See `TritonRowLists.project`."""
+        """Decide which tensors AdamP projects, as `TritonRowLists.project` does."""
         whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
         on_device = [each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio)]
         decay, ratio = on_device  # type: ignore[assignment]
@@ -163,12 +163,12 @@ class TorchRowLists(TorchLists):
 
 
 def _cosine(sums: Tensor, eps: float) -> Tensor:
-    """The cosine of the angle between parameter and gradient."""
+    """Return the cosine of the angle between parameter and gradient."""
     return sums[:, 0].abs() / ((sums[:, 1].sqrt() + eps) * (sums[:, 2].sqrt() + eps))
 
 
 def _parallel(sums: Tensor, eps: float) -> Tensor:
-    """How much of the parameter the step has in it."""
+    """Return the component of the step along the parameter, in units of the parameter."""
     return sums[:, 3] / (sums[:, 2].sqrt() + eps).square()
 
 
@@ -176,7 +176,7 @@ RowLists = TritonRowLists | TorchRowLists
 
 
 def make_row_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> RowLists:
-    """The lists of one group (see `make_lists`), row by row, on the implementation that the dispatch chooses."""
+    """Return row lists of one group (see `make_lists`), on the implementation that the dispatch chooses."""
     used = [tensors for tensors in (*slots, copy) if tensors]
     fits = all(map(kernel_fits, zip(*used, strict=True))) and all(map(rows_are_stretches, used[0]))
     has_rows = any(tensor.numel() for tensor in used[0])
@@ -184,7 +184,7 @@ def make_row_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> RowLis
 
 
 def projection_thresholds(params: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Cosines, over delta, below which AdamP projects a parameter: by row and as a whole. 0 where it never does."""
+    """Return the cosines, over delta, below which AdamP projects a parameter: by row and as a whole; 0 for never."""
     sizes = [
         (param.numel() // row_count(param), param.numel()) if param.ndim > 1 and param.numel() else (0, 0)
         for param in params

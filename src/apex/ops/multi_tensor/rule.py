@@ -1,14 +1,14 @@
-"""What an update rule is: a pure function of one element of each tensor list, and the lists that it reads and writes.
+"""The definition of an update rule: a pure function of one element of each list, and the lists it reads and writes.
 
 A rule's function is called as `function(values, whole, scalars, FLAGS)`:
 
     values   SLOTS numbers: 0 the parameter (or the output), 1 the gradient (or the input), 2 to 4 state
     whole    two numbers that belong to the whole tensor, norms say
-    scalars  SCALARS numbers, the same for all tensors
-    FLAGS    FLAG_COUNT constants
+        scalars  SCALARS numbers, equal for all tensors
+        FLAGS    FLAG_COUNT constants
 
-and returns the new values. A rule that measures returns the new values and a tuple of QUANTITIES terms, each of which
-is summed up (or maximised) over every tensor.
+    and returns the new values. A rule that measures returns the new values and a tuple of QUANTITIES terms; each term
+    is summed (or maximised) over every tensor.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Rule:
     """An update rule.
 
     `function` is the maths, `helpers` are the functions it calls. `scalars(**hyper)` turns hyperparameters into the
-    numbers that `function` takes, and works on floats and on float64 tensors alike; without it they are these numbers,
-    in their order. `reads` and `writes` name slots. `quantities` says how many of the terms are wanted,
-    `maximum` that they are maximised instead of summed. `fused` is the maths by a function of PyTorch's (`fused.py`).
+    numbers that `function` takes, for floats and for float64 tensors alike; without it the hyperparameters are these
+    numbers, in their order. `reads` and `writes` name slots. `quantities` says how many of the terms are wanted,
+    `maximum` that they are maximised instead of summed. `fused` computes the rule by a function of PyTorch
+    (`fused.py`).
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -53,13 +54,14 @@ class Rule:
 
     @functools.cached_property
     def slots(self) -> tuple[int, ...]:
-        """The slots that need a tensor list, in order."""
+        """Slots that need a tensor list, in order."""
         return tuple(slot for slot in range(SLOTS) if slot in self.reads or slot in self.writes)
 
 
-# What rules call `tl`: the functions of PyTorch that `triton.language` has under the same names. A rule is written once
-# and runs with either. A sum of two products is an `fma`: left to the compiler, the one that is not rounded first is
-# chosen anew for every kernel, and a captured step, whose kernels read hyperparameters from memory, has other bits.
+# The namespace that rules call `tl`: PyTorch's functions under the names of `triton.language`, so that a rule is
+# written once and runs with either. A sum of two products is written as an `fma`: otherwise the compiler chooses anew
+# for every kernel which product is not rounded first, and a captured step, whose kernels read hyperparameters from
+# memory, would have other bits.
 tl = types.SimpleNamespace(
     sqrt=torch.sqrt,
     abs=torch.abs,

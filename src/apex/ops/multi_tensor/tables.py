@@ -1,7 +1,7 @@
-"""Where tensors lie, in device memory: what the multi-tensor kernels read instead of taking tensors as arguments.
+"""Tables of tensors' addresses in device memory, which the multi-tensor kernels read in place of tensor arguments.
 
-A table is uploaded anew when an address in it changes, into new memory: kernels in flight and captured CUDA graphs
-keep what they were given.
+If an address changes, the table is uploaded again, into new memory: kernels in flight and captured CUDA graphs keep
+the old table.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from .._host import HOST
 from .._recording import capturing
 from . import config
 
-# Sizes, counts and addresses are worked out on the host.
+# Sizes, counts and addresses are computed on the host.
 INDICES: dict[str, Any] = {"dtype": torch.int64, "device": HOST}
 
-# What captured uploads read from and write to, and tables that captured launches read: a replay uses them again. Graphs
-# of `apex.graphs` keep their own.
+# Sources and targets of captured uploads, and tables that captured launches read: kept because a replay uses them
+# again. Graphs of `apex.graphs` keep their own.
 _captured: list[tuple[Tensor | None, ...]] = []
 _recordings = itertools.count(-1, -1)
 
 
 def _comparison() -> Any:
-    """PyTorch's check of CUDA graphs, whether tensors have the addresses of a list, both taken at indices.
+    """Return PyTorch's test, made for CUDA graphs, whether tensors have the addresses of a list, by indices.
 
-    None where PyTorch has none (on CPUs), or one that does something else.
+    Return None if PyTorch has no such test (on CPUs), or one that behaves differently.
     """
-    found: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if found is None:
+    have_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if have_addresses is None:
         return None
     tensors = list(torch.empty(2, dtype=torch.float32, device=HOST))
     try:
         addresses = [tensor.data_ptr() for tensor in tensors]
-        same = [found(tensors, given, [0, 1]) for given in (addresses, addresses[::-1], [addresses[0], 0])]
-    except (TypeError, RuntimeError):  # other arguments, or tensors without memory where this is imported
+        same = [
+            have_addresses(tensors, candidate, [0, 1]) for candidate in (addresses, addresses[::-1], [addresses[0], 0])
+        ]
+    except (TypeError, RuntimeError):  # other arguments, or no memory because fake tensors are active
         return None
-    return found if same == [True, False, False] else None
+    return have_addresses if same == [True, False, False] else None
 
 
 _have_addresses = _comparison()
@@ -55,9 +57,9 @@ def _indices(count: int) -> list[int]:
 
 
 def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
-    """Whether the tensors have these addresses; both lists must have the same length.
+    """Return whether the tensors have these addresses; both lists must have the same length.
 
-    Raises a TypeError or RuntimeError for what has no address: None, a sparse tensor.
+    Raises a TypeError or RuntimeError for None or a sparse tensor, which have no address.
     """
     if _have_addresses is None:
         return list(map(Tensor.data_ptr, tensors)) == addresses
@@ -65,7 +67,7 @@ def lie_at(tensors: list[Tensor], addresses: list[int]) -> bool:
 
 
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on `device`, in stream order and without waiting for the copy."""
+    """Return a tensor on `device`, in stream order and without waiting for the copy."""
     if device.type != "cuda":
         return torch.as_tensor(values, dtype=dtype, device=device)
     if isinstance(values, Tensor):
@@ -84,20 +86,20 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the stream that work on `device` goes to, by which lists know whether they are still of use.
+    """Return the handle of the stream that work on `device` goes to; lists are usable while it stays the same.
 
-    0 on the CPU. A number that no other call returns while work is recorded into a CUDA graph: what is uploaded then is
-    there when that graph is replayed, but neither before nor in another one.
+    Returns 0 on the CPU, and a new negative number at each call during the capture of a CUDA graph: data uploaded then
+    exists only when that graph is replayed, neither before nor in another graph.
     """
     if device.type != "cuda":
         return 0
     stream = _device.current_stream(_device.current_device() if device.index is None else device.index)
-    # The default stream, 0, cannot be captured; to ask takes 1 us.
+    # The default stream, 0, cannot be captured; asking takes 1 us.
     return next(_recordings) if stream and torch.cuda.is_current_stream_capturing() else stream
 
 
 def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
-    """Keeps tables that a captured launch reads: a CUDA graph outlives the lists that made them."""
+    """Keep tables alive that a captured launch reads: a CUDA graph outlives the lists that made them."""
     if current_stream(device) < 0:
         _keep(*tables)
 
@@ -108,12 +110,12 @@ def _keep(*tensors: Tensor | None) -> None:
 
 
 def _low_bits(addresses: Sequence[int]) -> int:
-    """0 if every address is a multiple of 16."""
+    """Return the low four bits that any address has: 0 if every address is a multiple of 16."""
     return functools.reduce(operator.or_, addresses, 0) & 15
 
 
 class Layout:
-    """Which program works on which blocks of which tensor, given the sizes of the tensors."""
+    """An assignment of programs to blocks of tensors, computed from the sizes of the tensors."""
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device, blocks_per_program: int = 1) -> None:
         self.block = block
@@ -123,13 +125,13 @@ class Layout:
             ends = counts.cumsum(0)
             self.count = int(ends[-1]) if len(sizes) else 0
             most = int(counts.max()) if len(sizes) else 0
-            # How many sums the last program loads at once: of all tensors, of one.
+            # How many partial sums the last program loads at once: of all tensors, and of one.
             self.sum_block = config.sum_block(self.count), config.sum_block(most)
             if self.count >= 2**31:
                 raise ValueError(
                     f"{self.count} blocks of {block * blocks_per_program} elements are more than one launch can take"
                 )
-            self.programs: Tensor | None = None  # where each tensor has one program, whose number is the tensor's
+            self.programs: Tensor | None = None  # None: each tensor has one program, with the tensor's number
             if most > 1 or self.count < len(sizes):
                 tensor = torch.repeat_interleave(torch.arange(len(sizes), **INDICES), counts)
                 within = torch.arange(self.count, **INDICES) - (ends - counts)[tensor]
@@ -138,7 +140,7 @@ class Layout:
 
 
 class PointerTable:
-    """Sizes and addresses of tensor lists; the gradients, which move, apart from the rest."""
+    """Sizes and addresses of tensor lists; addresses of gradients, which move, are separate from the rest."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = list(sizes)
@@ -148,36 +150,36 @@ class PointerTable:
         self._fixed_addresses: list[list[int]] | None = None
         self._moving_addresses: list[int] | None = None
         self._fixed_aligned = self._moving_aligned = True
-        # Whether the gradients are the only other list, too: then there is one list to look at.
+        # Whether the gradients are also the only other list, so that only one list must be compared.
         self._in_place = False
 
     def update_fixed(self, addresses: list[list[int]]) -> None:
-        """Addresses of every list but the gradients, one row per list; uploaded if they differ from the last ones."""
+        """Upload the addresses of every list except the gradients, one row per list, if they have changed."""
         if addresses != self._fixed_addresses:
             self.fixed = upload(self._fixed_rows(addresses), torch.int64, self.device)
             self._fixed_addresses = addresses
             self._fixed_aligned = not any(_low_bits(row) for row in addresses)
 
     def update_moving(self, addresses: list[int] | None) -> None:
-        """Addresses of the gradients; uploaded if they differ from the last ones."""
+        """Upload the addresses of the gradients if they have changed."""
         if addresses != self._moving_addresses:
             self.moving = None if addresses is None else upload(self._moving_rows(addresses), torch.int64, self.device)
             self._moving_aligned = addresses is None or not _low_bits(addresses)
         self._moving_addresses = addresses
 
     def _fixed_rows(self, addresses: list[list[int]]) -> Any:
-        """What the kernels read: for each tensor its size, and its address in every list."""
+        """Return the table that kernels read: for each tensor its size, and its address in every list."""
         return list(zip(self.sizes, *addresses, strict=True))
 
     def _moving_rows(self, addresses: list[int]) -> Any:
         return addresses
 
     def has_gradients(self, tensors: list[Tensor]) -> bool:
-        """Whether these gradients have the addresses that were uploaded last; as many tensors are expected."""
+        """Return whether these gradients, equally many, have the addresses that were uploaded last."""
         return self._moving_addresses is not None and lie_at(tensors, self._moving_addresses)
 
     def point_to(self, fixed: Sequence[list[Tensor]], gradients: list[Tensor] | None) -> None:
-        """Takes the tensors of every list, gradients apart; uploads addresses that have changed."""
+        """Point the table to the tensors of every list, gradients apart; upload addresses that have changed."""
         if len(fixed) == 1 and fixed[0] is gradients and self._in_place and self.has_gradients(gradients):
             return
         known = self._fixed_addresses

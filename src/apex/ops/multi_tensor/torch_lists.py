@@ -1,6 +1,6 @@
 """Tensor lists on any device: a rule is called tensor by tensor, with PyTorch's operators on float32 copies.
 
-On a CPU PyTorch's fused optimizers take the place of rules that they compute.
+On a CPU PyTorch's fused optimizers replace the rules that they can compute.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from .flat import flat, laid_out_alike
 from .fused import WIDTH
 from .rule import GRADIENT, OFF, SLOTS, ZEROS, Rule, Slots
 
-# Elements of a large tensor that a rule works on at once: it bounds the temporaries to a few times 16 MB.
+# Elements of a large tensor that a rule processes at once: bounds the temporaries to a few times 16 MB.
 SLICE = 1 << 22
 
 
 class _Piece(NamedTuple):
-    """A tensor, or a slice of one, of every list (None for lists that are not there)."""
+    """A tensor, or a slice of one, of every list (None for absent lists)."""
 
     index: int  # type: ignore[assignment]
-    rows: slice  # of what is measured, and of `whole`
-    start: int  # of the slice
+    rows: slice  # rows of the measurements and of `whole`
+    start: int  # first element of the slice
     tensors: list[Tensor | None]
 
 
 class TorchLists:
     """Lists of tensors on one device, one dtype per list; strided in any way.
 
-    `slots` has a list or None for each slot of a rule; `copy` gets a copy of what is written to slot 0.
+    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0.
     """
 
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
@@ -45,24 +45,24 @@ class TorchLists:
         self.point_to(slots, copy)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
-        # Sums are gathered in double precision where a device has it.
+        # Sums are accumulated in double precision if the device supports it.
         self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
-        """Other tensors of the same sizes and dtypes in place of the present ones."""
+        """Replace the tensors by others of the same sizes and dtypes."""
         self.slots = tuple(slots)
         self.copy = copy
 
     def usable(self) -> bool:
-        """Always true: only tables of addresses are bound to a stream."""
+        """Return True: only tables of addresses are bound to a stream."""
         return True
 
     def _row_count(self, tensor: Tensor) -> int:
-        """How many rows of a tensor are measured, and have the two numbers of `whole`, by themselves."""
+        """Return how many rows of a tensor are measured separately and have their own two numbers in `whole`."""
         return 1
 
     def _by_address(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the elements of tensors of one index belong together in the order of their addresses."""
+        """Return whether tensors of one index can be processed together in the order of their addresses."""
         return laid_out_alike(tensors)
 
     def _pieces(self) -> Iterator[_Piece]:
@@ -96,21 +96,21 @@ class TorchLists:
         checks: tuple[int, ...] = (),
         seed: int | None = None,
     ) -> Tensor | None:
-        """Runs `rule` on all tensors; returns what it measured, float32 [tensors, 2 or more].
+        """Run `rule` on all tensors; return its measurements, float32 [tensors, 2 or more], or None without any.
 
-        `hyper` goes to the rule's `scalars`. Nothing is done when `noop` is not 0. `grad_scale` multiplies the
-        gradients; `whole` holds the two numbers of each tensor; `overflow` becomes 1 when a slot among `checks` has an
-        infinite or NaN element, and `nonfinite_counts`, int32 [tensors, 2], counts such elements of slots 0 and 1.
-        Slot 0 stands for what was measured first or, where nothing is, for numbers that are written to it and are not
-        finite although those of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
+        `hyper` goes to the rule's `scalars`. Nothing is done if `noop` is not 0. `grad_scale` multiplies the gradients;
+        `whole` holds the two numbers of each tensor. `overflow` becomes 1 if a slot among `checks` has an infinite or
+        NaN element, and `nonfinite_counts`, int32 [tensors, 2], counts such elements of slots 0 and 1. Slot 0 stands
+        for the first measurement or, if nothing is measured, for values written to slot 0 that are not finite although
+        the values of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
         """
-        found = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
+        measured = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
         if noop is not None:
             if self.device.type != "cpu" or capturing():
-                skip = noop.reshape(()) != 0  # no wait for the device
+                skip = noop.reshape(()) != 0  # on the device, without waiting
             elif noop.item() != 0:
-                return found.to(torch.float32) if rule.quantities else None
+                return measured.to(torch.float32) if rule.quantities else None
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
         may_fuse = whole is None and overflow is None and seed is None and self._calls_fused()
@@ -130,7 +130,7 @@ class TorchLists:
                 results = rule.function(tuple(values), numbers, scalars, flags)
             if rule.quantities:
                 results, terms = results
-                for column, term in zip(found[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
+                for column, term in zip(measured[piece.rows].unbind(1), terms[: rule.quantities], strict=False):
                     column.copy_(
                         torch.maximum(column, term.amax(1)) if rule.maximum else column + term.sum(1, dtype=self._sums)
                     )
@@ -143,22 +143,24 @@ class TorchLists:
                 if slot == 0 and seed is not None:
                     value = self._round_stochastically(value, piece, seed)
                 for tensor in (piece.tensors[slot], piece.tensors[SLOTS] if slot == 0 else None):
-                    if tensor is not None and tensor.data_ptr() != value.data_ptr():  # else it is there already
+                    if (
+                        tensor is not None and tensor.data_ptr() != value.data_ptr()
+                    ):  # otherwise it was computed in place
                         value = value.reshape(tensor.shape)
                         tensor.copy_(value if skip is None else torch.where(skip, tensor, value.to(tensor.dtype)))
         if not rule.quantities:
             return None
-        found = found.to(torch.float32)
+        measured = measured.to(torch.float32)
         if overflow is not None and 0 in checks:
-            _flag_nonfinite(found[:, 0], overflow, None, 0)
-        return found
+            _flag_nonfinite(measured[:, 0], overflow, None, 0)
+        return measured
 
     def _calls_fused(self) -> bool:
-        """Whether PyTorch's fused functions may be called: not in a captured step, whose numbers are tensors."""
+        """Return whether PyTorch's fused functions may be called: not in a captured step, whose numbers are tensors."""
         return self.device.type == "cpu" and _recording.current is None
 
     def _fused(self, rule: Rule, values: list[Any], scalars: Any, flags: tuple[bool, ...]) -> list[Any] | None:
-        """What a rule returns, computed in place where it can be; None where PyTorch has no function for it."""
+        """Return the rule's results, computed in place if possible; None if PyTorch has no function for the rule."""
         if rule.fused is None:
             return None
         size = values[GRADIENT].shape[1]
@@ -168,7 +170,7 @@ class TorchLists:
         vectors = [full(value) if isinstance(value, Tensor) else value for value in values]
         if not rule.fused(vectors, scalars, flags):
             return None
-        for slot in rule.writes:  # which PyTorch's functions leave out: autograd is to see the change
+        for slot in rule.writes:  # PyTorch's fused functions omit this; autograd must see the change
             torch.autograd.graph.increment_version(vectors[slot])
         return [value[:, :size] if isinstance(value, Tensor) else value for value in vectors]
 
@@ -180,13 +182,13 @@ class TorchLists:
         return value.to(self._compute) if isinstance(value, Tensor) else value
 
     def _read(self, piece: _Piece, slot: int) -> Tensor:
-        """The elements of one slot, [rows, elements of each], in the dtype that is computed in."""
+        """Return the elements of one slot, [rows, elements of each], in the dtype of the computation."""
         tensor = piece.tensors[slot]
         assert tensor is not None
         return tensor.reshape(piece.rows.stop - piece.rows.start, -1).to(self._compute)
 
     def _round_stochastically(self, value: Tensor, piece: _Piece, seed: int) -> Tensor:
-        """The bits of `kernels._round_stochastically`, computed in int64."""
+        """Return the same bits as `kernels._round_stochastically`, computed in int64."""
         size = value.shape[1]
         index = torch.arange(piece.start, piece.start + size, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)
@@ -202,38 +204,38 @@ class TorchLists:
 
     @torch.no_grad()
     def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
-        """Sum (or maximum) over the tensors of the first quantity of `rule`, float32 [1]; its root if asked for."""
+        """Return the sum (or maximum) of a rule's first quantity over all tensors, float32 [1]; its root if `root`."""
         values = per_tensor[:, 0]
         if not values.numel():
             return torch.zeros(1, dtype=torch.float32, device=self.device)
-        found = values.amax() if rule.maximum else values.sum(dtype=self._sums)
-        return (found.sqrt() if root else found).to(torch.float32).reshape(1)
+        result = values.amax() if rule.maximum else values.sum(dtype=self._sums)
+        return (result.sqrt() if root else result).to(torch.float32).reshape(1)
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **options: Any) -> Tensor:
-        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
-        found = self.apply(rule, hyper, **options)
-        assert found is not None
-        return self.total(found, rule, root=root)
+        """Run a rule that measures one quantity; return its sum (or maximum) over all tensors, float32 [1]."""
+        measured = self.apply(rule, hyper, **options)
+        assert measured is not None
+        return self.total(measured, rule, root=root)
 
     def measured_clip(
         self, rule: Rule, limit: float, margin: float, *, grad_scale: Tensor | None = None, **noop: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients, and what brings them down to `limit`: see `TritonLists.measured_clip`."""
+        """Return the norm of all gradients and the factor that limits it to `limit`, as `TritonLists.measured_clip`."""
         norm = self.measured_total(rule, {}, root=not rule.maximum, grad_scale=grad_scale, **noop)
         factor = torch.clamp(limit / (norm + margin), max=1.0)
         return norm, factor if grad_scale is None else factor * grad_scale
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
-        """Moves `averages` towards what `rule` measures of each tensor: see `TritonLists.measured_average`."""
-        found, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
-        assert found is not None
-        now, before = found[:, 0], averages[:, 0]
+        """Move `averages` towards the rule's measurement of each tensor, as `TritonLists.measured_average`."""
+        measured, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
+        assert measured is not None
+        now, before = measured[:, 0], averages[:, 0]
         after = torch.where(before < 0, now, before.lerp(now, share))
         before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 
 
 def _flag_nonfinite(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:
-    """Raises the flag where a number is not finite, and counts such numbers of tensor `index`."""
+    """Set the flag if a number is not finite, and count such numbers of tensor `index`."""
     bad = ~torch.isfinite(values).all()
     overflow.copy_(torch.maximum(overflow, bad.to(overflow.dtype)))
     if nonfinite_counts is not None:

@@ -19,15 +19,15 @@ from .tables import Layout, PointerTable, current_stream, keep_if_captured
 kernels = _library.LazyModule(f"{__package__}.kernels")
 reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 
-# Types of numbers that are known to the host.
+# Types of numbers whose values the host knows.
 _NUMBERS = frozenset((float, int, bool))
 _ON_HOST = (-1,) * SCALARS
 
 
 class Sum(NamedTuple):
-    """Where measured values are added up, and how: of each tensor into a row of `out` [tensors, columns], or of all.
+    """Target and kind of a sum of measurements: of each tensor into a row of `out` [tensors, columns], or of all.
 
-    See `kernels_reductions.reduce_partials` for the rest.
+    See `kernels_reductions.reduce_partials` for the other fields.
     """
 
     out: Tensor
@@ -45,8 +45,8 @@ class Sum(NamedTuple):
 class TritonLists:
     """Lists of dense tensors on one device, one dtype per list, whose tensors of equal index share their layout.
 
-    `slots` has a list or None for each slot of a rule; `copy` gets a copy of what is written to slot 0. Addresses are
-    kept, not tensors.
+    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0. Keeps
+    addresses instead of tensors.
     """
 
     def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
@@ -55,15 +55,15 @@ class TritonLists:
         self._index = self.device.index
         self._stream = current_stream(self.device)
         dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
-        # As the kernel takes them: the names of types, and the numbers in a row of the table.
+        # In the kernel's form: the names of types, and the numbers in a row of the table.
         self._types = tuple(None if t is None else str(t).removeprefix("torch.") for t in dtypes)
         self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
         self._copied = copy is not None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
-        # By rule, and by block size and blocks per program.
+        # Keys: a rule, or a block size and blocks per program.
         self._layouts: dict[Any, Layout] = {}
-        # Whether the program that is the last adds up: of all, and of every tensor, which must then have a program.
+        # Whether the last program adds up the sums: of all tensors, or of every tensor, which must then have a program.
         publishes = _device.facts(self.device).publishes_for_all
         self._finishes_all = publishes and max(self.sizes, default=0) > 0
         self._finishes_each = publishes and min(self.sizes, default=0) > 0 and len(self.sizes) <= TICKETS
@@ -74,22 +74,20 @@ class TritonLists:
         return PointerTable(list(map(Tensor.numel, first)), self.device)
 
     def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
-        """Other tensors of the same sizes and dtypes in place of the present ones."""
+        """Replace the tensors by others of the same sizes and dtypes."""
         lists = [tensors if tensors is None or type(tensors) is list else list(tensors) for tensors in (*slots, copy)]
         gradients = lists.pop(GRADIENT)
         self.table.point_to([tensors for tensors in lists if tensors], gradients)
 
     def usable(self) -> bool:
-        """Whether work that is launched now may read the tables: on another stream they may not have arrived yet."""
+        """Return whether work launched now may read the tables: on another stream they may not have arrived yet."""
         return self._stream == current_stream(self.device)
 
-    # Passes -----------------------------------------------------------------------------------------------------------
-
     def apply(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...] = (), **given: Any) -> Tensor | None:
-        """Runs `rule`; returns what it measured, float32 [tensors, 2 or more]. See `TorchLists.apply`.
+        """Run `rule`; return its measurements, float32 [tensors, 2 or more], or None. See `TorchLists.apply`.
 
-        A rule that measures is given `noop` or `overflow`, not both: they may be the same flag, and programs that see
-        it raised by others store nothing.
+        A rule that measures takes `noop` or `overflow`, not both: they may be the same flag, and programs that see it
+        set by others would store nothing.
         """
         if not rule.quantities:
             self._run(rule, hyper, flags, **given)
@@ -98,7 +96,7 @@ class TritonLists:
         return self._measured(rule, hyper, flags, Sum(self._empty(len(self.sizes), columns), per_tensor=True), given)
 
     def _measured(self, rule: Rule, hyper: dict[str, Any], flags: tuple[bool, ...], total: Sum, given: Any) -> Tensor:
-        """Runs a rule that measures, and adds that up; by the same launch where the last program may do it.
+        """Run a rule that measures, and sum its measurements: in the same launch if its last program may do that.
 
         `given` are arguments of `_run` by name.
         """
@@ -111,17 +109,17 @@ class TritonLists:
         return total.out
 
     def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:
-        """Sum (or maximum) over the tensors of the first quantity of `rule`, float32 [1]; its root if asked for."""
+        """Return the sum (or maximum) of a rule's first quantity over all tensors, float32 [1]; its root if `root`."""
         total = Sum(self._empty(1), root=root)
         self._reduce(rule, per_tensor, None, len(self.sizes), total)
         return total.out
 
     def measured_total(self, rule: Rule, hyper: dict[str, Any], *, root: bool = False, **given: Any) -> Tensor:
-        """Runs a rule that measures one quantity; returns its sum (or maximum) over all tensors, float32 [1]."""
+        """Run a rule that measures one quantity; return its sum (or maximum) over all tensors, float32 [1]."""
         return self._measured(rule, hyper, (), Sum(self._empty(1), root=root), given)
 
     def measured_clip(self, rule: Rule, limit: float, margin: float, **scaling: Any) -> tuple[Tensor, Tensor]:
-        """The norm of all gradients, and what brings them down to `limit`, `grad_scale` included; float32 [1] each.
+        """Return the norm of all gradients, and the factor that limits it to `limit`, times `grad_scale`; float32 [1].
 
         `rule` measures squares, or absolute values that are maximised.
         """
@@ -131,14 +129,12 @@ class TritonLists:
         return self._measured(rule, {}, (), total, scaling), factor
 
     def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
-        """Moves `averages`, float32 [tensors, 2], in column 0 by `share` towards what `rule` measures of each tensor.
+        """Move column 0 of `averages`, float32 [tensors, 2], by `share` towards the rule's measurement of each tensor.
 
-        A negative average is none yet, and becomes what is measured.
+        A negative average means that there is none yet; it becomes the measurement.
         """
         total = Sum(averages, per_tensor=True, average=True, numbers=(0.0, 0.0, share))
         self._measured(rule, {}, (), total, scaling)
-
-    # Launches ---------------------------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -156,9 +152,9 @@ class TritonLists:
         seed: int | None = None,
         partials: Tensor | None = None,
     ) -> tuple[Any, Layout]:
-        """Launches the rule; returns what it measured in each block, if it measures, and which block is whose.
+        """Launch the rule; return its measurements in each block, if it measures, and the layout of the blocks.
 
-        That goes into `partials` where they are given. The same launch adds it up if a `total` is given.
+        Measurements go into `partials` if these are given. The same launch sums them if a `total` is given.
         """
         numbers, scalars, on_device = self._numbers(rule, hyper)
         table, layout = self.table, self._layout(rule)
@@ -195,7 +191,7 @@ class TritonLists:
         noop: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Adds up rows of `partials`: those of each tensor, between its `bounds`, or the first quantity of all."""
+        """Sum rows of `partials`: the rows of each tensor, between its `bounds`, or the first quantity of all rows."""
         if bounds is not None:
             keep_if_captured(self.device, bounds)
         results, quantities = (1, 1) if bounds is None else (len(self.sizes), rule.quantities)
@@ -217,19 +213,17 @@ class TritonLists:
     def _empty(self, *shape: int) -> Tensor:
         return _device.empty_on(self.device)(shape, (*shape[1:], 1), torch.float32)
 
-    # What launches depend on ------------------------------------------------------------------------------------------
-
     def _block_for(self, lists: int) -> int:
-        """Elements of each of so many lists that a program handles at once."""
+        """Return the elements of each of `lists` lists that a program handles at once."""
         return config.block(_device.facts(self.device), lists, max(self.sizes, default=0))
 
     def _blocks_per_program(self, block: int, lists: int) -> int:
-        """How many blocks of so many lists a program that measures walks over."""
+        """Return how many blocks of `lists` lists a program that measures walks over."""
         blocks = sum(-(-size // block) for size in self.sizes)
         return config.blocks_per_program(_device.facts(self.device), blocks, lists * block)
 
     def _layout(self, rule: Rule) -> Layout:
-        """A program per block; or, of a rule that measures, per so many that what they find takes little memory."""
+        """Return the layout for a rule: a program per block, or, if it measures, per several, to save memory."""
         layout = self._layouts.get(rule)
         if layout is None:
             lists = len(rule.slots) + (self._copied and 0 in rule.writes)
@@ -241,7 +235,7 @@ class TritonLists:
         return layout
 
     def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
-        """The rule's numbers, 0 in place of those on the device; these; and where among them each is, else -1."""
+        """Return a rule's numbers (0 for those on the device), a tensor of the latter, and indices into it or -1."""
         numbers = tuple(hyper.values()) if rule.scalars is None else rule.scalars(**hyper)
         if _NUMBERS.issuperset(map(type, numbers)):
             return numbers, None, _ON_HOST
@@ -254,7 +248,7 @@ class TritonLists:
         return known, on_device, (*places, *_ON_HOST[len(places) :])
 
     def _here(self, value: Any) -> Any:
-        """A number, or a tensor on this device: one on the CPU is read, which waits for nothing."""
+        """Return a number, or a tensor on this device. Reads a CPU tensor, which waits for nothing."""
         if isinstance(value, Number):
             return value.on(self.device)
         if isinstance(value, Tensor) and value.device != self.device:
@@ -266,7 +260,7 @@ class TritonLists:
 def _rule_launch(
     rule: Rule,
     programs: int,
-    one_each: bool,  # every tensor has one program, so that there is no table of programs
+    one_each: bool,  # every tensor has one program, so there is no table of programs
     block: int,
     blocks_per_program: int,
     flags: tuple[bool, ...],
@@ -279,7 +273,7 @@ def _rule_launch(
     seeded: bool,
     finishing: tuple[Any, ...] | None,
 ) -> Any:
-    """The launch of a rule, which lacks its tables and numbers."""
+    """Prepare the launch of a rule, without its tables and numbers."""
     return kernels.apply_rule.prepare(
         (programs,),
         RULE=kernels.compiled(rule),

@@ -1,4 +1,4 @@
-"""Bad arguments of multihead attention, refused in clear words before anything is computed."""
+"""Checks of the arguments of multihead attention, made before anything is computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_dropout(dropout: float) -> None:
 
 
 def check_attention(inputs: Sequence[Tensor], weights: Sequence[Tensor], heads: int, dropout: float) -> None:
-    """`inputs` are one that attends to itself, or queries and keys; `weights` those of each and of the outputs."""
+    """Raise for shapes that do not fit: of one input or of query and key, and of the input and output weights."""
     for name, tensor in zip(("query", "key"), inputs, strict=False):
         if tensor.dim() != 3:
             raise ValueError(f"the {name} has shape {list(tensor.shape)}, expected [length, batch, embed_dim]")

@@ -1,4 +1,4 @@
-"""Multihead attention step by step, keeping every intermediate result: what upstream's functions compute and return.
+"""Multihead attention step by step, with every intermediate result that upstream's functions compute and return.
 
 Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D. Nothing here is recorded by autograd.
 """
@@ -18,9 +18,10 @@ from .masks import Mask, broadcastable, check_mask
 
 
 class Core(NamedTuple):
-    """Results of attention proper: [B*H, S, T] but for the context [S, B*H, D].
+    """Results of attention proper, each [B*H, S, T] except the context [S, B*H, D].
 
-    `dropped` are the probabilities after dropout; `noise` is what `apex.ops.softmax` drew for it, if anything.
+    `dropped` are the probabilities after dropout; `noise` is the random state that `apex.ops.softmax` drew for it, or
+    None.
     """
 
     logits: Tensor
@@ -31,7 +32,7 @@ class Core(NamedTuple):
 
 
 def kept_bytes(noise: Tensor | None, probabilities: Tensor, dropout: float) -> Tensor:
-    """Upstream's dropout mask, [B*H, S, T]: bytes, 1 where kept; without elements where nothing was drawn."""
+    """Return upstream's dropout mask, [B*H, S, T]: bytes, 1 for kept elements; empty if nothing was drawn."""
     if noise is None:
         return probabilities.new_empty((0, *probabilities.shape[1:]), dtype=torch.uint8)
     spec = softmax.SoftmaxSpec(dropout=dropout)
@@ -41,7 +42,7 @@ def kept_bytes(noise: Tensor | None, probabilities: Tensor, dropout: float) -> T
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, mask: Mask | None, dropout: float
 ) -> Core:
-    """Queries [S, B*H, D], keys and values [T, B*H, D]."""
+    """Compute attention of queries [S, B*H, D] to keys and values [T, B*H, D]."""
     length, batch_heads, _ = queries.shape
     check_mask(mask, length, keys.shape[0], batch_heads // heads, queries.device)
     logits = queries.new_empty((batch_heads, length, keys.shape[0]))
@@ -55,7 +56,7 @@ def attend(
 def masked_softmax(
     logits: Tensor, heads: int, mask: Mask | None, dropout: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The probabilities of logits [B*H, S, T] after dropout and before it, and the noise that was drawn for it."""
+    """Return the probabilities of logits [B*H, S, T] after dropout and before it, and the noise drawn for it."""
     batch_heads, queries, keys = logits.shape
     spec = softmax.SoftmaxSpec(dropout=dropout)
     by_batch = logits.reshape(batch_heads // heads, heads, queries, keys)
@@ -68,9 +69,9 @@ def masked_softmax(
 def attend_backward(
     gradient: Tensor, parts: Sequence[Tensor], core: Sequence[Any], scale: float, dropout: float, into: Sequence[Tensor]
 ) -> None:
-    """Fills `into` with the gradients of `parts`, which are queries, keys and values, given that of the context.
+    """Fill `into` with the gradients of `parts` (queries, keys and values), given the gradient of the context.
 
-    `core` are probabilities, dropped and noise, or in place of the noise the bytes of `kept_bytes`.
+    `core` are probabilities, dropped and noise, or the bytes of `kept_bytes` in place of the noise.
     """
     (queries, keys, values), (probabilities, dropped, noise) = parts, core
     gradient = gradient.reshape(queries.shape).transpose(0, 1)
@@ -83,7 +84,7 @@ def attend_backward(
 
 
 def softmax_backward(gradient: Tensor, probabilities: Tensor, dropout: float, noise: Tensor | None) -> Tensor:
-    """The gradient of the logits; `noise` is what was drawn, or bytes from `kept_bytes`."""
+    """Return the gradient of the logits; `noise` is the forward pass's noise, or bytes from `kept_bytes`."""
     if noise is None or not noise.numel():
         noise, dropout = None, 0.0
     elif noise.dtype != torch.int64:
@@ -93,8 +94,8 @@ def softmax_backward(gradient: Tensor, probabilities: Tensor, dropout: float, no
 
 
 def _multiply_into(result: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """result = scale * left @ right, matrix by matrix, written where the next step reads it, without a copy."""
-    if torch.compiler.is_compiling():  # which takes no `out` with strides of its own
+    """Compute result = scale * left @ right, matrix by matrix, directly into a strided result, without a copy."""
+    if torch.compiler.is_compiling():  # Inductor takes no strided `out`
         result.copy_(torch.bmm(left, right) * scale)
     else:
         torch.baddbmm(result, left, right, beta=0, alpha=scale, out=result)
@@ -103,7 +104,7 @@ def _multiply_into(result: Tensor, left: Tensor, right: Tensor, scale: float = 1
 def linear_backward(
     gradient: Tensor, inputs: Tensor, weights: Tensor, biases: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of inputs, weights and, if there are any, biases."""
+    """Return the gradients of inputs, weights and, if there are any, biases."""
     rows = gradient.reshape(-1, weights.shape[0])
     d_inputs = torch.mm(rows, weights).view(inputs.shape)
     d_weights = torch.mm(rows.t(), inputs.reshape(-1, weights.shape[1]))
@@ -113,10 +114,11 @@ def linear_backward(
 def forward(
     inputs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Any], *, mask: Mask | None, **settings: Any
 ) -> tuple[Tensor, list[Tensor], Core]:
-    """Outputs, the packed projections of each input, [S, B, 3E] or [S, B, E] and [T, B, 2E], and the core's results.
+    """Return outputs, the packed projections of each input, and the results of attention proper.
 
-    Attention of one input to itself, or of the first to the second. `weights` and `biases`, which may be None, are
-    those of each input and of the outputs; `settings` are heads, scale and dropout.
+    The projections are [S, B, 3E], or [S, B, E] and [T, B, 2E]. One input attends to itself, or the first to the
+    second. `weights` and `biases`, which may be None, are given for each input, then for the outputs; `settings` are
+    heads, scale and dropout.
     """
     heads, scale, dropout = settings["heads"], settings["scale"], settings["dropout"]
     check_attention(inputs, weights, heads, dropout)
@@ -134,7 +136,7 @@ def backward(
     core: Sequence[Any],
     settings: Sequence[Any],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of inputs, weights and biases, the latter None where there are none.
+    """Return the gradients of inputs, weights and biases, None for biases that do not exist.
 
     `core` are context, probabilities, dropped and noise; `settings` heads, scale, dropout and whether there are biases.
     """
@@ -142,15 +144,15 @@ def backward(
     d_context, d_output_weights, d_output_biases = linear_backward(gradient, core[0], weights[-1], biases)
     d_packed = [torch.empty_like(each) for each in packed]
     attend_backward(d_context, split(packed, heads), core[1:], scale, dropout, split(d_packed, heads))
-    found = [linear_backward(*each, biases) for each in zip(d_packed, inputs, weights[:-1], strict=True)]
-    d_inputs, d_weights, d_biases = zip(*found, strict=True)
+    gradients = [linear_backward(*each, biases) for each in zip(d_packed, inputs, weights[:-1], strict=True)]
+    d_inputs, d_weights, d_biases = zip(*gradients, strict=True)
     return *d_inputs, *d_weights, d_output_weights, *d_biases, d_output_biases
 
 
 def split(packed: Sequence[Tensor], heads: int) -> list[Tensor]:
-    """Queries, keys and values as views [length, B*H, D]; those of one head lie beside each other in `packed`.
+    """Return queries, keys and values as views [length, B*H, D]; the parts of one head are adjacent in `packed`.
 
-    Split along a dimension of their own, so that their gradients are put together in one pass.
+    They are split along their own dimension, so that autograd combines their gradients in one pass.
     """
     views: list[Tensor] = []
     for each, parts in zip(packed, (3,) if len(packed) == 1 else (1, 2), strict=True):

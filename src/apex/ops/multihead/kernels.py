@@ -1,7 +1,7 @@
 """Dropout and the sum with a residual in one pass, for Triton.
 
-A program has four stretches of QUARTER elements: one call of Philox makes four words, one for each stretch, and what
-they decide is kept as four bits of a byte.
+A program has four stretches of QUARTER elements: one call of Philox makes four words, one for each stretch, and the
+four keep decisions are stored as four bits of a byte.
 """
 
 import triton
@@ -13,13 +13,13 @@ from .._launch import kernel
 
 @triton.jit
 def _is_kept(word, dropout):
-    """The word, taken as a number from 0 to 1, is not below `dropout`."""
+    """Return 1 if the word, read as a number from 0 to 1, is not below `dropout`, else 0."""
     return (word.to(tl.float32) * 2.3283064365386963e-10 >= dropout).to(tl.int32)
 
 
 @triton.jit
 def _load(tensor, first, count, SIZE: tl.constexpr):
-    """A stretch of a tensor from `first` on; zeros where there is none."""
+    """Return a stretch of a tensor from `first` on; zeros if the tensor is None."""
     if tensor is not None:
         index = first + tl.arange(0, SIZE)
         values = tl.load(tensor + index, mask=index < count, other=0.0).to(tl.float32)
@@ -30,7 +30,7 @@ def _load(tensor, first, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.constexpr):
-    """Stores the residual plus, where the lowest of the `bits` is set, the scaled values."""
+    """Store the residual, plus the scaled values where the lowest of the `bits` is set."""
     index = first + tl.arange(0, SIZE)
     values = tl.where((bits & 1) != 0, values * kept_scale, 0.0) + residual
     tl.store(output + index, values.to(output.dtype.element_ty), mask=index < count)
@@ -39,16 +39,16 @@ def _store(output, values, residual, bits, first, count, kept_scale, SIZE: tl.co
 @kernel
 @triton.jit
 def dropout_add(x, residual, seed, kept, output, count, dropout, kept_scale, QUARTER: tl.constexpr):
-    """Forward, with a `seed`: output = dropout(x) + residual; the bits of what is kept are written to `kept`.
+    """Compute output = dropout(x) + residual with a `seed`, and store the keep bits in `kept`.
 
-    Backward, without a seed: `kept` is read, and there is no residual. What is drawn depends on the seed and on an
-    element's place alone.
+    Without a seed, compute the gradient: read `kept`, with no residual. The random bits depend only on the seed and on
+    an element's index.
     """
     program = tl.program_id(0).to(tl.int64)
     places = program * QUARTER + tl.arange(0, QUARTER)
     first, second = program * (4 * QUARTER), program * (4 * QUARTER) + QUARTER
     third, fourth = second + QUARTER, second + 2 * QUARTER
-    # All loads before the arithmetic of Philox, which takes as long as they do.
+    # All loads come before the arithmetic of Philox, which takes as long as they do.
     x_a, r_a = _load(x, first, count, QUARTER), _load(residual, first, count, QUARTER)
     x_b, r_b = _load(x, second, count, QUARTER), _load(residual, second, count, QUARTER)
     x_c, r_c = _load(x, third, count, QUARTER), _load(residual, third, count, QUARTER)

@@ -1,4 +1,4 @@
-"""What attention may not see: the masks that the modules take, and the form PyTorch's attention wants them in.
+"""Attention masks: the kinds that the modules take, and the form that PyTorch's attention needs.
 
 Letters: S queries, T keys, B batches, H heads.
 """
@@ -13,8 +13,11 @@ from torch import Tensor
 
 
 class MaskKind(Enum):
-    """PADDING: [B, T], nonzero where a key is hidden. ADDITIVE: [B, T], added to the logits. TIME: [S, T], nonzero
-    where a query may not see a key. CAUSAL: no tensor; query i sees the keys up to i."""
+    """Kinds of masks.
+
+    PADDING: [B, T], nonzero where a key is hidden. ADDITIVE: [B, T], added to the logits. TIME: [S, T], nonzero where a
+    query may not see a key. CAUSAL: no tensor; query i sees the keys up to i.
+    """
 
     PADDING = "key_padding_mask"
     ADDITIVE = "additive key_padding_mask"
@@ -23,20 +26,20 @@ class MaskKind(Enum):
 
 
 class Mask(NamedTuple):
-    """A kind and, unless it is CAUSAL, its tensor."""
+    """A mask: its kind and, unless it is CAUSAL, its tensor."""
 
     kind: MaskKind
     tensor: Tensor | None = None
 
     def as_tensor(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """The tensor, made where the kind alone says what it would be."""
+        """Return the mask's tensor; make it for a CAUSAL mask."""
         if self.tensor is not None:
             return self.tensor
         return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1)
 
 
 def make_mask(mask: Tensor | None, use_time_mask: bool, additive: bool) -> Mask | None:
-    """From the three arguments that upstream's functions take."""
+    """Make a mask from the three arguments that upstream's functions take."""
     if mask is None:
         return None
     if use_time_mask:
@@ -45,7 +48,7 @@ def make_mask(mask: Tensor | None, use_time_mask: bool, additive: bool) -> Mask 
 
 
 def check_mask(mask: Mask | None, queries: int, keys: int, batch: int, device: torch.device) -> None:
-    """Refuses a mask that does not belong to S, T and B."""
+    """Raise for a mask whose shape, dtype or device does not fit S, T and B."""
     kind, tensor = mask or (None, None)
     if tensor is None or kind is None:
         return
@@ -60,12 +63,12 @@ def check_mask(mask: Mask | None, queries: int, keys: int, batch: int, device: t
 
 
 def hidden(tensor: Tensor) -> Tensor:
-    """True where a mask of any dtype is nonzero."""
+    """Return True where a mask of any dtype is nonzero."""
     return tensor if tensor.dtype == torch.bool else tensor != 0
 
 
 def broadcastable(mask: Mask | None, queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """The mask for logits [B, H, S, T], in the form that `apex.ops.softmax` takes: nonzero hides, floats are added."""
+    """Return the mask for logits [B, H, S, T] as `apex.ops.softmax` takes it: nonzero hides, floats are added."""
     if mask is None:
         return None
     kind, tensor = mask.kind, mask.as_tensor(queries, keys, device)
@@ -75,19 +78,19 @@ def broadcastable(mask: Mask | None, queries: int, keys: int, device: torch.devi
 
 
 def _from_zero(added: Tensor) -> Tensor:
-    """The mask less the largest element of each row, which changes no probability.
+    """Return the mask less the largest element of each row, which changes no probability.
 
-    From PyTorch 2.11 on cuDNN gives NaN gradients for queries whose logits are all below -88 when there is a mask and
-    half of the last tile of 128 keys is empty: masks that add -10000 to all keys of a batch would do that.
+    From PyTorch 2.11 on cuDNN gives NaN gradients for queries whose logits are all below -88 if there is a mask and
+    half of the last tile of 128 keys is empty: masks that add -10000 to all keys of a batch would cause that.
     """
     return added - added.amax(1, keepdim=True).clamp_(min=torch.finfo(added.dtype).min)
 
 
 def added_logits(mask: Mask | None, heads: int, dtype: torch.dtype, folded: bool) -> Tensor | None:
-    """The mask for PyTorch's attention: what it adds to logits [B, H, S, T] or, `folded`, [1, B*H, S, T].
+    """Return the mask as PyTorch's attention adds it to logits [B, H, S, T] or, `folded`, [1, B*H, S, T].
 
-    Not a boolean mask: from that PyTorch makes a float one at every call, in which cuDNN's has a finite number for what
-    is hidden, so that a query that may see nothing gets a mean of the values and NaN for its gradient.
+    Never a boolean mask: PyTorch makes a float mask from it at every call, with a finite number for hidden keys in
+    cuDNN's version. A query that may see nothing would get a mean of the values and NaN for its gradient.
     """
     kind, tensor = mask or (None, None)
     if tensor is None:

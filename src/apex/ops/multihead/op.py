@@ -1,8 +1,9 @@
-"""Multihead attention through `F.scaled_dot_product_attention`, on views of the packed projections, and `dropout_add`:
-residual + dropout(x) in one pass that keeps a bit per element for the backward pass.
+"""Multihead attention by `F.scaled_dot_product_attention` on views of packed projections, and `dropout_add`.
 
-Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D. The projections of a head lie beside
-each other: a row of the packed queries, keys and values is [B, H, 3, D], of packed keys and values [B, H, 2, D].
+`dropout_add` computes residual + dropout(x) in one pass that saves a bit per element for the backward pass.
+
+Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D. The projections of a head are adjacent:
+a row of the packed queries, keys and values is [B, H, 3, D], of packed keys and values [B, H, 2, D].
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .masks import Mask, MaskKind, added_logits, check_mask
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
-# The second and third dimension of a CUDA grid, where kernels have their heads, end here.
+# Largest second and third dimension of a CUDA grid, which count the heads in PyTorch's kernels.
 MOST_HEADS = 65535
 # Up to this length memory-efficient attention is the quickest on Hopper. Forward and backward of 80 sequences of 64
 # with 16 heads of 64 in float16: 91 us (cuDNN: 129), with mask and dropout 129 (172); 40 sequences of 128: 130 (108).
@@ -39,7 +40,7 @@ NATIVE_BELOW = 1 << 23
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask | None, dropout: float) -> Tensor:
-    """[S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; a query that may see nothing gets zeros."""
+    """Return [S, B, E] from queries [S, B*H, D], keys and values [T, B*H, D]; zeros for a query that sees nothing."""
     length, batch_heads, size = queries.shape
     batch = batch_heads // heads
     check_mask(mask, length, keys.shape[0], batch, queries.device)
@@ -52,12 +53,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, mask: Mask
 
 
 def _folds(queries: Tensor, batch_heads: int, keys: int) -> bool:
-    """Whether all heads of all batches should count as heads of one batch.
+    """Return whether all heads of all batches should be treated as heads of one batch.
 
-    The result then comes out as [S, B*H, D], as the next projection reads it; as B batches of H heads it comes as
-    [B, S, H, D] and has to be turned round, and so has its gradient: a step of 80 sequences of 64 takes 268 us, by
-    batches 334. But cuDNN's and flash attention, which get long sequences of half precision, take over the order of
-    the queries' dimensions and do no better with one batch (8 sequences of 2048: 1822 us; by batches 1808).
+    The result is then [S, B*H, D], as the next projection reads it. As B batches of H heads it is [B, S, H, D] and must
+    be transposed, and so must its gradient: a step of 80 sequences of 64 takes 268 us, by batches 334. But cuDNN's and
+    flash attention, which take long sequences of half precision, keep the order of the queries' dimensions and are no
+    quicker with one batch (8 sequences of 2048: 1822 us; by batches 1808).
     """
     is_long_half = queries.is_cuda and queries.dtype.itemsize == 2 and (len(queries) > SHORT or keys > SHORT)
     return batch_heads <= MOST_HEADS and not is_long_half
@@ -66,7 +67,7 @@ def _folds(queries: Tensor, batch_heads: int, keys: int) -> bool:
 def dot_product_attention(
     queries: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, dropout: float, causal: bool
 ) -> Tensor:
-    """[B, H, S, D] from queries of that shape, keys and values [B, H, T, D] and what is `added` to the logits."""
+    """Return [B, H, S, D] from queries of that shape, keys and values [B, H, T, D], and a mask added to the logits."""
     if 0 < keys.shape[2] <= SHORT and queries.shape[2] <= SHORT and _is_best_for_short(queries, added):
         added = None if added is None else added.expand(*queries.shape[:3], -1)
         operator = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -75,9 +76,9 @@ def dot_product_attention(
 
 
 def _is_best_for_short(queries: Tensor, added: Tensor | None) -> bool:
-    """Whether PyTorch's memory-efficient attention takes these sequences and is quicker than what PyTorch would choose.
+    """Return whether PyTorch's memory-efficient attention takes these sequences and is quicker than PyTorch's choice.
 
-    Measured on Hopper, where that is cuDNN's. `torch.compile` gets the operator that it knows best.
+    Measured on Hopper, where PyTorch would choose cuDNN. `torch.compile` gets the operator that it knows best.
     """
     return (
         queries.is_cuda
@@ -106,11 +107,11 @@ def attention(
     dropout: float = 0.0,
     norm: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Attention of one input [S, B, E] to itself, or of the first to the second, [T, B, E].
+    """Return attention of one input [S, B, E] to itself, or of the first to the second, [T, B, E].
 
-    `weights` are those of each input, [H * 3 * D, E] or [E, E] and [H * 2 * D, E], and of the outputs; `biases` as many
-    or none. With a `norm`, weight and bias, it is attention of the layer norm of the first input, and dropped out added
-    to that.
+    `weights` are given for each input, [H * 3 * D, E] or [E, E] and [H * 2 * D, E], then for the outputs; `biases` as
+    many or none. With a `norm`, weight and bias, the layer norm of the first input attends, and the result after
+    dropout is added to the first input.
     """
     check_attention(inputs, weights, heads, dropout)
     first, *others = inputs
@@ -118,8 +119,8 @@ def attention(
     if norm:
         gamma, beta = norm
         normed = layer_norm(first, (first.shape[2],), gamma, beta, NORM_EPS)
-    given = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
-    packed = [F.linear(*each) for each in given]
+    layers = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
+    packed = [F.linear(*each) for each in layers]
     queries, keys, values = split(packed, heads)
     context = attend(queries, keys, values, heads, mask, dropout)
     outputs = F.linear(context, weights[-1], biases[-1] if biases else None)
@@ -127,9 +128,9 @@ def attention(
 
 
 def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
-    """residual + dropout(x), in the wider of the two dtypes; the random numbers come from the device's generator.
+    """Return residual + dropout(x), in the wider of the two dtypes; random numbers come from the device's generator.
 
-    `torch.compile` fuses PyTorch's own operators into as good a kernel, so it gets those.
+    Compiled code uses PyTorch's own operators, which `torch.compile` fuses into an equally good kernel.
     """
     check_dropout(dropout)
     if x.shape != residual.shape:
@@ -145,9 +146,9 @@ def dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
 
 
 class DropoutAdd(torch.autograd.Function):
-    """residual + dropout(x), drawn from a seed; without a residual, x where the bits drawn before say it was kept.
+    """Autograd node of residual + dropout(x), drawn from a seed; without a residual, of x masked by given keep bits.
 
-    The latter is the gradient of the former, and of itself.
+    The second form is the gradient of the first, and its own gradient.
     """
 
     @staticmethod
@@ -168,7 +169,7 @@ class DropoutAdd(torch.autograd.Function):
 def launch_dropout_add(
     x: Tensor, residual: Tensor | None, seed_or_kept: Tensor, dropout: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output in `dtype` and the bits of what was kept, without autograd."""
+    """Return the output in `dtype` and the keep bits, without autograd."""
     draws, count = residual is not None, x.numel()
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     output = torch.empty_like(x, dtype=dtype)
@@ -188,7 +189,7 @@ def launch_dropout_add(
 
 
 def self_check(device: torch.device) -> float:
-    """Largest error, as a multiple of its tolerance, of attention and of dropout with a residual, in three dtypes."""
+    """Return the largest error, as a multiple of its tolerance, of attention and of dropout with a residual."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     length, batch, heads, size, dropout = 40, 3, 4, 16, 0.25
     hidden = torch.rand(batch, length, generator=generator, dtype=torch.float32, device="cpu") > 0.7
@@ -200,15 +201,15 @@ def self_check(device: torch.device) -> float:
         queries, keys, values = here
         wide_queries, wide_keys, wide_values = wide
         for mask in (None, Mask(MaskKind.PADDING, hidden)):
-            there = None if mask is None else Mask(MaskKind.PADDING, hidden.to(device))
-            found = attend(queries, keys, values, heads, there, 0.0).cpu()
+            mask_on_device = None if mask is None else Mask(MaskKind.PADDING, hidden.to(device))
+            actual = attend(queries, keys, values, heads, mask_on_device, 0.0).cpu()
             exact = reference.attend(wide_queries, wide_keys, wide_values, heads, size**-0.5, mask)
-            worst = max(worst, excess_of_norm(found, exact))
-        # An element is the residual alone or has its full share of x; whichever is nearer is expected.
-        found = dropout_add(here[0], here[1], dropout).cpu()
+            worst = max(worst, excess_of_norm(actual, exact))
+        # An element is the residual alone, or has its full share of x; the nearer of the two is expected.
+        actual = dropout_add(here[0], here[1], dropout).cpu()
         dropped, whole = wide[1], wide[1] + wide[0] / (1.0 - dropout)
-        nearer = (found.double() - whole).abs() < (found.double() - dropped).abs()
-        worst = max(worst, excess_of_norm(found, torch.where(nearer, whole, dropped)))
+        nearer = (actual.double() - whole).abs() < (actual.double() - dropped).abs()
+        worst = max(worst, excess_of_norm(actual, torch.where(nearer, whole, dropped)))
     return worst
 
 

@@ -1,4 +1,4 @@
-"""Multihead attention in plain PyTorch operators: the definition that everything else is held against.
+"""Multihead attention in plain PyTorch operators: the definition that other implementations are tested against.
 
 Runs on any device in any floating dtype, half precision in float32; differentiable to any order. Letters: S queries,
 T keys, B batches, H heads, D the size of a head, E = H * D.
@@ -17,7 +17,7 @@ from .masks import Mask, broadcastable
 
 
 def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask: Mask | None) -> Tensor:
-    """[B, H, S, T] from queries [S, B*H, D] and keys [T, B*H, D]; zeros where a query may see nothing."""
+    """Return [B, H, S, T] from queries [S, B*H, D] and keys [T, B*H, D]; zeros for a query that sees nothing."""
     dtype = compute_dtype(queries, keys)
     products = torch.einsum("snd,tnd->nst", queries.to(dtype), keys.to(dtype)).unflatten(0, (-1, heads))
     cover = broadcastable(mask, products.shape[-2], products.shape[-1], products.device)
@@ -27,7 +27,7 @@ def probabilities(queries: Tensor, keys: Tensor, heads: int, scale: float, mask:
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, heads: int, scale: float, mask: Mask | None, factor: Any = None
 ) -> Tensor:
-    """[S, B, E]; `factor` is dropout's of each probability, [B, H, S, T]: 0, or one over the share that is kept."""
+    """Return [S, B, E]; `factor`, [B, H, S, T], is dropout's factor of each probability: 0, or 1 / the kept share."""
     weights = probabilities(queries, keys, heads, scale, mask)
     if factor is not None:
         weights = weights * factor

@@ -1,6 +1,6 @@
 """Launch choices for the norm kernels: small rules from shape, dtype and device, measured on an H200.
 
-Times are microseconds, of kernels launched directly: `benchmarks/results/nvidia_h200-norm-tuning.txt`.
+Times are microseconds, of kernels launched directly.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import NamedTuple
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Rows up to this length are held in registers by the backward kernel, with their weight and bias gradients.
+# Longest rows that the backward kernel holds in registers, with their weight and bias gradients.
 BACKWARD_ROWS_LIMIT = 8192
-# So are those with the gradient of an added bias beside them.
+# Longest rows that it holds with the gradient of an added bias as well.
 ADDED_ROWS_LIMIT = 4096
-# Up to this length the weight and bias gradients alone still fit in the registers of one multiprocessor.
+# Longest rows whose weight and bias gradients alone still fit in the registers of one multiprocessor.
 BACKWARD_WIDE_LIMIT = 16384
 
-
-# Bytes of an input up to which the host is the limit of a backward pass, so that one launch is better than two.
-ONE_LAUNCH_BELOW = 64 << 20
-ONE_LAUNCH_ROW = 2048
 
 # Bytes of an output that no L2 cache holds.
 STREAMED = 128 << 20
 
 
 class ForwardConfig(NamedTuple):
-    """`rows_per_program` 0 selects the kernel that walks a row in chunks of `block`."""
+    """Launch choices of a forward pass.
+
+    `rows_per_program` 0 selects the kernel that walks a row in chunks of `block`.
+    """
 
     rows_per_program: int
     block: int
@@ -36,11 +35,7 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """`kind` names the kernel: rows, held, wide or columns.
-
-    With a `group` one launch does all: the last of every `group` programs adds up their weight gradients, and the last
-    of all adds up these sums.
-    """
+    """Launch choices of a backward pass; `kind` names the kernel: rows, held, wide or columns."""
 
     kind: str
     programs: int
@@ -50,13 +45,11 @@ class BackwardConfig(NamedTuple):
     num_warps: int
     num_stages: int
     held: int = 0
-    group: int = 0
 
 
-# What `apex tune` may change by itself. The others follow from the row's length, or from each other.
+# Fields that `apex tune` may change independently. The others follow from the row's length, or from each other.
 _VARIED = {
     "rows": ("rows_per_program", "programs", "num_warps", "num_stages"),
-    "one launch": ("rows_per_program", "num_warps", "num_stages"),
     "held": ("num_warps", "num_stages"),
     "wide": ("programs", "num_warps"),
     "columns": ("rows_per_program", "programs", "num_warps"),
@@ -64,18 +57,18 @@ _VARIED = {
 
 
 def _warps(threads: int, device: DeviceFacts) -> int:
-    """Warps for a number of threads, a power of two between one warp and the device's limit."""
+    """Return the warps for a number of threads, a power of two between one warp and the device's limit."""
     return max(1, min(threads, device.max_threads) // device.warp_size)
 
 
 def holds_rows(row_length: int, element_size: int, subtract_mean: bool) -> bool:
-    """Whether the forward kernel has whole rows in registers."""
+    """Return whether the forward kernel holds whole rows in registers."""
     block = next_power_of_2(row_length)
     return block <= 1024 or (element_size == 2 and (block <= 2048 or (subtract_mean and block <= 16384)))
 
 
 def adds(row_length: int, element_size: int, subtract_mean: bool) -> bool:
-    """Whether the kernels for such rows can add a residual, forward and backward."""
+    """Return whether the kernels for rows of this length can add a residual, forward and backward."""
     return row_length <= ADDED_ROWS_LIMIT and holds_rows(row_length, element_size, subtract_mean)
 
 
@@ -93,7 +86,7 @@ def forward_config(
         threads = 128 if block <= 2048 else 256
         return ForwardConfig(per_program, block, _warps(min(threads, max(32, per_program * block // 8)), device))
     # Half a row at a time, at most 4096 elements: RMS norm float32 16384x4096 in 129.5, 8192x8192 in 132.6. Smaller
-    # chunks where the last one would be nearly empty: 4608 elements in two took 1.08 times PyTorch's time.
+    # chunks if the last one would be nearly empty: 4608 elements in two took 1.08 times PyTorch's time.
     chunk = min(4096, block // 2)
     if -(-row_length // (chunk // 2)) <= 1.6 * -(-row_length // chunk):
         chunk //= 2
@@ -103,17 +96,17 @@ def forward_config(
     return ForwardConfig(0, chunk, _warps(threads, device))
 
 
-@tunable(lambda config: _VARIED[config.kind] if not config.group else _VARIED["one launch"])
+@tunable(lambda config: _VARIED[config.kind])
 def backward_config(
     rows: int, row_length: int, element_size: int, bias_grad: bool, device: DeviceFacts
 ) -> BackwardConfig:
     block = next_power_of_2(row_length)
-    vector = math.gcd(row_length, 16) * element_size  # bytes of a row that one load may take; it takes 16 at most
+    vector = math.gcd(row_length, 16) * element_size  # bytes of a row that one load may take; loads take 16 at most
     narrow = vector < 8
     if row_length <= BACKWARD_ROWS_LIMIT:
-        # Tiles of 8 KiB (16 KiB from 4096 columns on) and 32 elements per thread, two tiles being loaded ahead. Where a
-        # row starts anywhere, each element needs an address: registers then allow 16 elements and one tile ahead, and 8
-        # are quicker: layer norm bfloat16 125992x77 in 84 (16: 111), float16 1111319x39 in 529 (863).
+        # Tiles of 8 KiB (16 KiB from 4096 columns on) and 32 elements per thread, with two tiles loaded ahead. If rows
+        # are not aligned, each element needs an address: registers then allow 16 elements and one tile ahead, and 8
+        # elements are quicker: layer norm bfloat16 125992x77 in 84 (16: 111), float16 1111319x39 in 529 (863).
         tile = max(block, (8192 if block <= 2048 else 16384) // element_size)
         per_program = min(tile // block, 16)
         while per_program > 1 and rows // per_program < 2 * device.multiprocessors:
@@ -122,15 +115,9 @@ def backward_config(
         ahead = min(1 if narrow else 2, (device.shared_memory - 32 * 1024) // (2 * tile_bytes))
         programs = device.multiprocessors * (2 if block <= 2048 else 1)
         programs = max(1, min(programs, -(-rows // per_program)))
-        one_launch = (
-            device.publishes_for_all
-            and row_length <= ONE_LAUNCH_ROW
-            and rows * row_length * element_size <= ONE_LAUNCH_BELOW
-        )
         return BackwardConfig(
             kind="rows",
             programs=programs,
-            group=math.isqrt(programs - 1) + 1 if one_launch else 0,
             rows_per_program=per_program,
             block=block,
             chunks=1,
@@ -138,13 +125,13 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
     if row_length <= BACKWARD_WIDE_LIMIT and vector >= 16:
-        # As many rows for every program, so that none works on while the others wait.
+        # An equal number of rows for every program, so that none works on while the others wait.
         programs = -(-rows // -(-rows // device.multiprocessors))
         chunk = block // (8 if bias_grad else 4)
         if element_size == 2 and device.backend != "hip" and row_length > block - chunk:
-            # 4096x16384 bfloat16: layer norm in 142 (read twice: 149), RMS norm in 116 (134). The latter has registers
-            # to spare, so that more threads do better than loading the next row ahead (128). Shorter rows, read twice,
-            # leave chunks out; held they would take as long, and spill registers for their masks.
+            # 4096x16384 bfloat16: layer norm in 142 (read twice: 149), RMS norm in 116 (134). RMS norm has registers to
+            # spare, so that more threads do better than loading the next row ahead (128). Shorter rows, read twice,
+            # skip chunks; held, they would take as long, and spill registers for their masks.
             return BackwardConfig(
                 kind="held",
                 programs=programs,
@@ -179,11 +166,11 @@ def backward_config(
 
 
 def folds(config: BackwardConfig, row_length: int, element_size: int, device: DeviceFacts) -> bool:
-    """Whether the rows of a tile are added up at once, because sums of each would not fit into registers.
+    """Return whether the rows of a tile are summed at once, because separate sums would not fit into registers.
 
-    Threads, of which each loads 16 bytes of a row at a time, must have all rows of their columns. With the gradient of
-    an added bias bfloat16 8192x2048 in 55 (else 111), 4096x4096 in 54 (103), without it in 38 (41) and 41 (46). Not
-    where single values are loaded: RMS norm bfloat16 22480x2051 in 199, folded 206.
+    Each thread loads 16 bytes of a row at a time, and must have all rows of its columns. With the gradient of an added
+    bias bfloat16 8192x2048 in 55 (else 111), 4096x4096 in 54 (103), without it in 38 (41) and 41 (46). Not if single
+    values are loaded: RMS norm bfloat16 22480x2051 in 199, folded 206.
     """
     if row_length * element_size % 16:
         return False
@@ -192,10 +179,10 @@ def folds(config: BackwardConfig, row_length: int, element_size: int, device: De
 
 
 def plain_programs(config: BackwardConfig, rows: int) -> int:
-    """How many programs where no parameter has a gradient: more, since there are no partial sums to keep few.
+    """Return the number of programs if no parameter has a gradient: more, since there are no partial sums to keep few.
 
-    RMS norm float32 19009x512 in 34.8, with twice as many as there are otherwise 35.6, with a program for every tile
-    34.0; but bfloat16 43890x1160 in 86, 88 and 116, float32 8192x8192 in 196, 199 and 218.
+    RMS norm float32 19009x512 in 34.8, with twice the usual number 35.6, with a program for every tile 34.0; but
+    bfloat16 43890x1160 in 86, 88 and 116, float32 8192x8192 in 196, 199 and 218.
     """
     return min(8 * config.programs, -(-rows // config.rows_per_program))
 

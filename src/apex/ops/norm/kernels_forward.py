@@ -1,10 +1,10 @@
 """Triton kernels of the forward pass of layer norm and RMS norm.
 
-A tensor is `rows` x `row_length`, contiguous; `statistics` holds the reciprocal deviation of each row, and after those
-(for layer norm) the mean of each. All arithmetic is float32. Run-time arguments first, constants last.
+A tensor is `rows` x `row_length`, contiguous; `statistics` holds the reciprocal deviation of each row, then (for layer
+norm) the mean of each row. All arithmetic is float32. Run-time arguments come first, constants last.
 
-ALIGN is a power of two up to 16 that divides `row_length`. Triton itself knows multiples of 16 only; that a number was
-multiplied by ALIGN shows it the others, so that rows of 3000 half-precision elements are read 16 bytes at a time.
+ALIGN is a power of two up to 16 that divides `row_length`. Triton itself knows only multiples of 16. Dividing and
+multiplying by ALIGN tells it the others, so that rows of 3000 half-precision elements are read 16 bytes at a time.
 """
 
 import triton
@@ -20,9 +20,9 @@ def norm_forward_rows(
     rows, row_length, eps,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows per program, held in registers. FULL: no row or column needs a mask.
+    """Normalise ROWS whole rows per program, held in registers. FULL: no row or column needs a mask.
 
-    With a `residual` the norm is that of `total`, which is written too: input + residual + `added`, a bias or None.
+    With a `residual`, normalise `total` = input + residual + `added`, a bias or None, and store it.
     """
     row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -63,11 +63,11 @@ def norm_forward_long(
     row_length, eps,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """One row of any length per program, in chunks, read twice: the second time from the cache.
+    """Normalise one row of any length per program, in chunks, read twice: the second time from the cache.
 
     Few registers mean many programs in flight; with the eviction hints that beats holding the row in registers from
-    4096 columns on (RMS norm float32 16384x4096: 129 us instead of 135). The row is at least one chunk long; FULL: the
-    chunks divide it; STREAM: the output is too large to be found in the cache by whoever reads it next.
+    4096 columns on (RMS norm float32 16384x4096: 129 us instead of 135). The row is at least one chunk long. FULL: the
+    chunks divide it. STREAM: the output is too large to stay in the cache until its next reader.
     """
     row_length = row_length // ALIGN * ALIGN
     row = tl.program_id(0).to(tl.int64)
@@ -78,8 +78,8 @@ def norm_forward_long(
     lane_squares = tl.zeros([BLOCK], tl.float32)
     zero = None if FULL else 0.0
     if SUBTRACT_MEAN:
-        # Each lane sums deviations from the first element it saw. That element is one of its samples, so the squared
-        # deviations are at least of the order of what is subtracted below, and nothing cancels.
+        # Each lane sums deviations from the first element it loaded. That element is one of its samples, so the squared
+        # deviations are at least of the order of the term subtracted below, and nothing cancels.
         first = tl.load(row_input + column, eviction_policy="evict_last").to(tl.float32)
         lane_sum = tl.zeros([BLOCK], tl.float32)
         for chunk in tl.range(1, chunks):

@@ -1,6 +1,6 @@
 """Layer norm and RMS norm over trailing dimensions, with optional weight and bias of any floating dtype.
 
-A tensor is taken as `rows` x `row_length`. Statistics are float32: the reciprocal deviation of each row and, for
+A tensor is treated as `rows` x `row_length`. Statistics are float32: the reciprocal deviation of each row and, for
 layer norm, in a second line, its mean.
 """
 
@@ -39,7 +39,7 @@ def layer_norm(
     memory_efficient: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Layer norm over the trailing `normalized_shape`, computed in float32.
+    """Return the layer norm over the trailing `normalized_shape`, computed in float32.
 
     The output has `out_dtype` (default: the input's dtype). `memory_efficient` saves the output for the backward pass
     instead of the input, so that the input can be freed.
@@ -56,7 +56,7 @@ def rms_norm(
     memory_efficient: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
+    """Return the RMS norm over the trailing `normalized_shape`; arguments as for `layer_norm`."""
     return _norm(input, normalized_shape, weight, None, eps, False, memory_efficient, out_dtype)
 
 
@@ -73,9 +73,10 @@ def _norm(
     shape = checked_shape(input, normalized_shape, weight, bias)
     dtype, numel = input.dtype, input.numel()
     out_dtype = out_dtype or dtype
-    # torch.jit.trace, under which sizes are tensors, sees operators, not kernel launches. An exported program has
-    # PyTorch's operators, which ONNX knows and which run without apex. So has compiled code whose input the kernels
-    # would need a copy of: Inductor reads it as it lies (a ConvNeXt block of 96x384x14x14 in 819 us, with a copy 921).
+    # torch.jit.trace, which makes sizes tensors, sees operators, not kernel launches. An exported program contains
+    # PyTorch's operators, which ONNX knows and which run without apex. Compiled code contains them too if the kernels
+    # would need a copy of the input: Inductor reads it in place (a ConvNeXt block of 96x384x14x14 in 819 us, with a
+    # copy 921).
     compiling = torch.compiler.is_compiling()
     if type(numel) is Tensor or not numel or (compiling and (reference.is_exporting() or not input.is_contiguous())):
         return reference.torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
@@ -101,7 +102,7 @@ def forward_and_save(
     subtract_mean: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The forward of every norm's autograd Function that clients know by name."""
+    """Run as the forward of every norm's autograd Function that clients know by name."""
     row_length = _row_length(checked_shape(input, normalized_shape, weight, bias))
     settings = (row_length, eps, subtract_mean, memory_efficient, out_dtype, input.dtype)
     return NORM.forward_and_save(ctx, input, weight, bias, *settings)
@@ -110,7 +111,7 @@ def forward_and_save(
 def checked_shape(
     input: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None, bias: Tensor | None
 ) -> tuple[int, ...]:
-    """`normalized_shape` as a tuple, after every argument was found fit."""
+    """Return `normalized_shape` as a tuple; raise if an argument does not fit."""
     if type(input) not in _library.PLAIN:
         check_tensors(input=input)
     if isinstance(normalized_shape, tuple):
@@ -120,9 +121,9 @@ def checked_shape(
     else:
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     sizes = input.shape
-    if sizes and type(sizes[-1]) is Tensor:  # so they are in torch.jit.trace; PyTorch's operator checks them
+    if sizes and type(sizes[-1]) is Tensor:  # in torch.jit.trace; PyTorch's operator checks them
         return shape
-    if not shape or tuple(sizes)[-len(shape) :] != shape:  # a part of a torch.Size takes three times as long
+    if not shape or tuple(sizes)[-len(shape) :] != shape:  # slicing a torch.Size takes three times as long
         raise ValueError(
             f"normalized_shape={list(shape)} must be the trailing dimensions of the input, whose shape is {list(sizes)}"
         )
@@ -143,7 +144,7 @@ def checked_shape(
 
 
 def _row_length(shape: Sequence[int]) -> int:
-    """Elements per row, if the kernels can address them."""
+    """Return the elements per row; raise if the kernels cannot address them."""
     row_length = math.prod(shape)
     if row_length > LONGEST_ROW:
         raise ValueError(f"a row of {row_length} elements is too long for the kernels; APEX_IMPL=torch takes it")
@@ -153,7 +154,7 @@ def _row_length(shape: Sequence[int]) -> int:
 def joined_statistics(
     mean: Tensor | None, rstd: Tensor, saved: Tensor, row_length: int, subtract_mean: bool, from_output: bool
 ) -> Tensor:
-    """The one tensor that the norms use, from statistics that a caller has apart."""
+    """Return mean and reciprocal deviation, which a caller has in separate tensors, as one tensor."""
     needs_mean = subtract_mean and not from_output
     if needs_mean and mean is None:
         raise ValueError("the mean of each row is needed to differentiate a layer norm from its input")
@@ -169,7 +170,7 @@ def joined_statistics(
 
 
 def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *settings: Any) -> tuple[Tensor, Tensor]:
-    """Output and statistics, as `reference.forward`."""
+    """Return output and statistics, as `reference.forward` does."""
     row_length, eps, subtract_mean, _, out_dtype, input_dtype = settings
     device = input.device
     dtypes = (input_dtype, out_dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
@@ -183,14 +184,14 @@ def launch_forward(input: Tensor, weight: Tensor | None, bias: Tensor | None, *s
 
 
 class ForwardLaunch(NamedTuple):
-    """The kernel of a forward pass, which lacks its tensors and eps; sizes and strides of output and statistics."""
+    """The prepared kernel of a forward pass, without tensors and eps, and layouts of output and statistics."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     statistics: tuple[int, int]
     statistics_strides: tuple[int, int]
     main: Any
-    rows: bool  # whether it is `norm_forward_rows`, which can add a residual
+    rows: bool  # whether the kernel is `norm_forward_rows`, which can add a residual
 
 
 @launch_rule
@@ -230,7 +231,10 @@ def _forward_launch(
 def launch_backward(
     dy: Tensor, saved: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, *settings: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `reference.backward`; the gradients of weight and bias are summed over programs last."""
+    """Return the gradients of input, weight and bias, as `reference.backward` does.
+
+    Each program writes partial sums of the gradients of weight and bias, and a second kernel sums them.
+    """
     row_length, _, subtract_mean, from_output, _, input_dtype, wanted = settings
     device, weight_dtype = saved.device, None if weight is None else weight.dtype
     bias_dtype = None if bias is None else bias.dtype
@@ -240,39 +244,39 @@ def launch_backward(
     launches = _backward_launches(saved.shape, row_length, dtypes, flags, device)
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, input_dtype)
-    partials = tickets = dweight = dbias = None
+    partials = dweight = dbias = None
     if param_grads:
         sizes = tuple(weight.shape)  # type: ignore[union-attr]
         strides = (1,) if len(sizes) == 1 else contiguous_strides(sizes)
         dweight = empty(sizes, strides, weight_dtype)  # type: ignore[arg-type]
         dbias = None if bias_dtype is None else empty(sizes, strides, bias_dtype)
-        partials, tickets = partial_sums(launches.partials, device)
-    given, limit = (dy, saved, weight, bias, statistics), launches.limit
+        partials, _ = partial_sums(launches.partials, device, tickets=False)
+    tensors, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
-        launches.main((*given, None, dx, partials, tickets, dweight, dbias, None), limit)
+        launches.main((*tensors, None, dx, partials), limit)
     elif launches.kind == "columns":
         rows = saved.numel() // row_length
         row_means = empty((2, rows), (rows, 1), torch.float32)
-        launches.row_means((*given, row_means), limit)
-        launches.main((*given, row_means, dx, partials), limit)
+        launches.row_means((*tensors, row_means), limit)
+        launches.main((*tensors, row_means, dx, partials), limit)
     else:
-        launches.main((*given, dx, partials), limit)
+        launches.main((*tensors, dx, partials), limit)
     if launches.sums is not None:
         launches.sums((partials, dweight, dbias, None))
     return dx, dweight, dbias
 
 
 class BackwardLaunches(NamedTuple):
-    """The kernels of a backward pass, which lack their tensors."""
+    """The prepared kernels of a backward pass, without their tensors."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     kind: str
     partials: int  # elements of memory for partial sums of the gradients of weight and bias
-    limit: tuple[float]  # the most that a normalised value can be
+    limit: tuple[float]  # largest absolute value that a normalised value can have
     main: Any
-    row_means: Any = None  # before the main one
-    sums: Any = None  # of the partial sums, after it
+    row_means: Any = None  # launched before the main kernel
+    sums: Any = None  # launched last, for the sums of the partial sums
 
 
 @launch_rule
@@ -284,8 +288,6 @@ def _backward_launches(
     kinds = 1 + has_bias + sum(has_added)
     shape, rows, here = tuple(shape), math.prod(shape) // row_length, facts(device)
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
-    group = chosen.group if param_grads else 0
-    partials = chosen.programs + -(-chosen.programs // group) if group else chosen.programs
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
     common["same_dtypes"] = True
@@ -299,7 +301,7 @@ def _backward_launches(
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
             STAGES=chosen.num_stages,
             FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
-            GROUP=group,
+            ADDED=any(has_added),
             **main,
         )
     elif chosen.kind == "wide":
@@ -327,8 +329,8 @@ def _backward_launches(
         launch = kernels_backward.norm_backward_columns.prepare(
             (-(-row_length // chosen.block), chosen.programs), sizes, ROWS=chosen.rows_per_program, **main
         )
-    if param_grads and not group:
-        block = 16 if here.backend != "interpreter" else 256  # which takes as long for a program of any size
+    if param_grads:
+        block = 16 if here.backend != "interpreter" else 256  # the interpreter takes as long for a program of any size
         sums = kernels_sums.sum_partials.prepare(
             (-(-row_length // block), kinds),
             (chosen.programs, row_length),
@@ -338,7 +340,7 @@ def _backward_launches(
             num_warps=4,
             same_dtypes=True,
         )
-    elements, limit = partials * row_length * kinds, (math.sqrt(row_length),)
+    elements, limit = chosen.programs * row_length * kinds, (math.sqrt(row_length),)
     return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)
 
 

@@ -1,9 +1,8 @@
-"""Layer norm and RMS norm in PyTorch operators: the definition that everything else is held against.
+"""Layer norm and RMS norm in PyTorch operators: the definition that other implementations are tested against.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable,
-so that derivatives of derivatives come out of it too. While autograd does not look on, a layer norm and its derivative
-are PyTorch's operators, which take a third of the time on a CPU. `torch_norm` is the same by PyTorch's own fused
-operators at any time.
+Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable
+twice. When autograd is off, a layer norm and its derivative are PyTorch's own operators, which take a third of the time
+on a CPU. `torch_norm` always uses PyTorch's fused operators.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from .._library import autocast_dtype, compute_dtype
 
 
 def is_exporting() -> bool:
-    """Whether torch.export or torch.onnx is at work.
+    """Return whether torch.export or torch.onnx is active.
 
-    Not by torch.compiler.is_exporting, which up to PyTorch 2.10 at least is True wherever torch.compile is at work.
-    PyTorch 2.6 knows of ONNX alone.
+    Does not use torch.compiler.is_exporting: up to PyTorch 2.10 at least it is True in torch.compile too. PyTorch 2.6
+    only knows about ONNX.
     """
     return getattr(torch.compiler, "_is_exporting_flag", False) or torch.onnx.is_in_onnx_export()
 
 
-# Before it had a fused RMS norm, PyTorch computed the one of half-precision tensors in half precision.
+# Before it had a fused RMS norm, PyTorch computed the RMS norm of half-precision tensors in half precision.
 _RMS_NORM_IS_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def as_rows(tensor: Tensor, row_length: int) -> Tensor:
-    """The tensor as a matrix of rows; without rows where they have no elements."""
+    """Return the tensor as a matrix of rows, with no rows if it has no elements."""
     return tensor.reshape(tensor.numel() // max(1, row_length), row_length)
 
 
@@ -40,7 +39,7 @@ def _flat(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _statistics(input: Tensor, row_length: int, eps: float, subtract_mean: bool) -> Tensor:
-    """Reciprocal standard deviation (or root mean square) of each row; below it, for layer norm, the mean."""
+    """Return the reciprocal standard deviation (or root mean square) of each row; then, for layer norm, the means."""
     rows = as_rows(input, row_length).to(compute_dtype(input))
     mean = rows.mean(1) if subtract_mean else None
     centred = rows if mean is None else rows - mean[:, None]
@@ -59,7 +58,7 @@ def forward(
     out_dtype: torch.dtype,
     input_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Output (shape of `input`) and statistics."""
+    """Return output (shape of `input`) and statistics."""
     compute = compute_dtype(input, weight)
     if subtract_mean and not torch.is_grad_enabled():
         parameters = _flat(weight, compute), _flat(bias, compute)
@@ -80,13 +79,13 @@ def forward(
 
 
 def _normalised_from_output(output: Tensor, weight: Tensor | None, bias: Tensor | None, compute: torch.dtype) -> Tensor:
-    """The normalised input, given rows of the output."""
+    """Return the normalised input, computed from rows of the output."""
     normalised = output.to(compute)
     if bias is not None:
         normalised = normalised - bias.reshape(-1).to(compute)
     if weight is not None:
         w = weight.reshape(-1).to(compute)
-        # A weight of zero has erased its column from the output: what is left there is the bias' rounding, if any. A
+        # A weight of zero has erased its column from the output: only the bias' rounding, if any, is left there. A
         # weight near zero magnifies that rounding, but no normalised value exceeds the root of the row's length.
         limit = math.sqrt(output.shape[1])
         normalised = (normalised / torch.where(w == 0, 1.0, w)).clamp_(-limit, limit)
@@ -107,7 +106,7 @@ def backward(
     input_dtype: torch.dtype,
     wanted: Sequence[bool] = (True, True, True),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
+    """Return the gradients of input, weight and bias, from the saved input or (`from_output`) the saved output."""
     if torch.is_grad_enabled() and saved.requires_grad:  # a second derivative goes through the statistics too
         statistics = _statistics(saved, row_length, eps, subtract_mean)
     compute = compute_dtype(dy, saved, weight)
@@ -123,7 +122,7 @@ def backward(
         normalised = normalised * rstd
     wanted = (True, weight is not None and wanted[1], bias is not None and wanted[2])
     if subtract_mean and not torch.is_grad_enabled():
-        # Of normalised rows, whose mean is 0 and whose deviation is 1.
+        # Moments of the normalised rows, whose mean is 0 and whose deviation is 1.
         moments = torch.zeros_like(rstd), torch.ones_like(rstd)
         parameters = _flat(weight, compute), _flat(bias, compute)
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -154,12 +153,12 @@ def torch_norm(
     subtract_mean: bool,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The norm by PyTorch's fused operators; input, weight and output may have different dtypes."""
+    """Return the norm by PyTorch's fused operators; input, weight and output may have different dtypes."""
     if autocast_dtype(input) is not None:
-        with torch.autocast(input.device.type, enabled=False):  # which would make the output float32
+        with torch.autocast(input.device.type, enabled=False):  # autocast would make the output float32
             return torch_norm(input, shape, weight, bias, eps, subtract_mean, out_dtype)
     dtype = input.dtype
-    # ONNX from torch.jit.trace has no RMS norm, and that from torch.export none of PyTorch's on a GPU.
+    # ONNX from torch.jit.trace has no RMS norm, and ONNX from torch.export lacks PyTorch's RMS norm on a GPU.
     tracing = is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
     in_parts = tracing and not subtract_mean
     # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096

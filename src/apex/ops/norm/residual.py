@@ -1,10 +1,10 @@
-"""The norm of a sum: a residual, the output of a branch and the bias of the branch's last layer, added on the way.
+"""The norm of a sum: residual, output of a branch and bias of the branch's last layer are added in the same kernel.
 
     output, total = add_norm(branch, residual, added, ...)      total = residual + branch + added
 
-The total is the residual of the next branch. Its gradient comes from both results: the backward pass adds the two, and
-sums the gradient of `added`, in the kernel that differentiates the norm. Of a GPT's block with 8192 rows of 768 in
-bfloat16 that is one pass forward where there were two, and one backward where there were four.
+The total is the residual of the next branch. Its gradient comes from both results: the kernel that differentiates the
+norm adds the two, and sums the gradient of `added`. For a GPT's block with 8192 rows of 768 in bfloat16 this is one
+pass forward where there were two, and one backward where there were four.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_norm(
     subtract_mean: bool,
     memory_efficient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + branch + added, and that sum; a layer norm with `subtract_mean`, else an RMS norm.
+    """Return the norm of residual + branch + added, and that sum; a layer norm with `subtract_mean`, else an RMS norm.
 
     `memory_efficient` saves the norm's output for the backward pass instead of the sum.
     """
@@ -50,7 +50,7 @@ def add_norm(
 
 
 def check_addends(input: Tensor, residual: Tensor, input_bias: Tensor | None) -> None:
-    """Refuses what cannot be added to an input, in clear words."""
+    """Raise if residual or bias cannot be added to the input."""
     check_tensors(input=input, residual=residual)
     check_optional_tensors(input_bias=input_bias)
     shape = input.shape
@@ -89,7 +89,7 @@ def _runs_kernels(
 
 
 class AddNormFunction(torch.autograd.Function):
-    """Results: the norm, the sum."""
+    """Autograd node of `add_norm`; it returns the norm and the sum."""
 
     @staticmethod
     def forward(ctx, branch, residual, added, weight, bias, *settings):  # type: ignore[override]
@@ -129,7 +129,7 @@ def launch_forward(
     subtract_mean: bool,
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, sum and statistics."""
+    """Return output, sum and statistics."""
     device, dtype = branch.device, branch.dtype
     dtypes = (dtype, dtype, *[None if each is None else each.dtype for each in (weight, bias, residual, added)])
     launches = op._forward_launch(branch.shape, row_length, dtypes, subtract_mean, device)
@@ -154,7 +154,7 @@ def launch_backward(
     subtract_mean: bool,
     from_output: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the sum, of weight and bias and of the added bias; empty ones of those that there are not."""
+    """Return the gradients of the sum, of weight and bias and of the added bias; empty for absent tensors."""
     device, dtype = saved.device, saved.dtype
     dtypes = (dtype, dy.dtype, dsum.dtype, weight.dtype, None if bias is None else bias.dtype)
     launches = op._backward_launches(
@@ -164,11 +164,9 @@ def launch_backward(
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
     of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
-    partials, tickets = partial_sums(launches.partials, device)
-    given = (dy, saved, weight, bias, statistics, dsum, dx, partials, tickets, dweight, of_bias, of_added)
-    launches.main(given, launches.limit)
-    if launches.sums is not None:
-        launches.sums((partials, dweight, of_bias, of_added))
+    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
+    launches.sums((partials, dweight, of_bias, of_added))
     return dx, dweight, dbias, dadded
 
 
@@ -185,7 +183,7 @@ def _fake(branch, residual, added, weight, bias, row_length, eps, subtract_mean,
 
 
 _SETTINGS = "int row_length, float eps, bool subtract_mean, bool from_output"
-# The derivative is that of AddNormFunction, which calls them while it is compiled.
+# Registered without a derivative: AddNormFunction, which calls them in compiled code, has it.
 _library.register_op(
     f"add_norm(Tensor branch, Tensor residual, Tensor? added, Tensor weight, Tensor? bias, {_SETTINGS}) "
     "-> (Tensor, Tensor, Tensor)",

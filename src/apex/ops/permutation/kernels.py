@@ -1,9 +1,9 @@
-"""Triton kernel of the permutation search: the best way to share 8 columns among two stripes, for many windows.
+"""Triton kernel of the permutation search: the best way to divide 8 columns between two stripes, for many windows.
 
 columns  float32 [C, R]   absolute values, a column of the weight in each row
-windows  int32 [N, 8]     numbers of the columns of each window
-gains    float32 [N]      what the best split keeps more than split 0
-best     int32 [N]        the number of that split, the first of equally good ones
+windows  int32 [N, 8]     indices of the columns of each window
+gains    float32 [N]      magnitude that the best split keeps in excess of split 0
+best     int32 [N]        number of that split, the first of equally good ones
 """
 
 import triton
@@ -20,13 +20,13 @@ def _column(columns, window, PLACE: tl.constexpr, rows, row):
 
 @triton.jit
 def _kept(a, b, c, d):
-    """The sum of the two largest of four."""
+    """Return the sum of the two largest of four numbers."""
     return tl.maximum(tl.maximum(a, b) + tl.maximum(c, d), tl.maximum(a + b, c + d))
 
 
 @triton.jit
 def _add(totals, split, NUMBER: tl.constexpr, a, b, c, d, e, f, g, h):
-    """Adds what split NUMBER, with the stripes a, b, c, d and e, f, g, h, keeps of some rows."""
+    """Add the magnitude that split NUMBER, with stripes a, b, c, d and e, f, g, h, keeps of these rows to its total."""
     kept = tl.sum(_kept(a, b, c, d) + _kept(e, f, g, h), 0)
     return tl.where(split == NUMBER, totals + kept, totals)
 
@@ -36,7 +36,7 @@ def _add_five(
     totals, split, a, b, c, d, e, f, g, h,
     V: tl.constexpr, W: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, Z: tl.constexpr,
 ):  # fmt: skip
-    """Adds five splits, of these numbers; with b to h rotated seven times they are all 35."""
+    """Add five splits with these numbers; seven rotations of b to h cover all 35 splits."""
     totals = _add(totals, split, V, a, b, c, d, e, f, g, h)
     totals = _add(totals, split, W, a, b, c, e, d, f, g, h)
     totals = _add(totals, split, X, a, b, c, f, d, e, g, h)
@@ -47,9 +47,9 @@ def _add_five(
 @kernel
 @triton.jit
 def best_splits(columns, windows, gains, best, rows, BLOCK: tl.constexpr):
-    """One window per program, BLOCK rows at a time; sums are added in the order of the rows, so that they are fixed.
+    """Find the best split of one window per program, BLOCK rows at a time; sums are made in a fixed order.
 
-    One warp per program: then sums need no shared memory.
+    A program has one warp, so that sums need no shared memory.
     """
     number = tl.program_id(0).to(tl.int64)
     window = windows + number * 8

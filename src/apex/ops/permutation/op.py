@@ -1,6 +1,6 @@
-"""The best ways to share columns among stripes of 4: what a search for a good order of channels asks again and again.
+"""The best ways to divide columns among stripes of 4, which a search for a good order of channels needs many times.
 
-`reference.py` says what stripes, windows and splits are.
+`reference.py` defines stripes, windows and splits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 
 
 def best_splits(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """For each window of columns, what its best split keeps more than split 0, and that split's number.
+    """Return for each window of columns how much more its best split keeps than split 0, and that split's number.
 
-    `columns` is float32 [C, R], not negative; `windows` is integer [N, 8]. The same input gives the same bits.
+    `columns` is float32 [C, R], not negative; `windows` is integer [N, 8]. Equal inputs give equal bits.
     """
     check_tensors(columns=columns, windows=windows)
     if columns.dim() != 2 or columns.dtype != torch.float32:
@@ -39,18 +39,18 @@ def launch(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
     count, rows = len(windows), columns.shape[1]
     gains = torch.empty(count, dtype=torch.float32, device=columns.device)
     best = torch.empty(count, dtype=torch.int32, device=columns.device)
-    block = min(256, max(32, next_power_of_2(rows)))  # 8 elements a thread: 35 splits of them stay in registers
+    block = min(256, max(32, next_power_of_2(rows)))  # 8 elements a thread, whose 35 splits stay in registers
     kernels.best_splits((count,), (columns, windows, gains, best), (rows,), BLOCK=block, num_warps=1)
     return gains, best.long()
 
 
 def self_check(device: torch.device) -> float:
-    """The largest error of the gains of some windows, as a multiple of its tolerance."""
+    """Return the largest error of the gains of some windows, as a multiple of its tolerance."""
     columns = torch.arange(24 * 300, dtype=torch.float32, device=HOST).mul(0.7).sin().abs().view(24, 300)
     windows = torch.arange(24, dtype=torch.int64, device=HOST).view(3, 8)
     gains, _ = best_splits(columns.to(device), windows.to(device))
     expected, _ = reference.best_splits(columns.double(), windows)
-    # A gain is the difference of two sums of 600 numbers each.
+    # Both are shifted, because a gain is the difference of two sums of 600 numbers each.
     return float(excess(gains.to(HOST) + 300, expected + 300, torch.float32))
 
 

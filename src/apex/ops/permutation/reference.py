@@ -1,10 +1,10 @@
-"""Shares of columns in PyTorch operators: the definition, and the implementation where there is no kernel.
+"""Division of columns into stripes in PyTorch operators: the definition, and the implementation when no kernel runs.
 
-A stripe is 4 neighbouring columns, of which 2:4 pruning keeps the two largest absolute values in every row. A window of
-8 columns, two stripes, can be shared among them in 35 ways, called splits; split 0 leaves the columns as they are.
+A stripe is 4 neighbouring columns; 2:4 pruning keeps its two largest absolute values in every row. A window of 8
+columns, two stripes, can be divided between them in 35 ways, called splits; split 0 leaves the columns as they are.
 
     columns  float [C, R]   absolute values; a row holds a column of the weight
-    windows  int64 [N, 8]   numbers of the columns of each window
+        windows  int64 [N, 8]   indices of the columns of each window
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from torch import Tensor
 
 from .._host import HOST
 
-# Elements of one column of all windows that are computed at once: 66 arrays of this size are at work. On a CPU they
+# Elements of one column of all windows that are computed at once, with 66 arrays of this size in use. On a CPU they
 # stay in its second-level cache, elsewhere they fill the device.
 _CHUNK_ON_HOST, _CHUNK = 1 << 13, 1 << 21
 
 
 @functools.cache
 def window_splits() -> Tensor:
-    """All splits of a window, int64 [35, 8]: the columns in their new order. The first stripe has column 0."""
+    """Return all splits of a window, int64 [35, 8]: its columns in their new order. Column 0 is in the first stripe."""
     subsets = torch.combinations(torch.arange(8, dtype=torch.int64, device=HOST), 4)
-    return torch.cat((subsets, subsets.flip(0)), 1)[:35]  # from the end, subsets are the complements
+    return torch.cat((subsets, subsets.flip(0)), 1)[:35]  # in reverse order, subsets are the complements
 
 
 def subset_sums(columns: Tensor, windows: Tensor) -> Tensor:
-    """What 2:4 pruning keeps of every subset of 4 columns of each window, [70, N], in lexicographic order.
+    """Return the magnitude that 2:4 pruning keeps of every 4 columns of each window, [70, N], in lexicographic order.
 
     The two largest of a < b < c < d add up to max(max(a, b) + max(c, d), a + b, c + d). Sums and maxima of pairs are
     computed once; the pairs (c, d) that can follow (a, b) are the last ones in lexicographic order.
     """
     chunk = _CHUNK_ON_HOST if columns.device == HOST else _CHUNK
-    found = []
+    parts = []
     for part in windows.split(max(1, chunk // max(1, columns.shape[1]))):
         values = columns[part.t()]  # [8, part, rows]
         sums = torch.cat([values[i] + values[i + 1 :] for i in range(7)])
@@ -48,14 +48,14 @@ def subset_sums(columns: Tensor, windows: Tensor) -> Tensor:
                 following = slice(28 - math.comb(7 - b, 2), 28)
                 kept = torch.maximum(sums[following], sums[pair])
                 totals.append(torch.maximum(kept, largest[following] + largest[pair]).sum(2))
-        found.append(torch.cat(totals))
-    return torch.cat(found, 1)
+        parts.append(torch.cat(totals))
+    return torch.cat(parts, 1)
 
 
 def best_splits(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
-    """For each window what its best split keeps more than split 0, [N], and that split's number, int64 [N].
+    """Return how much more each window's best split keeps than split 0, [N], and that split's number, int64 [N].
 
-    Of equally good splits it is the first.
+    Among equally good splits it is the first.
     """
     sums = subset_sums(columns, windows)
     totals = sums[:35] + sums.flip(0)[:35]
@@ -65,7 +65,7 @@ def best_splits(columns: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kept_magnitude(columns: Tensor) -> Tensor:
-    """What 2:4 pruning keeps of the columns in this order, in every stripe, float64 [C / 4]."""
+    """Return the magnitude that 2:4 pruning keeps of each stripe of the columns in this order, float64 [C / 4]."""
     a, b, c, d = columns.view(-1, 4, columns.shape[1]).unbind(1)
     kept = torch.maximum(torch.maximum(a, b) + torch.maximum(c, d), torch.maximum(a + b, c + d))
     return kept.sum(1, dtype=torch.float64)

@@ -11,17 +11,17 @@ from .._tuned import tunable
 
 # Bytes of a tile. bfloat16 4096x4x32x128 by 128 threads: 4 KiB take 69 (angles), 70 (cached), 72 (packed), 73 (images);
 # 8 KiB take 71, 73, 73, 77; 16 KiB and more, or several tiles one after the other, 72 and more. A plain copy in Triton
-# is no different (69, 71, 72; PyTorch's takes 68). With 2 KiB too many programs compute the same sines: 75.
+# takes as long (69, 71, 72; PyTorch's takes 68). With 2 KiB too many programs compute the same sines: 75.
 TILE_BYTES = 4096
 THREADS = 128
-# Of images, whose tables are read rather than computed: 70 instead of 73.
+# Threads for images, whose tables are read rather than computed: 70 instead of 73.
 IMAGE_THREADS = 64
 # Longer rows than this are left to PyTorch.
 LONGEST_ROW = 1 << 16
 
 
 class Tile(NamedTuple):
-    """What one program takes."""
+    """Tile of one program: tokens and heads, and its warps."""
 
     tokens: int
     heads: int
@@ -33,9 +33,9 @@ def tile(tokens: int, heads: int, channels: int, element_size: int, is_image: bo
     row = next_power_of_2(channels)
     rows = max(1, TILE_BYTES // (row * element_size))
     most_tokens = min(rows, next_power_of_2(tokens))
-    # With fewer angles than threads Triton lets every thread compute all that it needs: 129 where 72 is possible.
+    # With fewer angles than threads Triton lets every thread compute all the angles it needs: 129 where 72 is possible.
     tokens_per_tile = min(most_tokens, -(-THREADS // row))
-    # A power of two that divides the heads, unless that leaves next to nothing of them.
+    # A power of two that divides the heads, unless it is very small.
     divisor = heads & -heads
     per_tile = min(rows // tokens_per_tile, divisor if divisor >= 4 else next_power_of_2(heads))
     tokens_per_tile = min(rows // per_tile, most_tokens)
@@ -46,9 +46,9 @@ def tile(tokens: int, heads: int, channels: int, element_size: int, is_image: bo
 
 @launch_rule
 def channel_constants(layout: str, tables: int, inverse: bool, channels: int, rotated: int) -> tuple[str | int, ...]:
-    """CHANNELS of the kernels."""
+    """Return the CHANNELS constant of the kernels."""
     half, turned = rotated // 2, 4 if layout == "image" else 2
-    # What is copied goes with what is rotated where it comes in chunks of the same size.
+    # Copied channels are processed with the rotated ones if they come in chunks of the same size.
     chunks = turned if channels % half else channels // half
     rest = channels - chunks * half
     return (
@@ -66,10 +66,10 @@ def channel_constants(layout: str, tables: int, inverse: bool, channels: int, ro
 
 
 def strides_in_units(strides: Sequence[int]) -> tuple[int, list[int]]:
-    """A unit, and strides counted in it.
+    """Return a unit, and strides counted in this unit.
 
-    Triton knows of an integer that it is a multiple of 16, or nothing; counted in eights, strides that are multiples of
-    8 only (heads of 72 channels) leave loads as wide as they can be.
+    Triton knows of an integer only whether it is a multiple of 16. Counted in eights, strides that are multiples of 8
+    only (heads of 72 channels) leave loads as wide as they can be.
     """
     common = math.gcd(*strides)
     unit = 1 if common % 16 == 0 else min(8, common & -common)

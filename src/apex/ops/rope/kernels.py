@@ -2,13 +2,13 @@
 
 A tensor is tokens x batch x heads x channels, of any strides (the output's channels are adjacent). A program takes a
 tile of TOKENS tokens of one batch entry and HEADS heads of each, so that a token's cosines and sines are computed once
-for all of these heads. Channels are CHUNKS chunks of HALF, of which the first ROTATED are rotated, each even one
-against the odd one behind it; others, and REST more channels, are copied. Every chunk is loaded twice, where it belongs
-and where its partner belongs: threads then read and write whole rows, and the second load finds the first one's lines.
+for all of these heads. Channels are CHUNKS chunks of HALF. The first ROTATED chunks are rotated, each even one against
+the odd one behind it; the others, and REST more channels, are copied. Every chunk is loaded twice, at its own position
+and at its partner's: threads then read and write whole rows, and the second load finds the first one's cache lines.
 All arithmetic is float32; offsets are 64-bit.
 
-POSITIONS says which row of the tables belongs to a token: "index" the one of its own index, "packed" of its index in
-its sequence, "image" of its row in the image in one table and of its column in another.
+POSITIONS selects the table row of a token: "index" the row of its index, "packed" of its index in its sequence, "image"
+of its row in the image in one table and of its column in another.
 """
 
 import triton
@@ -19,8 +19,8 @@ from .._launch import kernel
 
 @triton.jit
 def _sequence_start(token, cu_seqlens, sequences, search_steps, TOKENS: tl.constexpr):
-    """The first token of the sequence that a token is in, and whether it is in none."""
-    # The last edge that is not beyond the token.
+    """Return the first token of the sequence that contains each token, and whether no sequence contains it."""
+    # Binary search for the last edge that is not beyond the token.
     low = tl.zeros([TOKENS], tl.int32)
     high = low + sequences
     for _ in range(search_steps):
@@ -34,7 +34,7 @@ def _sequence_start(token, cu_seqlens, sequences, search_steps, TOKENS: tl.const
 
 @triton.jit
 def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr):
-    """Entries of a table as float32; NaN where they are not known. Of images, upper chunks are in the second table."""
+    """Return entries of a table as float32, NaN if not `known`. For images, upper chunks are in the second table."""
     if POSITIONS == "image":
         table = tl.where(chunk < 2, table, table_across)
     return tl.load(table + offset, mask=known, other=float("nan")).to(tl.float32)
@@ -45,7 +45,7 @@ def _rotate(
     input, output, tables, sizes, first_program, own_sizes, strides, out_strides,
     CHANNELS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rotates one tile of a tensor whose programs begin with `first_program`."""
+    """Rotate one tile of a tensor whose programs begin with `first_program`."""
     cosines, sines, cosines_across, sines_across, cu_seqlens = tables
     tokens, table_rows, sequences_or_width, search_steps = sizes
     batch, heads = own_sizes
@@ -64,7 +64,7 @@ def _rotate(
     TOKENS: tl.constexpr = TILE[0]
     HEADS: tl.constexpr = TILE[1]
     FULL: tl.constexpr = TILE[2]  # no token and no head needs a mask
-    UNIT: tl.constexpr = TILE[3]  # what strides are counted in
+    UNIT: tl.constexpr = TILE[3]  # unit of the strides
     program = tl.program_id(0) - first_program
     head_blocks = tl.cdiv(heads, HEADS)
     token_block = program // (head_blocks * batch)
@@ -87,7 +87,7 @@ def _rotate(
     else:
         mask = rows & (column < HALF) & (chunk < CHUNKS)
 
-    # The tile is asked for before angles are waited for.
+    # The tile's loads are issued before the angles are waited for.
     here = chunk * HALF + column
     there = (chunk ^ 1) * HALF + column
     own = tl.load(source + here.to(tl.int64) * channel_stride, mask=mask)
@@ -104,9 +104,9 @@ def _rotate(
         copied = tl.load(source + rest.to(tl.int64) * channel_stride, mask=rest_mask)
         tl.store(target + rest, copied, mask=rest_mask)
 
-    # Cosines and sines are tokens x chunks x columns, so that Triton keeps the layout in which angles are loaded, about
-    # one per thread, and only then spreads them over the tile: in its layout every thread would compute all that it
-    # needs.
+    # Cosines and sines are tokens x chunks x columns, so that Triton keeps the layout of the loaded angles, about one
+    # per thread, and only then spreads them over the tile. In the tile's layout every thread would compute all the
+    # angles it needs.
     part = tl.arange(0, CHUNKS_BLOCK)[None, :, None]
     angle = tl.arange(0, BLOCK)[None, None, :]
     if POSITIONS == "packed":
@@ -125,7 +125,7 @@ def _rotate(
         known = known & (angle < HALF)
     if ROTATED != CHUNKS_BLOCK:
         known = known & (part < ROTATED)
-    WIDTH: tl.constexpr = (2 if POSITIONS == "image" else ROTATED) * HALF  # of a table
+    WIDTH: tl.constexpr = (2 if POSITIONS == "image" else ROTATED) * HALF  # of a table's row
     row = position.to(tl.int64) * WIDTH + angle
     half = part & 1 if POSITIONS == "image" else part
     cos = _look_up(cosines, cosines_across, row + half * HALF, known, part, POSITIONS)
@@ -148,7 +148,7 @@ def _rotate(
 
     turned = partner.to(tl.float32) * sin[:, None]
     if POSITIONS == "packed":
-        turned = tl.where(outside[:, None, None, None], 0.0, turned)  # whatever lies there, NaN too
+        turned = tl.where(outside[:, None, None, None], 0.0, turned)  # also over NaN
     result = own.to(tl.float32) * cos[:, None] + turned
     tl.store(target + here, result.to(output.dtype.element_ty), mask=mask)
 
@@ -164,7 +164,7 @@ def rope(
     key_out_token_stride, key_out_batch_stride, key_out_head_stride,
     CHANNELS: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A query by the first `query_programs` programs, a key, if there is one, by the others."""
+    """Rotate a query by the first `query_programs` programs, and a key, if there is one, by the others."""
     tables = (cosines, sines, cosines_across, sines_across, cu_seqlens)
     sizes = (tokens, table_rows, sequences_or_width, search_steps)
     query_sizes = (query_batch, query_heads)

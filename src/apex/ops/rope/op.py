@@ -1,7 +1,7 @@
 """Rotary position embeddings: of one tensor, or of a query and a key in one launch.
 
-One operator does not fit the declaration of others: it takes lists of tensors in any layout, keeps nothing but the
-tables for its backward pass, and is its own derivative but for the sign of the angles.
+One operator does not fit the declaration of others: it takes lists of tensors in any layout, saves only the tables for
+its backward pass, and is its own derivative except for the sign of the angles.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 
 Tensors = Sequence[Tensor]
 
-# Per layout the dimension of tokens, of the batch (None: there is none) and of heads.
+# For each layout the dimension of tokens, of the batch (None if it has none) and of heads.
 DIMENSIONS: dict[str, tuple[int, int | None, int]] = {
     "sbhd": (0, 1, 2),
     "bshd": (1, 0, 2),
     "thd": (0, None, 1),
     "image": (1, 0, 2),
 }
-# What the tables are called, by how many there are.
+# Names of the tables in errors, by their number.
 TABLE_NAMES = {1: ("freqs",), 2: ("cos_", "sin_"), 4: ("cos_h", "sin_h", "cos_w", "sin_w")}
-# What kernels are given in place of tables that there are not, of up to four.
+# Kernel arguments for absent tables, of up to four, by the number of given ones.
 _ABSENT = {count: (None,) * (4 - count) for count in TABLE_NAMES}
 
 
@@ -47,11 +47,11 @@ def rotary_embedding(
     cu_seqlens: Tensor | None = None,
     transpose_output_memory: bool = False,
 ) -> Tensor:
-    """`t` with the first r channels of every head rotated by the angles of its token, the others copied.
+    """Return `t` with the first r channels of every head rotated by the angles of its token; copies the others.
 
-    `t` is [s, b, h, d], [b, s, h, d] (`tensor_format="bshd"`), or [t, h, d] where sequences are packed and token
+    `t` is [s, b, h, d], [b, s, h, d] (`tensor_format="bshd"`), or [t, h, d] if sequences are packed and token
     `cu_seqlens[i]` is the first one of sequence i. `freqs` are the angles [s, 1, 1, r], or a pair of their cosines and
-    sines; with `cu_seqlens` as many rows as the longest sequence has tokens. They get no gradient.
+    sines; with `cu_seqlens` they need as many rows as the longest sequence has tokens. They get no gradient.
     """
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
     return rotate(t, tables, spec, cu_seqlens)
@@ -66,7 +66,7 @@ def rotary_embedding_pair(
     cu_seqlens: Tensor | None = None,
     transpose_output_memory: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
+    """Return `rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
     check_floats(query=query, key=key)
     first, second = _rotate((query, key), tables, spec, cu_seqlens)
@@ -85,20 +85,20 @@ def _arguments(
 
 
 def rotate(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The rotation of `t`, differentiable with respect to it as often as you like."""
+    """Return the rotation of `t`, differentiable any number of times."""
     if not isinstance(t, Tensor):
         check_tensors(t=t)
     return _rotate((t,), tables, spec, cu_seqlens)[0]
 
 
 def rotate_now(t: Tensor, tables: tuple[Tensor, ...], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The rotation of `t` without autograd."""
+    """Return the rotation of `t` without autograd."""
     with torch.no_grad():
         return rotate(t, tables, spec, cu_seqlens)
 
 
 def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensors:
-    """Rotations by the same tables, differentiable."""
+    """Return differentiable rotations by the same tables."""
     for table in tables:
         if not isinstance(table, Tensor):
             check_tensors(**dict(zip(TABLE_NAMES[len(tables)], tables, strict=True)))
@@ -108,7 +108,7 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
     if is_compiling and (spec.layout in ("thd", "image") or _library.runs_triton(FAMILY, tensors[0])):
         return _as_operator(tensors, tables, spec, cu_seqlens)
     if is_compiling or _library.sees_operators_only():
-        if not torch.jit.is_tracing():  # under which sizes are tensors
+        if not torch.jit.is_tracing():  # tracing makes sizes tensors
             for t in tensors:
                 _check(t, tables, spec, cu_seqlens)
         return _by_operators(tensors, tables, spec, cu_seqlens)
@@ -118,14 +118,14 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
 
 
 def _as_operator(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> Tensors:
-    """Rotations as torch.compile has them in a graph where they are not decomposed."""
+    """Return rotations by the operator that torch.compile does not decompose."""
     return torch.ops.apex.rope(list(tensors), list(tables), cu_seqlens, *spec)
 
 
 def _run(
     tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None, checked: bool = True
 ) -> list[Tensor]:
-    """Rotations without autograd, of arguments that are checked unless they were."""
+    """Return rotations without autograd; check the arguments unless they are `checked`."""
     first = tensors[0]
     if not checked:
         _check(first, tables, spec, cu_seqlens)
@@ -152,7 +152,7 @@ def _by_operators(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens:
 
 
 def _check(t: Tensor, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> None:
-    """Refuses arguments that do not fit, in clear words."""
+    """Raise for arguments that do not fit together."""
     shape, device, layout = t.shape, t.device, spec.layout
     if layout not in DIMENSIONS:
         raise ValueError(f"tensor_format={layout!r} is not known; use sbhd or bshd")
@@ -181,7 +181,7 @@ def _check(t: Tensor, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None
 
 
 def _check_table(t: torch.Size, name: str, shape: torch.Size, tokens: int | None) -> None:
-    """`tokens` is how many rows a table must have, None where the data decide."""
+    """Raise for a table of the wrong shape; `tokens` is its required number of rows, None if the data decide."""
     if len(shape) not in (2, 4) or (len(shape) == 4 and (shape[1] != 1 or shape[2] != 1)):
         raise ValueError(f"{name} has shape {list(shape)}, expected [positions, 1, 1, rotated channels]")
     if tokens is not None and shape[0] != tokens:
@@ -219,7 +219,7 @@ def _check_edges(cu_seqlens: Tensor | None, device: torch.device) -> None:
 
 
 def _check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
-    """On a processor the lengths are at hand; elsewhere reading them would wait for the device."""
+    """Raise for sequences longer than the table, if the host can read the lengths without waiting for a device."""
     edges = None if cu_seqlens is None else values_at_hand(cu_seqlens)
     if not edges:
         return
@@ -234,7 +234,7 @@ def _check_lengths(table: Tensor, cu_seqlens: Tensor | None) -> None:
 
 
 def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """One launch for a tensor, or for two that differ in heads alone."""
+    """Rotate a tensor, or two that differ only in heads, by one launch."""
     first, device = tensors[0], tensors[0].device
     for table in tables:
         if table.dtype == torch.float64 or not table.is_contiguous():
@@ -243,10 +243,10 @@ def launch(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor
     if cu_seqlens is not None and not cu_seqlens.is_contiguous():
         cu_seqlens = cu_seqlens.contiguous()
     edges = spec.width if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    given = tuple([(t.shape, t.stride()) for t in tensors])
+    layouts = tuple([(t.shape, t.stride()) for t in tensors])
     dtype, empty = first.dtype, empty_on(device)
     dtypes = (None if cu_seqlens is None else cu_seqlens.dtype, dtype, *[table.dtype for table in tables])
-    prepared, results = _prepared_launch(given, dtypes, spec, tables[0].shape, edges, device)
+    prepared, results = _prepared_launch(layouts, dtypes, spec, tables[0].shape, edges, device)
     outputs = [empty(shape, strides, dtype) for shape, strides in results]
     pair = (*tensors, *outputs) if len(tensors) == 2 else (first, None, outputs[0], None)
     prepared((*pair, *tables, *_ABSENT[len(tables)], cu_seqlens))
@@ -265,9 +265,9 @@ def _prepared_launch(
     edges: int,
     device: torch.device,
 ) -> tuple[Any, list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-    """The kernel for a tensor, or for two, `given` by shapes and strides; and shapes and strides of the results.
+    """Return the kernel for one or two tensors, `given` by shapes and strides, and shapes and strides of the results.
 
-    `dtypes` are those of edges, tensors and tables, of which the first has the shape `table`.
+    `dtypes` belong to edges, tensors and tables; the first table has the shape `table`.
     """
     layout, here, itemsize = spec.layout, facts(device), dtypes[1].itemsize
     results = [(tuple(shape), _result_strides(tuple(shape), spec.swap_memory)) for shape, _ in given]
@@ -292,7 +292,7 @@ def _prepared_launch(
 
 
 def _result_strides(shape: tuple[int, ...], swap_memory: bool) -> tuple[int, ...]:
-    """The strides of a contiguous result, or of one whose first two dimensions are swapped in memory."""
+    """Return the strides of a contiguous result, or of one whose first two dimensions are swapped in memory."""
     if not swap_memory:
         return contiguous_strides(shape)
     outer, inner, *rest = contiguous_strides((shape[1], shape[0], *shape[2:]))
@@ -300,7 +300,7 @@ def _result_strides(shape: tuple[int, ...], swap_memory: bool) -> tuple[int, ...
 
 
 def _kernel_tables(tables: Tensors) -> list[Tensor]:
-    """Contiguous tables; where there is float64 among them, of float32: cosines of float64 angles stay exact."""
+    """Return contiguous tables, in float32 if one is float64: cosines of float64 angles are then computed first."""
     if any(table.dtype == torch.float64 for table in tables):
         tables = (tables[0].cos(), tables[0].sin()) if len(tables) == 1 else tables
         tables = [table.to(torch.float32) for table in tables]
@@ -310,14 +310,14 @@ def _kernel_tables(tables: Tensors) -> list[Tensor]:
 def _side(
     side: Side, layout: str, itemsize: int, device: DeviceFacts
 ) -> tuple[int, tuple[int, ...], tuple[int, int, bool, int], int]:
-    """Of one tensor of a launch: programs, its sizes and strides in kernel order, TILE of the kernels, and warps."""
+    """Return one tensor's programs, its sizes and strides in kernel order, the TILE constant, and warps."""
     (shape, strides, out_strides), (token_dim, batch_dim, head_dim) = side, DIMENSIONS[layout]
     tokens, heads = shape[token_dim], shape[head_dim]
     batch, batch_stride, out_batch_stride = 1, 0, 0
     if batch_dim is not None:
         batch, batch_stride, out_batch_stride = shape[batch_dim], strides[batch_dim], out_strides[batch_dim]
     head_stride, out_head_stride = strides[head_dim], out_strides[head_dim]
-    # Batch entries that follow each other in memory are as good as more heads.
+    # Batch entries that follow each other in memory can be treated as more heads.
     if batch == 1 or (batch_stride == heads * head_stride and out_batch_stride == heads * out_head_stride):
         batch, heads, batch_stride, out_batch_stride = 1, batch * heads, 0, 0
     elif heads == 1:
@@ -334,21 +334,21 @@ def _side(
 
 
 def _empty_result(t: Tensor, swap_memory: bool) -> Tensor:
-    """Room for a result of the shape, dtype and device of `t`."""
+    """Allocate a result of the shape, dtype and device of `t`."""
     if swap_memory:
         return torch.empty_like(t.transpose(0, 1), memory_format=torch.contiguous_format).transpose(0, 1)
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _memory_is_swapped(t: Tensor) -> bool:
-    """Whether a tensor is contiguous but for its first two dimensions, which are swapped in memory."""
+    """Return whether a tensor would be contiguous if its first two dimensions were swapped."""
     return t.dim() == 4 and not t.is_contiguous() and t.transpose(0, 1).is_contiguous()
 
 
 def forward_and_save(
     ctx: Any, tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None = None
 ) -> Tensors:
-    """The forward of every autograd Function of rotations."""
+    """Run as the forward of every autograd Function of rotations."""
     compiling = torch.compiler.is_compiling()
     if not compiling and True in [table.requires_grad for table in tables]:
         warnings.warn(
@@ -357,7 +357,7 @@ def forward_and_save(
             stacklevel=4,
         )
     ctx.save_for_backward(cu_seqlens, *tables)
-    # These take gradients back, to lie in memory as the tensors do. PyTorch 2.6 cannot compile `_replace`.
+    # Specs of the gradients, which get the tensors' memory layout. PyTorch 2.6 cannot compile `_replace`.
     ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width) for t in tensors]
     if compiling:
         return _as_operator(tensors, tables, spec, cu_seqlens)
@@ -365,11 +365,11 @@ def forward_and_save(
 
 
 def backward_from_saved(ctx: Any, *gradients: Tensor | None) -> list[Tensor | None]:
-    """The backward of such a Function: gradients laid out in memory as the inputs were; None gives None."""
+    """Run as the backward of a Function of rotations: return gradients in the inputs' memory layout, None for None."""
     cu_seqlens, *tables = ctx.saved_tensors
     rotate = _as_operator if torch.compiler.is_compiling() else _rotate if torch.is_grad_enabled() else _run
     specs = ctx.specs
-    # Together, unless they shall lie in memory differently.
+    # In one launch, unless their memory layouts differ.
     if gradients[0] is not None and gradients[-1] is not None and specs[0] == specs[-1]:
         return list(rotate(gradients, tables, specs[0], cu_seqlens))  # type: ignore[arg-type]
     return [
@@ -411,11 +411,11 @@ def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _library_backward(ctx, gradients):  # type: ignore[no-untyped-def]
     cu_seqlens, *tables = ctx.saved_tensors
-    found = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
-    return found, [None] * len(tables), None, None, None, None, None
+    results = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
+    return results, [None] * len(tables), None, None, None, None, None
 
 
-# What torch.compile sees.
+# The operator that torch.compile sees.
 _library.register_op(
     "rope(Tensor[] tensors, Tensor[] tables, Tensor? cu_seqlens, str layout, bool swap_memory, bool inverse, int width)"
     " -> Tensor[]",
@@ -427,7 +427,7 @@ _library.register_op(
 
 
 def self_check(device: torch.device) -> float:
-    """Largest error, as a multiple of its tolerance, of every layout, there and back, in three dtypes."""
+    """Return the largest error, as a multiple of its tolerance, of every layout, both ways, in three dtypes."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -443,12 +443,12 @@ def self_check(device: torch.device) -> float:
     ]
     worst = 0.0
     for spec, shape, tables, cu_seqlens in cases:
-        exact, there = [table.double() for table in tables], [table.to(device) for table in tables]
+        exact, on_device = [table.double() for table in tables], [table.to(device) for table in tables]
         where = None if cu_seqlens is None else cu_seqlens.to(device)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             t = (random(*shape) / 50 - 1).to(dtype)
             for asked in (spec, spec._replace(inverse=True)):
-                (actual,) = _run((t.to(device),), there, asked, where)
+                (actual,) = _run((t.to(device),), on_device, asked, where)
                 worst = max(worst, excess(actual.cpu(), reference.rotate(t.double(), exact, asked, cu_seqlens), dtype))
     return worst
 

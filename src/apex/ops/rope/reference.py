@@ -1,11 +1,11 @@
-"""Rotary position embeddings in PyTorch operators: the definition that everything else is held against.
+"""Rotary position embeddings in PyTorch operators: the definition that other implementations are tested against.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Channel i of the
-first half is paired with channel i of the second one, each with an angle of its own:
+first half is paired with channel i of the second half, each with an angle of its own:
 
     first' = first cos(a) - second sin(a)        second' = second cos(b) + first sin(b)
 
-which is a rotation where a = b, as it is in models. Its transpose takes gradients back.
+which is a rotation if a = b, as it is in models. Its transpose takes gradients back.
 
 s: tokens of a sequence, b: batch, h: heads, d: channels of a head, t: tokens of all sequences, r: rotated channels.
 """
@@ -22,11 +22,11 @@ from .._library import compute_dtype
 
 
 class RopeSpec(NamedTuple):
-    """Everything about a rotation but its tensors.
+    """The settings of a rotation, without its tensors.
 
     `layout`: "sbhd", "bshd", "thd" (packed sequences) or "image" [b, rows * columns, h, d]. `swap_memory`: the first
     two dimensions of the result are swapped in memory. `inverse`: the transpose of the rotation, which takes gradients
-    back. `width`: of an image, in tokens.
+    back. `width`: the width of an image, in tokens.
     """
 
     layout: str
@@ -36,7 +36,7 @@ class RopeSpec(NamedTuple):
 
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The rotated tensor; `tables` are the angles, or cosines and sines, the latter two per image dimension."""
+    """Return the rotated tensor; `tables` are the angles, or cosines and sines, two of each for images."""
     wide = t.to(compute_dtype(t))
     cos, sin = _cosines_and_sines(t, tables, spec, cu_seqlens, wide.dtype)
     rotated = cos.shape[-1]
@@ -47,7 +47,7 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     else:
         result = torch.cat((_turned(wide[..., :rotated], cos, sin, spec.inverse), wide[..., rotated:]), -1)
     if cu_seqlens is not None:
-        # Tokens of no sequence as they are: by the formula infinity and NaN would spread from channel to channel.
+        # Tokens outside all sequences are copied: by the formula infinity and NaN would spread between channels.
         token = torch.arange(t.shape[0], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         outside = (token < cu_seqlens[0]) | (token >= cu_seqlens[-1])
         result = torch.where(outside[:, None, None], wide, result)
@@ -56,10 +56,10 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    # The minus sign goes to the sines, of which there are fewest, and roll swaps the halves.
+    # The minus sign goes to the sines, the smallest tensor, and roll swaps the halves.
     sin_first, sin_second = sin.chunk(2, -1)
     sin = torch.cat((-sin_first, sin_second), -1)
-    half = (x.shape[-1] // 2,)  # torch.jit.trace makes it a tensor, which up to PyTorch 2.9 roll takes in a tuple only
+    half = (x.shape[-1] // 2,)  # a tensor in torch.jit.trace, which up to PyTorch 2.9 roll takes only in a tuple
     if inverse:
         return x * cos + (x * sin).roll(half, -1)
     return torch.addcmul(x * cos, x.roll(half, -1), sin)
@@ -68,7 +68,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
 def _cosines_and_sines(
     t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    """Cosines and sines in a shape that broadcasts against `t`; of images, against channels of rows and of columns."""
+    """Return cosines and sines that broadcast against `t`; for images, against channels of rows and of columns."""
     if len(tables) == 1:
         angles = tables[0].to(torch.promote_types(tables[0].dtype, dtype))
         tables = angles.cos(), angles.sin()
@@ -90,10 +90,10 @@ def _cosines_and_sines(
 
 
 def _of_packed(tables: Sequence[Tensor], tokens: int, cu_seqlens: Tensor) -> list[Tensor]:
-    """Rows of cosines and sines by each token's position in its sequence.
+    """Return rows of cosines and sines by each token's position in its sequence.
 
-    A token before the first sequence or after the last one is not rotated. A position beyond the table gives NaN, and
-    so do edges that fall or are below zero, where what the search finds is no start of a sequence.
+    A token before the first sequence or after the last one is not rotated. A position beyond the table gives NaN. So do
+    edges that decrease or are below zero, for which the search does not find the start of a sequence.
     """
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     sequence = torch.searchsorted(cu_seqlens.contiguous(), token, right=True) - 1

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# Below this many elements the host is the limit, and PyTorch's own operator is quicker where it does the same.
+# Below this many elements the host is the limit, and PyTorch's own operator is quicker if it computes the same.
 NATIVE_BELOW = 1 << 22
 
 
 class Config(NamedTuple):
-    """`held`: a program has whole rows in registers; else it walks its one row in chunks of `block`."""
+    """Launch choices: `held` programs keep whole rows in registers; others walk one row in chunks of `block`."""
 
     held: bool
     rows: int
@@ -24,11 +24,11 @@ class Config(NamedTuple):
 def rows_config(
     queries: int, keys: int, causal: bool, backward: bool, element_size: int, device: DeviceFacts
 ) -> Config:
-    """How rows of `keys` elements are shared out."""
+    """Return the launch choices for rows of `keys` elements."""
     block = max(16, next_power_of_2(keys))
     if block > (8192 if causal else 16384):
-        # Keys that are not seen cost a held row as much as others. Causal bfloat16 4x16384x16384: forward in 894,
-        # backward in 1207 (chunks of 4096: 1375); held, 16 warps: 1072 and 1439.
+        # In a held row, hidden keys cost as much as others. Causal bfloat16 4x16384x16384: forward in 894, backward in
+        # 1207 (chunks of 4096: 1375); held, 16 warps: 1072 and 1439.
         return Config(False, 1, 8192 if backward else 4096, 256 // device.warp_size)
     # 32 elements per thread. Causal bfloat16 16x8192x8192: forward in 866 (64 elements: 860; in chunks: 989), backward
     # in 1106 (64: 1131; 16: 1266). Without a mask 16384x16384: 283 and 402 (in chunks: 319 and 432).

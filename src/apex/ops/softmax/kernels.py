@@ -1,15 +1,15 @@
 """Triton kernels of scaled, masked softmax with dropout, forward and backward.
 
 Input and output are `groups` x `queries` x `keys`, contiguous; a group is one head of one batch. A program takes ROWS
-queries of one group: HELD, with their keys in registers; else, for one query of any length, in chunks of BLOCK keys.
-All arithmetic is float32. Run-time arguments first, constants last.
+queries of one group: if HELD, with their keys in registers; else one query of any length, in chunks of BLOCK keys.
+All arithmetic is float32. Run-time arguments come first, constants last.
 
-MASK: 0 none, 1 causal, 2 hides what is not zero, 3 is added. NOISE: 0 no dropout, 1 a Philox seed, 2 one byte per
-element that tells what is kept. FULL: no query and no key needs a bound. ALIGN: a power of two up to 16 that divides
-`keys`, which is given as `keys_by_align` times it: bounds that it divides let loads and stores be as wide.
+MASK: 0 none, 1 causal, 2 nonzero hides, 3 is added. NOISE: 0 no dropout, 1 a Philox seed, 2 one byte per element,
+nonzero for kept elements. FULL: no query and no key needs a bound. ALIGN: a power of two up to 16 that divides `keys`,
+which is given as `keys_by_align` times ALIGN: bounds that are multiples of ALIGN let loads and stores be that wide.
 
-Functions get two tuples: `at`, the queries of a program, the position of their rows among all, and how many queries
-and keys there are; `drop`, the noise, the share that is dropped, and the scale of what is kept.
+Functions take two tuples: `at` is the queries of a program, the position of their rows among all, and the numbers of
+queries and keys; `drop` is the noise, the probability to drop, and the scale of kept elements.
 """
 
 import triton
@@ -25,7 +25,7 @@ SEED = tl.constexpr(1)
 
 @triton.jit
 def _rows(queries, blocks, ROWS: tl.constexpr, PAIRED: tl.constexpr):
-    """The group of this program, its queries, and the position of their rows among all.
+    """Return the group of this program, its queries, and the position of their rows among all.
 
     PAIRED: the first queries alternate with the last, so that programs that read little run beside others that read
     much.
@@ -41,7 +41,7 @@ def _rows(queries, blocks, ROWS: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def _read_bound(query, column, queries, keys, seen, MASK: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr):
-    """Which elements to read: those of the tensor, less what causality hides, as far as that keeps loads wide."""
+    """Return a mask of the elements to read: causally hidden ones are left out as far as loads stay wide."""
     end = keys
     if MASK == CAUSAL:
         end = (seen + (ALIGN - 1)) // ALIGN * ALIGN
@@ -64,13 +64,13 @@ def _load(pointer, bound, other, BOUNDED: tl.constexpr):
 def _logits(
     input, mask, query, column, queries, keys, seen, scale, MASK: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr
 ):
-    """Scaled and masked input; -inf where there is nothing to see."""
+    """Return the scaled and masked input; -inf for hidden elements."""
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
     place = column
     if ALIGN == 1 and MASK != CAUSAL and not FULL:
-        # The last key again in place of none: of loads with a bound each ptxas lets one wait for the other. bfloat16
-        # 48x941x941 took 151 us so, its backward pass, which reads twice as much, 78.
+        # Loads the last key again instead of nothing: with a bound for each load, ptxas lets one wait for the other.
+        # bfloat16 48x941x941 took 151 us so, its backward pass, which reads twice as much, 78.
         place = tl.minimum(column, keys - 1)
         bound = query < queries
     x = _load(input + place, bound, 0.0, BOUNDED).to(tl.float32) * scale
@@ -88,9 +88,9 @@ def _logits(
 
 @triton.jit
 def _kept(drop, at, start, NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """What dropout keeps of the BLOCK keys from `start` on, however rows and keys are spread over programs.
+    """Return which of the BLOCK keys from `start` on dropout keeps, independent of how programs share rows and keys.
 
-    Philox counts groups of four keys and rows; its four results serve the four keys.
+    Philox counts rows and groups of four keys; its four results serve the four keys.
     """
     noise, dropout, _ = drop
     query, row, queries, keys = at
@@ -140,7 +140,7 @@ def softmax_forward(
 ):  # fmt: skip
     keys = keys_by_align * ALIGN
     group, query, row = _rows(queries, blocks, ROWS, False)
-    seen = (query + (keys - queries) + 1).to(tl.int32)  # keys that a causal query sees
+    seen = (query + (keys - queries) + 1).to(tl.int32)  # number of keys that a causal query sees
     if MASK == HIDES or MASK == ADDED:
         batch = (group // heads).to(tl.int64)
         head = (group % heads).to(tl.int64)
@@ -151,13 +151,13 @@ def softmax_forward(
     columns = tl.arange(0, BLOCK)[None, :]
     if HELD:
         x = _logits(input, mask, query, columns, queries, keys, seen, scale, MASK, FULL, ALIGN)
-        # Not exp2 of logits times log2(e): the lowest finite numbers, with which models hide keys, would overflow.
+        # Not exp2 of logits times log2(e): the lowest finite numbers, which models use to hide keys, would overflow.
         top = tl.max(x, 1, keep_dims=True)
         x = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
         y = x * _inverse(tl.sum(x, 1, keep_dims=True), MASK)
         _store_output(output, probabilities, y, drop, at, 0, NOISE, ROWS, BLOCK, FULL)
     else:
-        # One maximum for the row, one sum per lane: a single exponential per element.
+        # One maximum for the row and one sum per lane, so that an element costs a single exponential.
         end = keys
         if MASK == CAUSAL:
             end = tl.max(seen)
@@ -181,7 +181,7 @@ def softmax_forward(
 
 @triton.jit
 def _inverse(total, MASK: tl.constexpr):
-    """One over the sum of a row; zero where a mask has left nothing of it."""
+    """Return 1 / the sum of a row; zero if a mask hides the whole row."""
     if MASK != 0:
         total = tl.where(total == 0.0, float("inf"), total)
     return 1.0 / total
@@ -193,14 +193,14 @@ def _gradient(
     MASK: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the probabilities, and these; zero where there is nothing to see."""
+    """Return the gradient of the probabilities, and the probabilities; zero for hidden elements."""
     query, row, queries, keys = at
     BOUNDED: tl.constexpr = MASK == CAUSAL or not FULL
     column = start + tl.arange(0, BLOCK)[None, :]
     bound = _read_bound(query, column, queries, keys, seen, MASK, FULL, ALIGN)
     y = _load(probabilities + row * keys + column, bound, 0.0, BOUNDED).to(tl.float32)
     gradient = _load(dy + row * keys + column, bound, 0.0, BOUNDED).to(tl.float32)
-    if MASK == CAUSAL and ALIGN > 1:  # the few elements beyond causality may be anything
+    if MASK == CAUSAL and ALIGN > 1:  # the few loaded elements beyond causality may have any value
         gradient = tl.where(column < seen, gradient, 0.0)
         y = tl.where(column < seen, y, 0.0)
     if NOISE != 0:
@@ -216,7 +216,7 @@ def softmax_backward(
     MASK: tl.constexpr, NOISE: tl.constexpr, HELD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     FULL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """MASK is 0 or 1: the probabilities are zero where a mask hides something, and so is the gradient."""
+    """Compute the gradient. MASK is 0 or 1: other masks made the probabilities zero, and so the gradient."""
     keys = keys_by_align * ALIGN
     # Causal bfloat16 in pairs: 64x2048x2048 in 263 us on an H200 (in order: 266), 16x8192x8192 in 1066 (1106).
     _group, query, row = _rows(queries, blocks, ROWS, HELD and MASK == CAUSAL)

@@ -1,7 +1,7 @@
 """Scaled, masked softmax over the last dimension with dropout.
 
-Input and output are `groups` x `queries` x `keys`. What is dropped is decided by `noise`: a seed of one int64 where
-kernels run, else one bool per element that is kept.
+Input and output are `groups` x `queries` x `keys`. `noise` decides which elements are dropped: a seed of one int64 if
+kernels run, else one bool per element, True if it is kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NO_NOISE, SEED, KEEP = range(3)
 def masked_softmax(
     input: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(`scale` * input) over the last dimension, masked, then dropout with probability `dropout`.
+    """Return softmax(`scale` * input) over the last dimension, masked, then dropout with probability `dropout`.
 
-    `mask` is broadcast to the input: bool or uint8 hides what is not zero, floating-point is added after the scale; it
-    gets no gradient. `causal` hides from query i the keys beyond i + keys - queries. A row of which nothing is left is
-    zero. The output has the input's dtype; the arithmetic is float32, or float64 for float64.
+    `mask` is broadcast to the input: bool or uint8 hides elements where it is nonzero, floating-point is added after
+    the scale; it gets no gradient. `causal` hides from query i the keys beyond i + keys - queries. A row that is hidden
+    completely is zero. The output has the input's dtype; the arithmetic is float32, or float64 for float64.
     """
     spec = SoftmaxSpec(scale, causal, dropout)
     check_arguments(input, mask, spec)
@@ -45,16 +45,16 @@ def masked_softmax(
 
 
 def _narrowed(mask: Tensor | None, input: Tensor) -> Tensor | None:
-    """A mask of float64 in float32, beside an input that kernels take."""
+    """Return a float64 mask in float32 if the input is not float64, so that kernels take it."""
     if mask is None or mask.dtype != torch.float64 or input.dtype == torch.float64:
         return mask
     return mask.float()
 
 
 def _is_native(input: Tensor, scale: float) -> bool:
-    """Whether PyTorch's operator, which knows neither scale nor mask, is the quicker way to the same result on a GPU.
+    """Return whether PyTorch's operator, which has neither scale nor mask, computes the same more quickly on a GPU.
 
-    It is for a small input, whose time is the host's: two operators are quicker than an autograd node of ours (29 and
+    It does for a small input, where the host is the limit: two operators are quicker than our autograd node (29 and
     38 us on an H200's host), but not than a kernel launch without one. Half precision must not round the product.
     """
     if torch._C._is_any_autocast_enabled() or not input.is_cuda or _library.requested != "auto":
@@ -65,7 +65,7 @@ def _is_native(input: Tensor, scale: float) -> bool:
 
 
 def check_arguments(input: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> None:
-    """Refuses what does not fit, in clear words, before anything is touched."""
+    """Raise for arguments that do not fit together, before anything is changed."""
     if not isinstance(input, Tensor):
         check_tensors(input=input)
     if input.dtype not in FLOATS or input.dim() == 0:
@@ -101,10 +101,10 @@ def _check_mask(input: Tensor, mask: Tensor) -> None:
 
 
 def draw_noise(input: Tensor, spec: SoftmaxSpec) -> Tensor | None:
-    """What decides which elements are dropped, from the default generator of the input's device.
+    """Return the noise that decides which elements are dropped, from the default generator of the input's device.
 
-    None without dropout. Where kernels run, one int64: the seed of Philox streams that both passes draw the same
-    numbers from, so that no mask is stored. Elsewhere a bool per element, True where it is kept.
+    None without dropout. If kernels run, one int64: the seed of a Philox stream, which both passes draw the same
+    numbers from, so that no mask is stored. Otherwise a bool per element, True if it is kept.
     """
     if not spec.dropout:
         return None
@@ -116,9 +116,9 @@ def draw_noise(input: Tensor, spec: SoftmaxSpec) -> Tensor | None:
 def softmax_forward(
     input: Tensor, mask: Tensor | None, spec: SoftmaxSpec, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output and the probabilities before dropout, without autograd; the same tensor where nothing is dropped.
+    """Return the output and the probabilities before dropout, without autograd; one tensor if nothing is dropped.
 
-    `noise` is what `draw_noise` gave, or a bool or uint8 per element that is not zero where it is kept.
+    `noise` is the result of `draw_noise`, or a bool or uint8 per element, nonzero if it is kept.
     """
     check_arguments(input, mask, spec)
     _check_noise(input, spec, noise)
@@ -127,7 +127,7 @@ def softmax_forward(
 
 
 def softmax_backward(dy: Tensor, probabilities: Tensor, spec: SoftmaxSpec, noise: Tensor | None = None) -> Tensor:
-    """The gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
+    """Return the gradient of the input, without autograd, from the probabilities and the noise of the forward pass."""
     check_shape("the gradient", dy, probabilities.shape, probabilities.device)
     check_arguments(probabilities, None, spec)
     _check_noise(probabilities, spec, noise)
@@ -153,10 +153,10 @@ def _check_noise(input: Tensor, spec: SoftmaxSpec, noise: Tensor | None) -> None
 
 
 def keep_mask(noise: Tensor, probabilities: Tensor, spec: SoftmaxSpec) -> Tensor:
-    """One uint8 per element: 1 where `noise` keeps it, 0 where it drops it."""
+    """Return one uint8 per element: 1 if `noise` keeps it, 0 if it drops it."""
     if noise.dtype != torch.int64:
         return (noise != 0).to(torch.uint8)
-    # What is kept of equal probabilities is not zero.
+    # Among equal probabilities, exactly the kept ones are not zero.
     equal = torch.zeros(probabilities.shape, dtype=torch.bfloat16, device=probabilities.device)
     return (softmax_forward(equal, None, SoftmaxSpec(dropout=spec.dropout), noise)[0] != 0).to(torch.uint8)
 
@@ -203,7 +203,7 @@ def _launch(
     scale: float,
     dropout: float,
 ) -> None:
-    """Launches a kernel, whose third tensor is the noise; `sizes` are those that it takes beside its rows."""
+    """Launch a kernel, whose third tensor is the noise; `sizes` are its integers besides the sizes of its rows."""
     first, noise = tensors[0], tensors[2]
     noise_kind = NO_NOISE if noise is None else SEED if noise.dtype == torch.int64 else KEEP
     launch = _prepared_launch(
@@ -242,7 +242,7 @@ def _prepared_launch(
 
 
 def _with_plain_rows(mask: Tensor, shape: torch.Size) -> Tensor:
-    """A mask of at most four dimensions, whose rows have as many elements as there are keys, one after the other."""
+    """Return a mask of at most four dimensions, with contiguous rows of as many elements as there are keys."""
     keys = shape[-1]
     if mask.dim() > 3 and len(shape) > 4:
         mask = mask.expand(shape).reshape(-1, *shape[-3:])
@@ -278,7 +278,7 @@ FAMILY = _library.register_family(
 
 def _hides(generator: torch.Generator) -> Tensor:
     mask = torch.rand(2, 1, 16, 1000, generator=generator, dtype=torch.float32, device="cpu") < 0.3
-    mask[0, 0, 7] = True  # nothing is left of this row
+    mask[0, 0, 7] = True  # hides this row completely
     return mask
 
 

@@ -1,10 +1,10 @@
-"""Scaled, masked softmax with dropout in PyTorch operators: the definition that everything else is held against.
+"""Scaled, masked softmax with dropout in PyTorch operators: the definition for tests of other implementations.
 
-Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable, so
-that derivatives of derivatives come out of it too.
+Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Differentiable
+twice.
 
-A mask of bool or uint8 hides what it marks; a floating-point mask is added to the scaled input. Rows of which a mask
-(or causality) leaves nothing are zero; without a mask a row of -inf is NaN, as it is for `torch.softmax`.
+A mask of bool or uint8 hides elements where it is nonzero; a floating-point mask is added to the scaled input. Rows
+that a mask (or causality) hides completely are zero; without a mask a row of -inf is NaN, as it is for `torch.softmax`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .._library import compute_dtype
 
 
 class SoftmaxSpec(NamedTuple):
-    """softmax(`scale` * input) over the last dimension, then dropout with probability `dropout`.
+    """Settings of softmax(`scale` * input) over the last dimension, then dropout with probability `dropout`.
 
-    `causal`: query i sees key j where j <= i + keys - queries, so that the last query sees every key.
+    `causal`: query i sees key j if j <= i + keys - queries, so that the last query sees every key.
     """
 
     scale: float = 1.0
@@ -30,19 +30,19 @@ class SoftmaxSpec(NamedTuple):
 
 
 def kept_scale(dropout: float) -> float:
-    """What dropout multiplies the kept elements by."""
+    """Return the factor of the elements that dropout keeps."""
     return 1.0 / (1.0 - dropout) if dropout < 1.0 else 0.0
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query does not see a key."""
+    """Return True for each key that a query does not see."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)
 
 
 def forward(
     input: Tensor, mask: Tensor | None, keep: Tensor | None, scale: float, causal: bool, dropout: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Output and, where `keep` marks what stays of them, the probabilities before dropout."""
+    """Return the output and, if `keep` marks the kept elements, the probabilities before dropout."""
     logits = input.to(compute_dtype(input)) * scale
     if causal:
         mask = causal_mask(input.shape[-2], input.shape[-1], input.device)
@@ -51,10 +51,10 @@ def forward(
             logits = logits + mask
         else:
             logits = logits.masked_fill(mask.bool(), -math.inf)
-    # Compared with 0: of a size alone PyTorch 2.6 would compile each value by itself.
+    # Compared with 0: for a size alone PyTorch 2.6 would compile a graph for each value.
     if mask is not None and input.shape[-1] != 0:
         nothing_left = logits.amax(-1, keepdim=True) == -math.inf
-        if torch.is_grad_enabled():  # so that derivatives are zero too
+        if torch.is_grad_enabled():  # makes derivatives zero too
             logits = logits.masked_fill(nothing_left, 0.0)
         probabilities = torch.softmax(logits, -1).masked_fill(nothing_left, 0.0)
     else:
@@ -68,7 +68,7 @@ def forward(
 def backward(
     dy: Tensor, probabilities: Tensor, keep: Tensor | None, scale: float, causal: bool, dropout: float, *_: Any
 ) -> Tensor:
-    """The gradient of the input, in the dtype of the probabilities."""
+    """Return the gradient of the input, in the dtype of the probabilities."""
     compute = compute_dtype(probabilities)
     gradient, weights = dy.to(compute), probabilities.to(compute)
     if keep is not None:

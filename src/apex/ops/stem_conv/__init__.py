@@ -1,4 +1,4 @@
-"""Convolutions of images with few channels, the first of a network."""
+"""Convolutions of images with few channels: the first layer of a network."""
 
 from .op import stem_conv2d, stem_fits
 

@@ -1,8 +1,8 @@
-"""Convolutions of images with few channels, by the legend of `op.py`, and the gradient of their weights.
+"""Kernels of convolutions of images with few channels, and of the gradient of their weights; `op.py` has the legend.
 
 A program has P_BLOCK outputs, which are counted image by image and row by row, and O_BLOCK of their channels. The
 window of an output has TALL rows of WIDE contiguous values; `pitch` is half the width of an image, so that Triton sees
-that windows begin at a multiple of 8 values. WIDEN: for Triton's interpreter, which takes bfloat16 for integers in a
+that windows begin at a multiple of 8 values. WIDEN: for Triton's interpreter, which treats bfloat16 as integers in a
 product.
 """
 
@@ -16,7 +16,7 @@ SIZES = ["positions", "per_image", "columns", "height", "pitch"]
 
 @triton.jit
 def _begin(place, positions, per_image, columns, height, pitch):
-    """Where the windows of outputs begin; beyond the last output there are copies of it."""
+    """Return the offsets of the windows of outputs; beyond the last output, the offset of the last."""
     place = tl.minimum(place, positions - 1)
     image, row, column = place // per_image, place % per_image // columns, place % columns
     return ((image.to(tl.int64) * height + row * 2) * pitch + column) * 8
@@ -29,7 +29,7 @@ def stem_forward(
     positions, per_image, columns, channels, height, pitch,
     TALL: tl.constexpr, WIDE: tl.constexpr, O_BLOCK: tl.constexpr, WIDEN: tl.constexpr, P_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row of the windows at a time: what is ahead is left to other programs, of which there are many."""
+    """Multiply one row of the windows at a time, without loading ahead: many other programs hide the latency."""
     blocks = channels // O_BLOCK
     place = (tl.program_id(0) // blocks) * P_BLOCK + tl.arange(0, P_BLOCK)
     channel = (tl.program_id(0) % blocks) * O_BLOCK + tl.arange(0, O_BLOCK)
@@ -54,7 +54,7 @@ def stem_weight_gradient(
     TALL: tl.constexpr, WIDE: tl.constexpr, O_BLOCK: tl.constexpr, WIDEN: tl.constexpr, K_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient over every `programs`-th tile of outputs, [programs, TALL * WIDE, channels]."""
+    """Compute the gradient over every `programs`-th tile of outputs, [programs, TALL * WIDE, channels]."""
     blocks = channels // O_BLOCK
     program = tl.program_id(0) // blocks
     channel = (tl.program_id(0) % blocks) * O_BLOCK + tl.arange(0, O_BLOCK)

@@ -1,10 +1,10 @@
-"""The first convolution of a network of images: up to four channels, with a stride of 2, or of patches side by side.
+"""The first convolution of an image network: up to four channels, with a stride of 2, or of non-overlapping patches.
 
-PyTorch's pads three channels to eight and multiplies 32: of a ResNet's stem, 64 images of 224 x 224 in bfloat16, nine
-of ten products are of zeros, and it takes 441 us on an H200, the gradient of its weights 291. Here images are padded to
-four channels, so that a row of a window is contiguous in memory, and windows are the rows of a matrix that is
-multiplied by that of the weights, without being written to memory: 36 us for the padding, 105 and 121. Patches side by
-side are such a matrix, once their order is changed: a vision transformer's, 16 x 16 to 768 channels, 50 in place of 440
+PyTorch pads three channels to eight and multiplies 32: for a ResNet's stem, 64 images of 224 x 224 in bfloat16, nine of
+ten products are with zeros, and it takes 441 us on an H200, the gradient of its weights 291. Here images are padded to
+four channels, so that a row of a window is contiguous in memory. Windows are the rows of a matrix that is multiplied by
+the matrix of the weights without being written to memory: 36 us for the padding, 105 and 121. Non-overlapping patches
+are such a matrix once their order is changed: a vision transformer's, 16 x 16 to 768 channels, take 50 in place of 440
 us, and 29 in place of 216.
 
 Legend: images [N, H, W, 4], with their borders; weights [R, S, 4, O], where S is padded to a power of 2.
@@ -29,24 +29,23 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 # A row of a window is at least 16 values, so that Triton can multiply it: three pixels, padded to four.
 CHANNELS, STRIDE, NARROWEST_WINDOW, LARGEST_WINDOW = 4, 2, 3, 8
 HALF = (torch.float16, torch.bfloat16)
-# Outputs of a tile, forward and for the gradient of the weights, and programs per multiprocessor for this. Forward 64
-# took 113 us in place of 105, all rows of a window at once 168. Backward 64 took 134 in place of 115, one program 171.
+# Outputs of a tile, forward and for the gradient of the weights, and the latter's programs per multiprocessor. Forward
+# 64 took 113 us in place of 105, all rows of a window at once 168. Backward 64 took 134 in place of 115, one program
+# 171.
 FORWARD_TILE, BACKWARD_TILE, PROGRAMS = 128, 32, 2
 
 
 def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 2, padding: int = 0) -> Tensor:
-    """`torch.nn.functional.conv2d` of [N, C, H, W] by [O, C, R, S], also under autocast.
+    """Return `torch.nn.functional.conv2d` of [N, C, H, W] by [O, C, R, S], also under autocast.
 
-    On GPUs half precision is computed as above where `stem_fits` says so; PyTorch's operator does the rest.
+    On GPUs half precision uses the kernels or patches if `stem_fits` says so; PyTorch's operator does the rest.
     """
     outputs, channels, *window = weight.shape
     if input.dim() == 4 and input.shape[1] == channels and stem_fits(outputs, channels, window, stride, padding):
         autocast = _library.autocast_dtype(input)
         dtype = input.dtype if autocast is None else autocast
         is_one = input.dtype == weight.dtype if autocast is None else input.dtype != torch.float64
-        counts = [
-            (there + 2 * padding - side) // stride + 1 for there, side in zip(input.shape[2:], window, strict=True)
-        ]
+        counts = [(size + 2 * padding - side) // stride + 1 for size, side in zip(input.shape[2:], window, strict=True)]
         if dtype in HALF and is_one and min(counts) > 0:
             images = input.to(dtype)
             if _library.runs_triton(FAMILY, images):
@@ -59,7 +58,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
 
 
 def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, padding: int) -> bool:
-    """Whether a convolution of this size is quicker here."""
+    """Return whether a convolution of this size is quicker here than in PyTorch."""
     if not 0 < channels <= CHANNELS:
         return False
     if list(window) == [stride, stride]:
@@ -69,7 +68,7 @@ def stem_fits(outputs: int, channels: int, window: Sequence[int], stride: int, p
 
 
 def _by_patches(images: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """The convolution by patches side by side: a matrix product of their values, in another order."""
+    """Return the convolution of non-overlapping patches: a matrix product of their reordered values."""
     (rows, columns), side = counts, weight.shape[2]
     whole = images[:, :, : rows * side, : columns * side]
     patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side)).permute(0, 2, 4, 3, 5, 1)
@@ -78,13 +77,13 @@ def _by_patches(images: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor
 
 
 def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[int]) -> Tensor:
-    """The convolution by `STEM_CONV`, of images and weights padded as the legend says."""
+    """Return the convolution by `STEM_CONV`, with images and weights padded as in the legend."""
     channels, tall, wide = weight.shape[1:]
     absent, beside = CHANNELS - channels, next_power_of_2(wide) - wide
-    # Borders up to where the last windows end, which may lie inside the images.
+    # Borders reach to the end of the last windows, which may lie inside the images.
     rows, columns = (
-        (padding, STRIDE * (count - 1) + side - padding - there)
-        for there, side, count in zip(images.shape[2:], (tall, wide + beside), counts, strict=True)
+        (padding, STRIDE * (count - 1) + side - padding - size)
+        for size, side, count in zip(images.shape[2:], (tall, wide + beside), counts, strict=True)
     )
     padded = functional.pad(images.permute(0, 2, 3, 1), (0, absent, *columns, *rows))
     matrix = functional.pad(weight.permute(2, 3, 1, 0), (0, 0, 0, absent, 0, beside))
@@ -92,7 +91,7 @@ def _by_kernels(images: Tensor, weight: Tensor, padding: int, counts: Sequence[i
 
 
 def reference(images: Tensor, weight: Tensor) -> Tensor:
-    """The convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
+    """Return the convolution, [N, H', W', O], in PyTorch's operators, in float32 for half precision."""
     wide = _library.compute_dtype(images)
     input, matrix = images.to(wide).permute(0, 3, 1, 2), weight.to(wide).permute(3, 2, 0, 1)
     return functional.conv2d(input, matrix, None, STRIDE).permute(0, 2, 3, 1).to(images.dtype)
@@ -115,9 +114,9 @@ def launch_backward(
     dy: Tensor, images: Tensor, weight: Tensor, wanted: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     dimages = dweight = None
-    if wanted[0]:  # by PyTorch's operator; few networks want it
-        given = (dy.permute(0, 3, 1, 2), images.permute(0, 3, 1, 2), weight.permute(3, 2, 0, 1))
-        dimages = conv_gradients(*given, (0, 0), (True, False), STRIDE)[0].permute(0, 2, 3, 1)  # type: ignore[union-attr]
+    if wanted[0]:  # by PyTorch's operator, since few networks need it
+        channels_first = (dy.permute(0, 3, 1, 2), images.permute(0, 3, 1, 2), weight.permute(3, 2, 0, 1))
+        dimages = conv_gradients(*channels_first, (0, 0), (True, False), STRIDE)[0].permute(0, 2, 3, 1)  # type: ignore[union-attr]
     if wanted[1]:
         sizes, constants = _sizes_and_constants(images, weight, dy)
         programs = min(-(-sizes[0] // BACKWARD_TILE), PROGRAMS * facts(dy.device).multiprocessors)
@@ -130,7 +129,7 @@ def launch_backward(
 
 
 def _sizes_and_constants(images: Tensor, weight: Tensor, outputs: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
-    """Outputs of all images, of an image and of a row, their channels, rows of an image, and half its width."""
+    """Return sizes (outputs in all, per image and per row; channels; image rows; half the width) and constants."""
     count, rows, columns, channels = outputs.shape
     sizes = (count * rows * columns, rows * columns, columns, channels, images.shape[1], images.shape[2] // STRIDE)
     widen = facts(images.device).backend == "interpreter"

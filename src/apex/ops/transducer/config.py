@@ -1,7 +1,6 @@
-"""How much a program of the transducer's kernels takes: the rules, with what was measured behind them.
+"""Launch rules of the transducer's kernels, with the measurements behind them.
 
-Times are microseconds on an NVIDIA H200, of kernels launched directly:
-`benchmarks/results/nvidia_h200-transducer-tuning.txt`.
+Times are microseconds on an NVIDIA H200, of kernels launched directly.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FILL_PROGRAMS = 64
 
 
 class Tile(NamedTuple):
-    """What a program of a joint's kernel works on at a time."""
+    """Tile that a program of a joint's kernel works on at a time."""
 
     tokens: int
     features: int
@@ -29,10 +28,10 @@ class Tile(NamedTuple):
 
 
 def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceFacts) -> Tile:
-    """4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
+    """Return 4096 elements of each of four frames, 16 bytes a thread in four accesses; wide, to write long stretches.
 
-    512 elements of eight frames where random words are made: a thread holds four of them for each of its elements.
-    float16 16x300x60x512 in 78; with dropout in 167, of 1024 elements 183, of 2048 219.
+    With a seed, 512 elements of eight frames: a thread holds four random words for each of its elements. float16
+    16x300x60x512 in 78; with dropout in 167, of 1024 elements 183, of 2048 219.
     """
     elements, per_thread = (512, 8) if seeded else (4096, 32)
     wide = min(1024, next_power_of_2(features))
@@ -41,11 +40,11 @@ def joint_forward_tile(tokens: int, features: int, seeded: bool, device: DeviceF
 
 
 def joint_backward_tile(tokens: int, features: int, element_size: int, device: DeviceFacts) -> Tile:
-    """All tokens of up to 128, so that the sum over them is complete, and 4096 elements; two tiles are loaded ahead.
+    """Return all tokens, up to 128, so that the sum over them is complete, and 4096 elements; loads two tiles ahead.
 
-    Two warps, since fewer exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh in 153; with
-    four warps 133 and 158. Eight where rows do not start at multiples of 16 bytes: their elements are loaded one by
-    one, and so many addresses fit into the registers of no fewer.
+    It has two warps, since fewer warps exchange less for that sum: float16 16x300x60x512 in 86, with a mask beside dh
+    in 153; with four warps 133 and 158. Eight warps if rows do not start at multiples of 16 bytes: their elements are
+    loaded singly, and the many addresses do not fit into the registers of fewer warps.
     """
     whole = features * element_size % 16 == 0
     tall = min(128, next_power_of_2(tokens))
@@ -58,18 +57,18 @@ def _warps(elements: int, per_thread: int, device: DeviceFacts) -> int:
 
 
 def frame_chunks(frames: int, programs: int, masked: bool, device: DeviceFacts) -> int:
-    """In how many chunks the frames are walked by `programs` each.
+    """Return into how many chunks the frames are cut, each walked by `programs` programs.
 
-    Each multiprocessor gets five programs, four with a mask: what its registers hold at once, since a few left over
-    would run alone (float16 16x300x60x512 in five chunks 86, in seven 109). Each chunk costs a float32 copy of g's
-    gradient, written and read, so that a chunk has at least 16 frames.
+    Each multiprocessor gets five programs, four with a mask: as many as its registers hold at once, since a few left
+    over would run alone (float16 16x300x60x512 in five chunks 86, in seven 109). Each chunk costs a float32 copy of g's
+    gradient, written and read, so a chunk has at least 16 frames.
     """
     together = (4 if masked else 5) * device.multiprocessors
     return max(1, min(together // programs, frames // 16))
 
 
 class WordTile(NamedTuple):
-    """What a program of the loss's kernels, one warp, works on at a time."""
+    """Tile that a program of the loss's kernels, one warp, works on at a time."""
 
     groups: int
     rows: int
@@ -77,7 +76,7 @@ class WordTile(NamedTuple):
 
 
 def reading_tile(tokens: int, words: int, element_size: int, device: DeviceFacts) -> WordTile:
-    """4 KiB. One warp, so that a row is reduced without others however the compiler lays out a tile.
+    """Return a tile of 4 KiB for one warp, so that a row is reduced within the warp for any layout of the tile.
 
     float16 16x300x60x1024 in 155; 2 KiB 183, 8 KiB 170, two warps side by side 200. Triton 3.6 spread the groups of a
     tile of four warps over them and exchanged every element: the forward pass took 5305.
@@ -87,7 +86,7 @@ def reading_tile(tokens: int, words: int, element_size: int, device: DeviceFacts
 
 
 def writing_tile(tokens: int, words: int, element_size: int, device: DeviceFacts) -> WordTile:
-    """512 elements of one row; of two where a row has no more than 2 KiB.
+    """Return a tile of 512 elements: of one row, or of two if a row has no more than 2 KiB.
 
     float16 16x300x60x1024 in 297, of one row 315; with 2048 words 306 and 293. 1024 elements of one row 365, four warps
     with as many each 440.
@@ -105,7 +104,7 @@ def _word_tile(
 
 
 def walk_tile(tokens: int, device: DeviceFacts) -> tuple[int, int]:
-    """The tokens that a walk takes at once, all where they are not too many, each with a thread of its own; its warps.
+    """Return the tokens that a walk takes at once, up to a limit, each with its own thread, and its warps.
 
     60 tokens and 300 frames in 44, in one warp without barriers 51; 200 tokens in 74, two of them a thread 91.
     """
@@ -114,6 +113,6 @@ def walk_tile(tokens: int, device: DeviceFacts) -> tuple[int, int]:
 
 
 def shares_tile(tokens: int) -> tuple[int, int]:
-    """Neighbouring diagonals, and nodes of each: 512 nodes, of whole diagonals where those are shorter."""
+    """Return a tile of 512 nodes: its neighbouring diagonals, and nodes of each; whole diagonals if these are short."""
     columns = min(512, next_power_of_2(tokens))
     return 512 // columns, columns

@@ -1,4 +1,4 @@
-"""Triton kernels of a transducer's joint, h = dropout(relu(f + g)), and what fills the end of packed tensors.
+"""Triton kernels of a transducer's joint, h = dropout(relu(f + g)), and a kernel that fills the end of packed tensors.
 
 `op_joint.py` explains letters and layouts. A tile is TOKENS x FEATURES elements of one frame of one sequence.
 """
@@ -12,9 +12,9 @@ from .._launch import kernel
 
 @triton.jit
 def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr):
-    """Frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next.
+    """Return frames and tokens (g_len + MORE) of a sequence, its first row, and the rows from one frame to the next.
 
-    The first row is -1, and nothing may be read or written, where a packed sequence has not the rows it needs.
+    The first row is -1 if a packed sequence does not have the rows it needs; nothing may then be read or written.
     """
     frames = tl.minimum(tl.load(f_len + batch).to(tl.int32), T)
     tokens = tl.minimum(tl.load(g_len + batch).to(tl.int32) + MORE, U)
@@ -30,7 +30,7 @@ def sequence(f_len, g_len, batch_offset, batch, T, U, MORE: tl.constexpr):
 
 @triton.jit
 def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
-    """Writes the tile of frame t."""
+    """Write the tile of frame t."""
     noise, h, mask = tensors
     frames, tokens, first, stride = lengths
     T, U, H, threshold, scale = sizes
@@ -56,7 +56,7 @@ def _write_frame(f_row, g_tile, word, tensors, lengths, sizes, t, u, c, PACKED: 
 
 @triton.jit
 def _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED: tl.constexpr, RELU: tl.constexpr):
-    """Writes the tiles of the frames t to t + 3."""
+    """Write the tiles of the frames t to t + 3."""
     word_a, word_b, word_c, word_d = words
     frames, tokens = lengths[0], lengths[1]
     T, U, H = sizes[0], sizes[1], sizes[2]
@@ -65,7 +65,7 @@ def _four_frames(f, g, words, tensors, batch, lengths, sizes, t, u, c, PACKED: t
     f_b = tl.load(f + column + H, mask=mask_if(t + 1 < frames, c < H), other=0.0).to(tl.float32)
     f_c = tl.load(f + column + 2 * H, mask=mask_if(t + 2 < frames, c < H), other=0.0).to(tl.float32)
     f_d = tl.load(f + column + 3 * H, mask=mask_if(t + 3 < frames, c < H), other=0.0).to(tl.float32)
-    # After f: Triton 3.6 needs 140 registers in place of 86 the other way round.
+    # After f: in the other order Triton 3.6 needs 140 registers in place of 86.
     g_tile = tl.load(g + (batch * U + u) * H + c, mask=(u < tokens) & (c < H), other=0.0).to(tl.float32)
     _write_frame(f_a, g_tile, word_a, tensors, lengths, sizes, t, u, c, PACKED, RELU)
     _write_frame(f_b, g_tile, word_b, tensors, lengths, sizes, t + 1, u, c, PACKED, RELU)
@@ -79,9 +79,9 @@ def transducer_joint_forward(
     f, g, f_len, g_len, batch_offset, noise, h, mask, T, U, H, threshold, scale,
     RELU: tl.constexpr, FRAMES: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """h of four or eight frames that share a tile of g; padding is -1.
+    """Compute h of four or eight frames that share a tile of g; padding is -1.
 
-    `noise` is absent without dropout; else an int64, a seed, or a byte per element, zero where dropped. Of a seed one
+    `noise` is None without dropout; else an int64 seed, or a byte per element, zero if it is dropped. With a seed, one
     call of Philox makes four words, which decide eight frames: 16 bits are compared with the threshold. Seven rounds
     are enough for random bits of the quality of ten (Salmon et al. 2011).
     """
@@ -100,12 +100,12 @@ def transducer_joint_forward(
     if PACKED:
         works = (t < frames) & (first_token < tokens) & (first >= 0)
     else:
-        works = t < T  # always: padding is written too
+        works = t < T  # always true: padding is written too
     tensors = (noise, h, mask)
     lengths = (frames, tokens, first, stride)
     sizes = (T, U, H, threshold, scale)
     if works:
-        if FRAMES == 8:  # by a seed
+        if FRAMES == 8:  # noise is a seed
             place = ((batch * groups + t // FRAMES) * U + u) * H + c
             word_a, word_b, word_c, word_d = random_words(tl.load(noise), place, 7)
             words = (word_a & 0xFFFF, word_b & 0xFFFF, word_c & 0xFFFF, word_d & 0xFFFF)
@@ -122,10 +122,10 @@ def transducer_joint_backward(
     dh, kept, f_len, g_len, batch_offset, df, dg, B, T, U, H, chunks, chunk, scale,
     TOKENS: tl.constexpr, FEATURES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sums dh once for both gradients: a program walks a chunk of frames with a tile of dh.
+    """Sum dh for both gradients in one read: a program walks a chunk of frames with a tile of dh.
 
-    df is (blocks of tokens) x B x T x H and dg (chunks of frames) x B x U x H: sums to be added up where there are
-    several. Elements whose `kept`, where there is one, is not positive count for nothing.
+    df is (blocks of tokens) x B x T x H and dg (chunks of frames) x B x U x H: partial sums if there are several blocks
+    or chunks. Elements whose `kept`, if given, is not positive are not counted.
     """
     program = tl.program_id(0)
     features, blocks = tl.cdiv(H, FEATURES), tl.cdiv(U, TOKENS)
@@ -165,10 +165,10 @@ def transducer_joint_backward(
 def transducer_fill_rest(
     batch_offset, target, last, high, low, value, COLUMNS: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Writes `value` behind the last sequence, whose end is `batch_offset[last]`, up to high * 2**LOW + low elements.
+    """Write `value` behind the last sequence, whose end is `batch_offset[last]`, up to high * 2**LOW + low elements.
 
-    Mostly there is nothing to write; how much there is the host does not know. Its numbers are floats, so that one
-    launch serves all numbers of rows.
+    Usually there is nothing to write, but the host does not know how much there is. Numbers are passed as floats, so
+    that one compiled launch serves all numbers of rows.
     """
     total = (tl.cast(high, tl.int64) << LOW) + tl.cast(low, tl.int64)
     end = tl.load(batch_offset + tl.cast(last, tl.int64)).to(tl.int64) * COLUMNS

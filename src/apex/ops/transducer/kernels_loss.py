@@ -1,7 +1,7 @@
 """Triton kernels of the transducer loss.
 
 `op_joint.py` explains letters and layouts, `reference.py` alpha and beta. Three kernels make a loss: `words` reads the
-logits once, `walk` goes over the lattices, `shares` puts alpha and beta together for the backward pass.
+logits once, `walk` goes over the lattices, `shares` combines alpha and beta for the backward pass.
 
 Rows of logits are read in tiles of GROUPS x ROWS x LANES elements: LANES neighbours are the threads of a warp with 16
 bytes each, so that a warp has a row of its own and reduces it without the others, and a thread's GROUPS accesses are in
@@ -9,8 +9,8 @@ flight together. The ROWS are neighbouring tokens of one frame.
 
 Between the kernels a probability is an int64: its exponent of two above 32 bits of a float32 mantissa from 1 to 2, or 0
 with an exponent below all others. Nothing underflows, and a product of hundreds of words keeps seven digits, where a
-float32 logarithm of the order of a thousand has four behind the point. The nodes of a lattice lie diagonal after
-diagonal, node (t, u) at (t + u) * U + u of `_places`, so that a diagonal is one stretch.
+float32 logarithm of the order of a thousand has four behind the point. The nodes of a lattice are stored diagonal after
+diagonal, node (t, u) at index (t + u) * U + u of `_places`, so that a diagonal is contiguous.
 """
 
 import triton
@@ -22,10 +22,10 @@ from .kernels_joint import sequence
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Stands for -inf as the greatest element seen so far: it can be subtracted from itself.
+# Replaces -inf as the initial maximum, because it can be subtracted from itself.
 LOWEST = tl.constexpr(-1.0e38)
 NEVER = tl.constexpr(float("-inf"))
-# Exponents: of zero, and the least of all. A word of less than 2^SMALLEST counts as impossible.
+# Exponents of zero, and the least of all. A word with a probability below 2^SMALLEST counts as impossible.
 ZERO_EXPONENT = tl.constexpr(-(1 << 28))
 LEAST_EXPONENT = tl.constexpr(-(1 << 29))
 SMALLEST = tl.constexpr(-float(1 << 27))
@@ -51,7 +51,7 @@ def _exponent(packed):
 
 @triton.jit
 def _packed_power(logarithm):
-    """e^logarithm, packed; NaN stays NaN."""
+    """Return e^logarithm, packed; NaN stays NaN."""
     bits = logarithm * LOG2E
     impossible = bits < SMALLEST
     bits = tl.where(impossible, 0.0, bits)
@@ -69,13 +69,13 @@ def _packed_logarithm(packed):
 
 @triton.jit
 def _power_of_two(exponent):
-    """2^exponent of an exponent that is not positive; zero below 2^-126."""
+    """Return 2^exponent for an exponent that is not positive; zero below 2^-126."""
     return ((tl.maximum(exponent, -127) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _sum_of_products(a, b, c, d):
-    """a * b + c * d of packed numbers."""
+    """Return a * b + c * d of packed numbers."""
     first, second = _exponent(a) + _exponent(b), _exponent(c) + _exponent(d)
     top = tl.maximum(first, second)
     total = _mantissa(a) * _mantissa(b) * _power_of_two(first - top)
@@ -88,7 +88,7 @@ def _sum_of_products(a, b, c, d):
 
 @triton.jit
 def _node(program, T, U, ROWS: tl.constexpr):
-    """Sequence, frame and first token of a program."""
+    """Return sequence, frame and first token of a program."""
     blocks = tl.cdiv(U, ROWS)
     token = (program % blocks) * ROWS
     program = program // blocks
@@ -97,13 +97,13 @@ def _node(program, T, U, ROWS: tl.constexpr):
 
 @triton.jit
 def _places(batch, T, U):
-    """How many places the nodes of a lattice have between the kernels, as int64 like `batch`."""
+    """Return the number of stored nodes of a lattice, as int64 like `batch`."""
     return (batch * 0 + T + U - 1) * U
 
 
 @triton.jit
 def _next_labels(label, batch, u, tokens, U, V):
-    """The labels of tokens that have one, which tokens those are, and which labels are words."""
+    """Return the next label of each token, which tokens have one, and which labels are words."""
     has_label = u < tokens - 1
     labels = tl.load(label + batch * (U - 1) + u, mask=has_label, other=0)
     is_word = (labels >= 0) & (labels < V)
@@ -116,11 +116,11 @@ def transducer_loss_words(
     x, label, f_len, y_len, batch_offset, sums, words, B, T, U, V, blank,
     WHOLE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Per node: the logarithm of the sum of exponentials, and the probabilities of blank and of the next label.
+    """Compute for each node the log of the sum of exponentials, and the probabilities of blank and of the next label.
 
-    The logarithms are zero where there is no node; the probabilities (2 x B x places, packed) are not written there.
-    Without `sums` x has log-probabilities, and only those two are read. WHOLE: a row is one tile. Labels that are no
-    words and packed sequences without the rows they need have NaN for a probability, and so for a loss.
+    The logs are zero for nodes that do not exist; their probabilities (2 x B x places, packed) are not written. Without
+    `sums`, x has log-probabilities, and only those two are read. WHOLE: a row is one tile. Labels that are no words and
+    packed sequences without the rows they need get NaN as probability, and so as loss.
     """
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1)
@@ -144,7 +144,7 @@ def transducer_loss_words(
                 power = tl.exp2(values * LOG2E - (peak * LOG2E)[None, :, None])
                 total = tl.sum(tl.sum(power, 0), 1)
             else:
-                # Each lane on its own: what lanes exchange, they exchange once.
+                # Each lane accumulates on its own; lanes exchange values once, at the end.
                 peaks = tl.full([ROWS, LANES], LOWEST, tl.float32)
                 powers = tl.zeros([ROWS, LANES], tl.float32)
                 for begin in tl.range(0, V, GROUPS * LANES):
@@ -170,20 +170,20 @@ def transducer_loss_words(
 
 @triton.jit
 def _within(s, limit):
-    """0 <= s < limit, in one comparison."""
+    """Return 0 <= s < limit, in one comparison."""
     return s.to(tl.uint32, bitcast=True) < limit.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _leading_words(blank_at, label_at, s, blank_limit, label_limit):
-    """The words that lead to the nodes of a diagonal: blank from the frame before, label from the token before."""
+    """Return the words that lead to a diagonal's nodes: blank from the frame before, label from the token before."""
     blank = tl.load(blank_at, mask=_within(s - 1, blank_limit), other=ZERO)
     return blank, tl.load(label_at, mask=_within(s, label_limit), other=ZERO)
 
 
 @triton.jit
 def _words_of_four(blank_at, label_at, hop, s, blank_limit, label_limit):
-    """Those of four diagonals."""
+    """Return the leading words of four diagonals."""
     blank_a, label_a = _leading_words(blank_at, label_at, s, blank_limit, label_limit)
     blank_b, label_b = _leading_words(blank_at + hop, label_at + hop, s + 1, blank_limit, label_limit)
     blank_c, label_c = _leading_words(blank_at + 2 * hop, label_at + 2 * hop, s + 2, blank_limit, label_limit)
@@ -193,7 +193,7 @@ def _words_of_four(blank_at, label_at, hop, s, blank_limit, label_limit):
 
 @triton.jit
 def _next_diagonal(reached, blank, label, out, entry, s, limit, label_limit, MANY: tl.constexpr, TOKENS: tl.constexpr):
-    """A diagonal from the one before it; `entry` is where the node before the first of a block of tokens is."""
+    """Return a diagonal from the one before it; `entry` points to the node before the first of a block of tokens."""
     lane = tl.arange(0, TOKENS)
     left = tl.gather(reached, tl.maximum(lane - 1, 0), 0)
     if MANY:
@@ -210,12 +210,12 @@ def transducer_loss_walk(
     words, f_len, y_len, states, losses, B, T, U,
     ALPHA: tl.constexpr, MANY: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """alpha and beta (2 x B x places, packed) or beta alone, and the losses.
+    """Compute alpha and beta (2 x B x places, packed), or beta alone, and the losses.
 
-    A program walks the diagonals of one sequence from one end. With i tokens and s frames behind it a node is reached
+    A program walks the diagonals of one sequence from one end. With i tokens and s frames behind it, a node is reached
     from node i of the diagonal before by blank and from node i - 1 by label. Words are loaded four diagonals ahead, so
-    that a walk waits for nothing but its own chain; eight are no faster. With MANY blocks of tokens each walks all
-    diagonals it has nodes on, and is entered from what the block before has written.
+    that a walk waits only for its own chain; eight are no faster. With MANY blocks of tokens, each block walks all
+    diagonals it has nodes on, and starts from the values that the block before has written.
     """
     program = tl.program_id(0)
     if ALPHA:
@@ -238,7 +238,7 @@ def transducer_loss_walk(
         limit = tl.where(i < tokens, frames, 0)
         blank_limit = tl.maximum(limit - 1, 0)
         label_limit = tl.where(i > 0, limit, 0)
-        # The first node: nothing behind it, or the last blank.
+        # The first node: probability 1, or walking back the last blank.
         start = (i == 0) & (limit > 0)
         corner = u + tl.where(back == 1, last, 0).to(tl.int64) * U
         end = tl.load(words + corner, mask=mask_if(back == 1, start), other=ONE)
@@ -247,7 +247,7 @@ def transducer_loss_walk(
         first = tl.maximum(begin, 1)
         s = first - i
         out = states + corner + first * hop
-        # Walking on, words lead from the nodes of the diagonal before; walking back, from the nodes themselves.
+        # Walking forwards, words lead from the nodes of the diagonal before; walking back, from the nodes themselves.
         blank_at = words + corner + (first - 1 + back) * hop
         label_at = blank_at + B * places + tl.where(back == 1, 0, before)
         blank_a, label_a, blank_b, label_b, blank_c, label_c, blank_d, label_d = _words_of_four(
@@ -279,7 +279,7 @@ def transducer_loss_walk(
 
 @triton.jit
 def _share(alpha, word, beta, total):
-    """alpha * word * beta / total."""
+    """Return alpha * word * beta / total."""
     mantissa = _mantissa(alpha) * _mantissa(word) * _mantissa(beta) / _mantissa(total)
     exponent = _exponent(alpha) + _exponent(word) + _exponent(beta) - _exponent(total)
     return mantissa * tl.exp2(tl.minimum(tl.maximum(exponent, -200), 100).to(tl.float32))
@@ -291,10 +291,10 @@ def transducer_loss_shares(
     words, states, f_len, y_len, shares, scores, B, T, U,
     DIAGONALS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Per node: the share of all right ways that goes on from there by blank, and by label (2 x B x T x U).
+    """Compute for each node the share of all right alignments that continue by blank, and by label (2 x B x T x U).
 
-    `scores`, where there are any, are the logarithms of alpha and beta. Zero where there is no node. Diagonal by
-    diagonal, so that what is read lies side by side.
+    `scores`, if given, receive the logs of alpha and beta. Nodes that do not exist get zero. Works diagonal by
+    diagonal, so that reads are contiguous.
     """
     blocks, rows = tl.cdiv(U, COLUMNS), tl.cdiv(T + U - 1, DIAGONALS)
     program = tl.program_id(0)
@@ -334,13 +334,13 @@ def transducer_loss_backward(
     grad, x, label, f_len, y_len, batch_offset, sums, shares, dx, B, T, U, V, blank,
     SOFTMAX: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits, or without SOFTMAX of the log-probabilities; zero where there is no node."""
+    """Compute the gradient of the logits, or without SOFTMAX of the log-probabilities; zero for absent nodes."""
     batch, t, token = _node(tl.program_id(0), T, U, ROWS)
     frames, tokens, first, stride = sequence(f_len, y_len, batch_offset, batch, T, U, 1)
     if batch_offset is not None:
         works = (t < frames) & (token < tokens) & (first >= 0)
     else:
-        works = t < T  # always: padding is written too
+        works = t < T  # always true: padding is written too
     if works:
         u = token + tl.arange(0, ROWS)
         exists = mask_if(t < frames, u < tokens)

@@ -1,9 +1,9 @@
-"""The joint of a transducer: h[b, t, u] = dropout(relu(f[b, t] + g[b, u])), each of the two if wanted.
+"""The joint of a transducer: h[b, t, u] = dropout(relu(f[b, t] + g[b, u])); dropout and ReLU are optional.
 
 Letters of the whole family: B batch, T frames of the encoder, U tokens of the predictor (labels + 1), H features of
-the joint, V words. A sequence has `f_len` frames and `g_len` tokens, of at most T and U. A padded tensor is B x T x U;
-a packed one has the sequences' T x U rows one after the other without the padding, sequence b ending before row
-`batch_offset[b]`, where `batch_offset` is cumsum(f_len * g_len); None stands for padded.
+the joint, V words. A sequence has `f_len` frames and `g_len` tokens, of at most T and U. A padded tensor is B x T x U.
+A packed tensor has the sequences' T x U rows one after the other without padding. Sequence b ends before row
+`batch_offset[b]`, where `batch_offset` is cumsum(f_len * g_len); None means padded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from . import config, reference
 kernels = _library.LazyModule(f"{__package__}.kernels_joint")
 shared_kernels = _library.LazyModule(f"{_library.__package__}._kernel_functions")
 
-# The elements of a packed tensor are counted in two parts, because a float of 32 bits holds 24.
+# The elements of a packed tensor are counted in two parts, because a 32-bit float holds 24 bits.
 LOW_BITS = 20
 
 
 def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: torch.device, least: int = 0) -> None:
-    """Refuses lengths that do not fit; their values only where reading them costs nothing."""
+    """Raise for lengths that do not fit; check their values only if reading them needs no wait."""
     check_tensors(**{name: lengths})
     if lengths.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {lengths.dtype}")
@@ -46,7 +46,7 @@ def check_lengths(lengths: Tensor, name: str, batches: int, most: int, device: t
 def check_offset(
     batch_offset: Tensor, batches: int, device: torch.device, f_len: Tensor, tokens: Tensor, rows: int
 ) -> None:
-    """Refuses a batch_offset that does not fit lengths and rows; its values only where reading them costs nothing."""
+    """Raise for a batch_offset that does not fit lengths and rows; check values only if reading needs no wait."""
     check_tensors(batch_offset=batch_offset)
     if batch_offset.dtype not in (torch.int32, torch.int64) or batch_offset.shape != (batches,):
         raise ValueError(
@@ -75,11 +75,11 @@ def joint_arguments(
     packed_rows: int = 0,
     want_mask: bool = False,
 ) -> tuple:
-    """The arguments of `JOINT`, checked; `packed_rows` counts the rows of a packed h.
+    """Check and return the arguments of `JOINT`; `packed_rows` counts the rows of a packed h.
 
-    Dropout draws from the default generator of the device. With ReLU the backward pass looks at h itself, which the
-    layer behind keeps in any case; dropout alone, whose zeros cannot be told from those of f + g, keeps a mask of a
-    byte per element.
+    Dropout draws from the default generator of the device. With ReLU the backward pass uses h itself, which the next
+    layer saves in any case. Dropout alone, whose zeros cannot be told from zeros of f + g, saves a mask of a byte per
+    element.
     """
     check_tensors(f=f, g=g)
     if f.dim() != 3 or g.dim() != 3 or f.shape[0] != g.shape[0] or f.shape[2] != g.shape[2]:
@@ -106,9 +106,9 @@ def joint_arguments(
 
 
 def _draw_noise(f: Tensor, g: Tensor, shape: tuple[int, ...], dropout: float) -> Tensor:
-    """What decides which elements are dropped.
+    """Return the noise that decides which elements are dropped.
 
-    Where kernels run one int64, the seed of a Philox stream; elsewhere a byte per element of h, zero where dropped.
+    If kernels run it is one int64, the seed of a Philox stream; otherwise a byte per element of h, zero if dropped.
     """
     if f.numel() and g.numel() and _library.runs_triton(FAMILY, f) and _library.runs_triton(FAMILY, g):
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=f.device)
@@ -122,12 +122,12 @@ def _shape(f: Tensor, g: Tensor, batch_offset: Tensor | None, packed_rows: int) 
 
 
 def within_rows(batch_offset: Tensor | None, rows: int) -> Tensor | None:
-    """The offsets, clamped to the rows there are: their values, which the host does not know, may be anything."""
+    """Return the offsets clamped to the number of rows: the host does not know their values."""
     return None if batch_offset is None else batch_offset.clamp(0, rows)
 
 
 def fill_rest(batch_offset: Tensor | None, packed: Tensor, value: float) -> None:
-    """Fills rows behind the last sequence of a packed tensor: they must not hold what was in memory before."""
+    """Fill rows behind the last sequence of a packed tensor, which must not keep old memory contents."""
     if batch_offset is None:
         return
     high, low = divmod(packed.numel(), 1 << LOW_BITS)
@@ -204,7 +204,7 @@ def launch_backward(
 def _backward_launch(
     batches: int, frames: int, tokens: int, features: int, itemsize: int, masked: bool, device: torch.device
 ) -> tuple[Any, int, int]:
-    """The kernel of a backward pass, and how many sums there are for each gradient of f and of g."""
+    """Return the kernel of a backward pass, and how many partial sums the gradients of f and of g have."""
     here = facts(device)
     tile = config.joint_backward_tile(tokens, features, itemsize, here)
     blocks = -(-tokens // tile.tokens)
@@ -246,7 +246,7 @@ FAMILY = _library.register_family(
     _library.OpFamily("transducer", "joint and loss of speech transducers, forward and backward")
 )
 
-# Gradients have the dtype of h's, from which autograd casts to those of f and g: h has the wider of the two.
+# Gradients have the dtype of h's gradient; autograd casts them to f's and g's. h has the wider of the two dtypes.
 JOINT = Op(
     FAMILY,
     "transducer_joint(Tensor f, Tensor g, Tensor f_len, Tensor g_len, Tensor? batch_offset, Tensor? noise, bool relu, "

@@ -1,7 +1,7 @@
 """The transducer loss: minus the logarithm of the probability of all alignments of labels and frames.
 
-`op_joint.py` explains letters and layouts. With `softmax` x has logits, and the softmax is part of the loss: the
-backward pass makes the gradient of the logits from x and three numbers per node of B x T x U. Without it x has
+`op_joint.py` explains letters and layouts. With `softmax`, x has logits, and the softmax is part of the loss: the
+backward pass computes the gradient of the logits from x and three numbers per node of B x T x U. Without it, x has
 log-probabilities, and there are no `sums`.
 """
 
@@ -21,7 +21,7 @@ from .op_joint import FAMILY, check_lengths, check_offset, fill_rest, within_row
 
 kernels = _library.LazyModule(f"{__package__}.kernels_loss")
 
-# Words of a row and nodes of the lattices are counted in 32 bits by the kernels.
+# The kernels count words of a row and nodes of the lattices in 32 bits.
 MOST = 2**31 - 2**16
 
 
@@ -34,7 +34,7 @@ def check_loss(
     max_f_len: int,
     blank_idx: int,
 ) -> None:
-    """Refuses arguments that do not fit, in clear words; lengths and labels where reading them costs nothing."""
+    """Raise for arguments that do not fit; check lengths and labels only if reading them needs no wait."""
     check_tensors(x=x, label=label)
     if label.dim() != 2 or label.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -81,14 +81,14 @@ def shares_of_scores(
     batch_offset: Tensor | None,
     blank_idx: int,
 ) -> Tensor:
-    """The `shares` that the backward pass needs, from alpha and beta (B x T x U) of log-probabilities."""
+    """Return the `shares` that the backward pass needs, from alpha and beta (B x T x U) of log-probabilities."""
     nodes = reference.lattice(f_len, y_len, batch_offset, (alpha.shape[1], alpha.shape[2]))
     words = reference.scores_of_words(log_probabilities, label, nodes, blank_idx, softmax=False)[1:]
     return reference.shares_of_words(alpha, beta, *words, nodes)
 
 
 def _can_walk() -> bool:
-    """Whether this Triton has what the walk over the lattices is made of: 3.2 cannot gather."""
+    """Return whether this Triton has the functions that the walk over the lattices needs: 3.2 cannot gather."""
     if hasattr(kernels.tl, "gather"):
         return True
     if _library.requested == "triton":
@@ -109,7 +109,7 @@ def launch_forward(
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     sums = empty(batches, frames, tokens) if softmax else None
-    # Of each node's blank and label, diagonal after diagonal: see the kernels.
+    # Probabilities of each node's blank and label, diagonal after diagonal: see the kernels.
     probabilities = empty(2, batches, (frames + tokens - 1) * tokens, dtype=torch.int64)
     reading = config.reading_tile(tokens, words, x.dtype.itemsize, device)
     kernels.transducer_loss_words(
@@ -152,7 +152,7 @@ def launch_forward(
 
 
 def launch_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
-    """`saved` is what `LOSS` saves beside x, then its settings."""
+    """Return the gradient of x; `saved` is the other saved tensors of `LOSS`, its settings and `wanted`."""
     label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     if not x.numel():
         return torch.empty_like(x)
@@ -185,9 +185,9 @@ def _fake(x, label, f_len, y_len, batch_offset, *options):  # type: ignore[no-un
     )
 
 
-# `sums` are the logarithms of the sums of the logits' exponentials, per node and zero where there is none. `shares`,
-# 2 x B x T x U, are the posterior probabilities of a node's two transitions: which part of the probability of all right
-# alignments goes on from there by blank, and by label. `scores` are alpha and beta, 2 x B x T x U.
+# `sums` are the logs of the sums of the logits' exponentials, per node, zero for nodes that do not exist. `shares`,
+# 2 x B x T x U, are the posterior probabilities of a node's two transitions: the part of the probability of all right
+# alignments that continues from the node by blank, and by label. `scores` are alpha and beta, 2 x B x T x U.
 LOSS = Op(
     FAMILY,
     "transducer_loss(Tensor x, Tensor label, Tensor f_len, Tensor y_len, Tensor? batch_offset, SymInt max_f_len, "

@@ -1,7 +1,7 @@
-"""Joint and loss of a transducer in PyTorch operators: the definition, and what runs where there is no kernel.
+"""Joint and loss of a transducer in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 `op_joint.py` explains letters and layouts. The joint is differentiable; the loss is not, its derivative is written out.
-`options` are what the schemas of `JOINT` and `LOSS` have behind their tensors, in that order.
+`options` are the settings of the schemas of `JOINT` and `LOSS`, behind their tensors, in that order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from .._library import compute_dtype
 
-# What the joint has outside a sequence: finite, because matrix products behind it read it, and upstream's value.
+# Value of the joint outside a sequence: upstream's, and finite, because matrix products behind it read it.
 PADDING = -1.0
 NEVER = float("-inf")
 
@@ -24,7 +24,7 @@ def _range(length: int, like: Tensor) -> Tensor:
 
 
 def _in_sequence(f_len: Tensor, g_len: Tensor, frames: int, tokens: int) -> Tensor:
-    """Which places of B x T x U are no padding."""
+    """Return which positions of B x T x U are not padding."""
     inside_frames = _range(frames, f_len) < f_len[:, None]
     return inside_frames[:, :, None] & (_range(tokens, g_len) < g_len[:, None])[:, None, :]
 
@@ -32,7 +32,7 @@ def _in_sequence(f_len: Tensor, g_len: Tensor, frames: int, tokens: int) -> Tens
 def joint(
     f: Tensor, g: Tensor, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, noise: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """h, and if wanted one byte per element: 1 where it depends on f and g."""
+    """Return h and, if wanted, one byte per element: 1 if it depends on f and g."""
     relu, _, scale, frames, tokens, packed_rows, want_mask = options
     exists = _in_sequence(f_len, g_len, frames, tokens)
     h = f[:, :, None] + g[:, None]
@@ -55,7 +55,7 @@ def joint(
 def joint_backward(
     dh: Tensor, kept: Tensor | None, f_len: Tensor, g_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of f and g, from where `kept` is positive; differentiable with respect to dh."""
+    """Return the gradients of f and g, counting elements with positive `kept`; differentiable with respect to dh."""
     _, _, scale, frames, tokens, *_ = options
     exists = _in_sequence(f_len, g_len, frames, tokens)[..., None]
     if kept is not None:
@@ -68,14 +68,14 @@ def joint_backward(
     return df.to(dh.dtype), dg.to(dh.dtype)
 
 
-# The loss -------------------------------------------------------------------------------------------------------------
-# A sequence has `y_len` labels and y_len + 1 tokens. At frame t, with u labels out, a model says blank and goes on to
-# the next frame, or says label u and stays. alpha[t, u] is the logarithm of the probability of all ways from the start
-# to there, beta[t, u] of all ways from there to the end, where the last word is a blank. The loss is -beta[0, 0].
+# The loss: a sequence has `y_len` labels and y_len + 1 tokens. At frame t, with u labels emitted, a model emits blank
+# and goes on to the next frame, or emits label u and stays. alpha[t, u] is the log of the probability of all paths from
+# the start to there, beta[t, u] of all paths from there to the end, where the last word is a blank. The loss is
+# -beta[0, 0].
 
 
 class Lattice(NamedTuple):
-    """Where the sequences' nodes are, B x T x U: which exist, and the row of the logits each has."""
+    """The sequences' nodes, B x T x U: which of them exist, and the row of the logits of each."""
 
     frames: Tensor  # B x 1 x 1
     tokens: Tensor  # B x 1 x 1
@@ -99,10 +99,10 @@ def lattice(f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, sizes: tu
 def scores_of_words(
     x: Tensor, label: Tensor, nodes: Lattice, blank: int, softmax: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Per node: the logarithm of the sum of exponentials, and the log-probabilities of blank and of the next label.
+    """Return for each node the log of the sum of exponentials, and the log-probabilities of blank and next label.
 
-    Zero where there is no node, NaN for a label that is no word. Without `softmax` x has log-probabilities already,
-    and there are no sums.
+    They are zero for nodes that do not exist, NaN for a label that is no word. Without `softmax`, x has
+    log-probabilities already, and there are no sums.
     """
     flat = x.reshape(-1, x.shape[-1])
     compute, words = compute_dtype(x), x.shape[-1]
@@ -122,10 +122,11 @@ def scores_of_words(
 
 
 def _walk(start: Tensor, by_blank: Tensor, by_label: Tensor) -> Tensor:
-    """The logarithms of the probabilities to reach the nodes of B x T x U, from `start` at (0, 0), B.
+    """Return the logs of the probabilities to reach the nodes of B x T x U, from `start` at (0, 0), B.
 
-    `by_blank` and `by_label` are those of the words that lead to a node, from the frame before and from the token
-    before. All nodes of a diagonal t + u are reached at once: rows are moved by u, so that diagonals become columns.
+    `by_blank` and `by_label` are the log-probabilities of the words that lead to a node, from the frame before and from
+    the token before. All nodes of a diagonal t + u are reached at once: rows are shifted by u, so that diagonals become
+    columns.
     """
     batches, frames, tokens = by_blank.shape
     diagonals = frames + tokens - 1
@@ -143,7 +144,7 @@ def _walk(start: Tensor, by_blank: Tensor, by_label: Tensor) -> Tensor:
 
 
 def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[Tensor, Tensor]:
-    """alpha and beta, zero where there is no node; beta is the walk from the other end."""
+    """Return alpha and beta, zero for nodes that do not exist; beta is the walk from the other end."""
     batches, _, width = of_blank.shape
     opposite = (nodes.frames - 1 - nodes.t) * width + nodes.tokens - 1 - nodes.u
     place = torch.where(nodes.exists, opposite, 0).reshape(batches, -1)
@@ -153,7 +154,7 @@ def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[
 
     turned_blank = turned(of_blank)
     start = torch.cat([torch.zeros_like(turned_blank[:, 0, 0]), turned_blank[:, 0, 0]])
-    # Forwards a word leads from the node before; backwards it belongs to the node itself.
+    # Forwards, a word leads from the node before; backwards, it belongs to the node itself.
     by_blank = torch.cat([pad(of_blank, (0, 0, 1, -1)), turned_blank])
     by_label = torch.cat([pad(of_label, (1, -1)), turned(of_label)])
     by_blank[:, 0] = NEVER
@@ -164,7 +165,7 @@ def alpha_and_beta(of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> tuple[
 
 
 def shares_of_words(alpha: Tensor, beta: Tensor, of_blank: Tensor, of_label: Tensor, nodes: Lattice) -> Tensor:
-    """Per node: the part of all ways that are right that goes on from there by blank, and by label; 2 x B x T x U."""
+    """Return for each node the part of all right paths that continues by blank, and by label; 2 x B x T x U."""
     total = beta[:, :1, :1]
     last = (nodes.t == nodes.frames - 1) & (nodes.u == nodes.tokens - 1)
     by_blank = (alpha + of_blank + pad(beta, (0, 0, -1, 1)) - total).exp()
@@ -178,7 +179,7 @@ def shares_of_words(alpha: Tensor, beta: Tensor, of_blank: Tensor, of_label: Ten
 def loss(
     x: Tensor, label: Tensor, f_len: Tensor, y_len: Tensor, batch_offset: Tensor | None, *options: Any
 ) -> tuple[Any, ...]:
-    """Losses in x's dtype, and what `LOSS` has beside them where it is wanted."""
+    """Return losses in x's dtype, and the other results of `LOSS` if they are wanted."""
     max_f_len, blank_idx, softmax, want_nodes, want_scores = options
     sizes = (max_f_len, label.shape[1] + 1)
     sums: Tensor | None
@@ -195,7 +196,7 @@ def loss(
 
 
 def loss_backward(grad: Tensor, x: Tensor, *saved: Any) -> Tensor:
-    """The gradient of the logits, or (not `softmax`) of the log-probabilities."""
+    """Return the gradient of the logits, or (not `softmax`) of the log-probabilities."""
     label, f_len, y_len, batch_offset, sums, shares, _, blank_idx, softmax, *_ = saved
     compute, words = compute_dtype(x), x.shape[-1]
     flat = x.reshape(-1, words)

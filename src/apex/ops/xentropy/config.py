@@ -1,6 +1,6 @@
 """Launch choices of softmax cross-entropy, and the sizes of a linear layer's chunks.
 
-Times are microseconds on an H200, of kernels launched directly, where nothing else is said.
+Unless stated otherwise, times are microseconds on an H200, of kernels launched directly.
 """
 
 from __future__ import annotations
@@ -12,40 +12,41 @@ import torch
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
 
-# The kernels' blocks begin at multiples of so many elements (`kernels.ALIGNMENT`).
+# The kernels' blocks begin at multiples of this many elements (`kernels.ALIGNMENT`).
 ALIGNMENT = 16
 # Rows up to this length are held in registers, several per program.
 SHORT_ROW = 1024
 
-# Bytes of a row from which the gradient that takes its place leaves the cache to rows that are still to be read again:
-# bfloat16 768x128256 in 142, else 158, 1664x50257 in 113, else 119, but 2816x32000 in 121, else 118.
+# From this many bytes per row on, the gradient that overwrites a row is not kept in the cache, which is left to rows
+# that are read again: bfloat16 768x128256 in 142, else 158, 1664x50257 in 113, else 119, but 2816x32000 in 121, else
+# 118.
 STREAMED_ROW = 3 << 15
 
-# Logits of a chunk: a tenth of all, within these limits of elements (192 and 512 MiB in half precision). Smaller chunks
-# make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of 1024 and 21.5 of
-# 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3, of 832 and 896
-# 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024 rows need 800.
-# Where that makes MANY_ROWS, up to LARGE_CHUNK: 8192x768x50304 in 2.95 ms in chunks of 2816 rows, 3.19 of 1664, 2.86 in
-# one; 8192x1024x32000 in 2.34 of 4096, 2.45 of 2816.
+# Limits of the logits of a chunk, which are a tenth of all otherwise, in elements (192 and 512 MiB in half precision).
+# Smaller chunks make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of
+# 1024 and 21.5 of 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3,
+# of 832 and 896 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024
+# rows need 800. Chunks grow up to LARGE_CHUNK if that makes MANY_ROWS: 8192x768x50304 in 2.95 ms in chunks of 2816
+# rows, 3.19 of 1664, 2.86 in one; 8192x1024x32000 in 2.34 of 4096, 2.45 of 2816.
 CHUNK_ELEMENTS = (3 << 25, 1 << 28)
 LARGE_CHUNK, MANY_ROWS = 17 << 23, 2816
 CHUNKS = 10
-# Chunks have a multiple of so many rows, half a tile of a matrix product: 8192x768x50304 takes 2.96 ms in chunks of
+# Chunks have a multiple of this many rows, half a tile of a matrix product: 8192x768x50304 takes 2.96 ms in chunks of
 # 2752 rows, 2.95 in chunks of 2816, which need 6 MiB more.
 ROW_MULTIPLE = 64
-# Chunks whose sum may be rounded to bfloat16 each time: 0.3% in the mean square, a single rounding being 0.1%.
+# Most chunks whose sum may be rounded to bfloat16 each time: 0.3% in the mean square, a single rounding being 0.1%.
 MOST_ROUNDINGS = 16
-# Rows of logits begin at multiples of so many elements: matrix products and kernels are quicker then.
+# Rows of logits begin at multiples of this many elements, which makes matrix products and kernels quicker.
 STRIDE_MULTIPLE = 64
-# Matrix products of half precision take a multiple of so many classes on a GPU, 16 bytes, and what is left apart: with
-# 50257 classes and 4096 features cuBLAS's took four times as long as those of torch.compile, which pads them.
+# On a GPU half-precision matrix products take a multiple of this many classes, 16 bytes, and the remainder separately:
+# with 50257 classes and 4096 features cuBLAS's took four times as long as those by torch.compile, which pads them.
 CLASS_MULTIPLE = 8
-# Classes whose gradients are added at a time where a product cannot add to float32 itself.
+# Classes whose gradients are added at a time if a product cannot add to float32 itself.
 CLASSES_AT_A_TIME = 1 << 14
 
 
 class BlockConfig(NamedTuple):
-    """A block is `groups` accesses of 16 bytes by each of `lanes` threads; `splits` programs share a row."""
+    """Blocks of `groups` accesses of 16 bytes by each of `lanes` threads; `splits` programs share a row."""
 
     groups: int
     lanes: int
@@ -54,7 +55,7 @@ class BlockConfig(NamedTuple):
 
 
 class ShortConfig(NamedTuple):
-    """Whole rows of up to `block` elements, `rows_per_program` of them."""
+    """Launch choices for whole rows of up to `block` elements, `rows_per_program` of them."""
 
     rows_per_program: int
     block: int
@@ -66,22 +67,22 @@ def forward_config(rows: int, classes: int, element_size: int, gradient: bool, d
     few = rows < 4 * device.multiprocessors
     if gradient:
         # The row is read again, best from the cache: the longer it is, the fewer at a time. bfloat16 1664x50304 in 112,
-        # with 512 threads 126, when 53 MB of rows are at work, but 2816x32000 in 121 and 113. Half precision that is no
-        # whole number of blocks takes 48 registers, too many for two such programs: 1664x50257 in 138, and in 113 with
-        # two accesses of 512 threads.
+        # with 512 threads 126, when 53 MB of rows are in use, but 2816x32000 in 121 and 113. Half-precision rows that
+        # are no whole number of blocks take 48 registers, too many for two such programs: 1664x50257 in 138, and in 113
+        # with two accesses of 512 threads.
         odd = element_size == 2 and classes % ALIGNMENT != 0
         lanes = 1024 if few or (classes * element_size >= STREAMED_ROW and not odd) else 512
         return _fitted(classes, element_size, groups=1 + odd, lanes=lanes, device=device)
     # Two accesses in flight: bfloat16 8192x131072 in 484, with four 523, with eight 854; 16384x50257 in 389, with four
-    # 472. More threads do better where there are too few rows for every multiprocessor to have several (64x131072 in
+    # 472. More threads do better if there are too few rows for every multiprocessor to have several (64x131072 in
     # 18, with 256 threads 28).
     return _fitted(classes, element_size, groups=2, lanes=1024 if few else 256, device=device)
 
 
 @tunable(lambda config: ("groups", "lanes", "num_warps", "splits"))
 def backward_config(rows: int, classes: int, element_size: int, device: DeviceFacts) -> BlockConfig:
-    # One access of many threads: float32 8192x131072 in 2154, of fewer 2229, four accesses 2601. Four programs for a
-    # row that is not whole blocks share its rest: bfloat16 16384x50257 in 877, else 1016.
+    # One access of many threads: float32 8192x131072 in 2154, of fewer 2229, four accesses 2601. Four programs share a
+    # row that is not whole blocks, and so its remainder: bfloat16 16384x50257 in 877, else 1016.
     config = _fitted(classes, element_size, groups=1, lanes=512, device=device)
     splits = 4 if classes % ALIGNMENT else 1
     splits = max(splits, -(-4 * device.multiprocessors // rows))
@@ -99,7 +100,7 @@ def short_config(rows: int, classes: int, element_size: int, device: DeviceFacts
 
 
 def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: DeviceFacts) -> BlockConfig:
-    """Blocks of that size, or smaller ones for rows that would not fill them."""
+    """Return blocks of that size, or smaller ones for rows that would not fill them."""
     vector = 16 // element_size
     while groups > 1 and groups * lanes * vector > classes:
         groups //= 2
@@ -109,7 +110,7 @@ def _fitted(classes: int, element_size: int, groups: int, lanes: int, device: De
 
 
 def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
-    """Rows per chunk: as asked for, else equal parts within the limits of elements."""
+    """Return the rows per chunk: as asked for, else equal parts within the limits of elements."""
     if asked is not None:
         return max(1, min(asked, rows))
     fewest, most = CHUNK_ELEMENTS
@@ -123,7 +124,7 @@ def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
 
 
 def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None = None) -> torch.dtype:
-    """The dtype in which the gradients of weight and bias are summed over the chunks."""
+    """Return the dtype of the sums of the gradients of weight and bias over the chunks."""
     if asked is not None:
         return asked
     # Sums over all rows, not divided by their number yet, may be too large for float16.
@@ -133,7 +134,7 @@ def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None 
 
 
 def parts_of_products(classes: int, dtype: torch.dtype, on_gpu: bool) -> list[slice]:
-    """The classes that matrix products take at a time."""
+    """Return the slices of classes that matrix products take at a time."""
     whole = classes // CLASS_MULTIPLE * CLASS_MULTIPLE
     if not on_gpu or dtype.itemsize != 2 or whole in (0, classes):
         return [slice(0, classes)]

@@ -2,9 +2,9 @@
 
 Logits are `rows` x `classes` with `row_stride` elements from one row to the next. A row is read in blocks of
 GROUPS x LANES x VECTOR elements: VECTOR neighbours are one 16-byte access of a thread, LANES are the threads of a
-program, and a thread's GROUPS accesses are in flight together. Rows of an odd length start anywhere, so that blocks
-begin at the first multiple of ALIGNMENT elements inside a row (EDGES); the few elements before and behind the blocks,
-its edges, are one small access of their own. Arithmetic is float32, exponentials are powers of two.
+program, and a thread's GROUPS accesses are in flight together. Rows of an odd length are not aligned, so blocks begin
+at the first multiple of ALIGNMENT elements inside a row (EDGES); the few elements before and behind the blocks, its
+edges, are one small separate access. Arithmetic is float32, exponentials are powers of two.
 """
 
 import triton
@@ -14,21 +14,21 @@ from .._kernel_functions import mask_if
 from .._launch import kernel
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# Stands for -inf as the greatest element seen so far: it can be scaled, and subtracted from itself.
+# Replaces -inf as the initial maximum, because it can be scaled and subtracted from itself.
 LOWEST = tl.constexpr(-1.0e38)
 ALIGNMENT = tl.constexpr(16)
 
 
 @triton.jit
 def _block(GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Positions of a block's elements, relative to its start."""
+    """Return the positions of a block's elements, relative to its start."""
     group = tl.arange(0, GROUPS)[:, None, None] * (LANES * VECTOR)
     return group + tl.arange(0, LANES)[None, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
 
 
 @triton.jit
 def _aligned_part(row_start, classes, EDGES: tl.constexpr):
-    """Where a row's blocks begin (from the start of the tensor), how far that is into the row, and their elements."""
+    """Return the start of a row's blocks, in the tensor and in the row, and the number of their elements."""
     if EDGES:
         body_start = (row_start + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
         head = (body_start - row_start).to(tl.int32)
@@ -42,7 +42,7 @@ def _aligned_part(row_start, classes, EDGES: tl.constexpr):
 
 @triton.jit
 def _edges(head, length, classes):
-    """Positions of the elements outside the blocks, and which of them exist."""
+    """Return the positions of the elements outside the blocks, and their mask."""
     index = tl.arange(0, 2 * ALIGNMENT)
     position = tl.where(index < ALIGNMENT, index, index - ALIGNMENT + head + length)
     return position, (position < classes) & ((index >= ALIGNMENT) | (position < head))
@@ -50,7 +50,7 @@ def _edges(head, length, classes):
 
 @triton.jit
 def _accumulate(x, mask, greatest, exponentials, total, SMOOTHED: tl.constexpr):
-    """One block more for each lane: its greatest element, the sum of 2^(x - greatest) and the sum of x.
+    """Add one block to each lane's greatest element, sum of 2^(x - greatest) and sum of x, and return these.
 
     The maximum is taken over a lane's part of the block first, so that an element costs one exponential.
     """
@@ -64,7 +64,7 @@ def _accumulate(x, mask, greatest, exponentials, total, SMOOTHED: tl.constexpr):
 
 @triton.jit
 def _slope(x, position, label, log_sum, scale, own, others):
-    """The derivative of a row's loss, scale * (softmax - target); the last two are -scale * target."""
+    """Return the derivative of a row's loss, scale * (softmax - target); `own` and `others` are -scale * target."""
     softmax = tl.exp2(x * LOG2E - log_sum * LOG2E)
     return scale * softmax + tl.where(position == label, own, others)
 
@@ -75,10 +75,10 @@ def _write_gradient(
     EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
+    """Write a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
-    Only `counted` rows are read; the gradient of the others, padding, is zero whatever their logits are. EVICT: the
-    cache's policy for what is read and written here.
+    Only `counted` rows are read; the gradient of the others, padding, is zero for any logits. EVICT: the cache policy
+    of these reads and writes.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     label = tl.where((label >= 0) & (label < classes), label, -1).to(tl.int32)
@@ -122,10 +122,10 @@ def xentropy_forward(
     SMOOTHED: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr,
     LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The loss of each row and the logarithm of its sum of exponentials; one program per row.
+    """Compute the loss of each row and the log of its sum of exponentials; one program per row.
 
-    Both are zero for padding, which is not read. GRADIENT: puts the gradient of the loss, times the row's scale if
-    there is one, into the place of the logits; STREAM: the cache is for rows that are to be read again.
+    Both are zero for padding, which is not read. GRADIENT: overwrites the logits with the gradient of the loss, times
+    the row's scale if there is one. STREAM: leaves the cache to rows that are read again.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -182,9 +182,9 @@ def xentropy_backward(
     splits, row_stride, classes, padding_idx, loss_stride, smoothing,
     EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the logits, `classes` elements per row; `splits` neighbouring programs share a row.
+    """Compute the gradient of the logits, `classes` elements per row; `splits` neighbouring programs share a row.
 
-    `loss_stride` is 0 for a gradient of the losses that is the same for all rows, else 1.
+    `loss_stride` is 0 if all rows share one gradient of the loss, else 1.
     """
     row = (tl.program_id(0) // splits).to(tl.int64)
     label = tl.load(labels + row)
@@ -204,10 +204,10 @@ def xentropy_short_rows(
     rows, row_stride, classes, padding_idx, loss_stride, smoothing,
     BACKWARD: tl.constexpr, SMOOTHED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    """Both passes for few classes: ROWS whole rows per program, held in registers.
+    """Run either pass for few classes: ROWS whole rows per program, held in registers.
 
     BACKWARD: reads `log_sums`, and the gradient of the losses in place of `losses`; writes `gradient`. The number of
-    classes and the stride are multiples of MULTIPLE, of which accesses of 16 bytes are made.
+    classes and the stride are multiples of MULTIPLE, which allows accesses of up to 16 bytes.
     """
     row_stride = row_stride // MULTIPLE * MULTIPLE
     classes = classes // MULTIPLE * MULTIPLE

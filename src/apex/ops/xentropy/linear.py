@@ -1,11 +1,11 @@
-"""Cross-entropy of a linear layer's outputs, a chunk of rows at a time: all logits are never there at once.
+"""Cross-entropy of a linear layer's outputs, a chunk of rows at a time: never materialises all logits.
 
 One pass over the chunks gives losses and gradients. The gradient of a chunk's logits overwrites them, and two matrix
-products take it on to the gradients of input and weight.
+products compute the gradients of input and weight from it.
 
-For a mean or a sum the gradients are computed together with the loss, as if its gradient were one, and multiplied by
-what it is in the backward pass: a mean's small factor would be lost in the float16 gradient of the logits. Without a
-reduction each row has its own gradient, so that the chunks are computed once more in the backward pass.
+For a mean or a sum the gradients are computed together with the loss, as if the loss's gradient were one. The backward
+pass multiplies them by the actual one: a mean's small factor would be lost in the float16 gradient of the logits.
+Without a reduction each row has its own gradient, so the backward pass computes the chunks once more.
 
 Letters: N rows, H features, V classes.
 """
@@ -28,7 +28,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class LinearSpec(NamedTuple):
-    """What is computed, beside the tensors; `compute` is the dtype of input and weight in matrix products."""
+    """Settings of the loss; `compute` is the dtype of input and weight in matrix products."""
 
     smoothing: float
     ignore_index: int
@@ -51,14 +51,14 @@ def linear_cross_entropy(
     accumulation_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """`cross_entropy(linear(input, weight, bias), target)` without ever holding all logits.
+    """Return `cross_entropy(linear(input, weight, bias), target)` without ever holding all logits.
 
     `input` is (..., H), `weight` (V, H), `target` (...) with classes or `ignore_index`, `bias` (V). The loss is
     float32 (float64 for float64 inputs): a mean over the rows that are not ignored, a sum, or with "none" the loss of
-    each row, zero where it is ignored. Under autocast the matrix products are in its dtype.
+    each row, zero if it is ignored. Under autocast the matrix products are in autocast's dtype.
 
-    `accumulation_dtype` is the one in which the gradient of the weight is summed over chunks of `chunk_rows` rows. By
-    default that is the weight's own, but float32 for float16, and for bfloat16 from more than 16 chunks on.
+    `accumulation_dtype` is the dtype of the sum of the weight's gradient over chunks of `chunk_rows` rows. By
+    default it is the weight's own, but float32 for float16, and for bfloat16 with more than 16 chunks.
     """
     check_tensors(input=input, weight=weight, target=target)
     check_optional_tensors(bias=bias)
@@ -99,7 +99,7 @@ def _check(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, s
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """The autograd node behind `linear_cross_entropy`; its arguments were checked, and its input has two dimensions."""
+    """Autograd node of `linear_cross_entropy`; its arguments were checked, and its input has two dimensions."""
 
     @staticmethod
     def forward(ctx, input, weight, bias, labels, spec):  # type: ignore[override]
@@ -113,31 +113,31 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             ctx.save_for_backward(input, weight, bias, labels, count, *gradients)
         else:
             ctx.save_for_backward(input, weight, bias, labels, count)
-            # Handed on by the backward pass, which then holds no second reference: autograd need not copy them.
+            # The backward pass hands these on and keeps no second reference, so that autograd need not copy them.
             ctx.gradients = gradients if True in wanted else None
         return _reduced(losses, count, spec.reduction)
 
     @staticmethod
     def backward(ctx, loss_gradient):  # type: ignore[override]
         input, weight, bias, labels, count, *gradients = ctx.saved_tensors
-        given, spec, wanted = (input, weight, bias), ctx.spec, ctx.needs_input_grad[:3]
+        tensors, spec, wanted = (input, weight, bias), ctx.spec, ctx.needs_input_grad[:3]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
-            return *_differentiable_gradients(loss_gradient, given, labels, count, spec, wanted), None, None
+            return *_differentiable_gradients(loss_gradient, tensors, labels, count, spec, wanted), None, None
         if spec.reduction == "none":
-            _, *gradients = _pass(given, labels, loss_gradient.contiguous(), spec, wanted)
+            _, *gradients = _pass(tensors, labels, loss_gradient.contiguous(), spec, wanted)
             factor = None
         else:
-            # Where every row is ignored the mean is NaN and the gradients are zero, as PyTorch has it.
+            # If every row is ignored, the mean is NaN and the gradients are zero, as in PyTorch.
             factor = loss_gradient if count is None else loss_gradient / count.clamp(min=1)
             if not ctx.is_compiled:
                 gradients, ctx.gradients = ctx.gradients, None
                 if gradients is None:  # a second backward pass through a retained graph
-                    _, *gradients = _pass(given, labels, None, spec, wanted)
-        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, given, strict=True)), None, None
+                    _, *gradients = _pass(tensors, labels, None, spec, wanted)
+        return *(_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True)), None, None
 
 
 def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
-    """The losses, or their sum; divided by `count` where it is given."""
+    """Return the losses, or their sum, divided by `count` if that is given."""
     if reduction == "none":
         return losses
     return losses.sum() if count is None else losses.sum() / count
@@ -146,7 +146,7 @@ def _reduced(losses: Tensor, count: Tensor | None, reduction: str) -> Tensor:
 def _pass(
     given: tuple, labels: Tensor, row_scale: Tensor | None, spec: LinearSpec, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The pass over the chunks in the dtype of `spec.compute`; `given` are input, weight and bias."""
+    """Run the pass over the chunks in the dtype of `spec.compute`; `given` are input, weight and bias."""
     input, weight, bias = given
     rows, classes = input.shape[0], weight.shape[0]
     size = config.chunk_size(rows, classes, spec.chunk_rows)
@@ -161,7 +161,7 @@ def _pass(
 
 
 def _finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None, is_compiled: bool) -> Tensor | None:
-    """The gradient times `factor` in the dtype of its tensor; in place where nothing else sees it."""
+    """Return the gradient times `factor` in the dtype of its tensor; computed in place outside of compiled code."""
     if gradient is None or like is None:
         return None
     if factor is None:
@@ -176,17 +176,17 @@ def _finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | Non
 def _differentiable_gradients(
     loss_gradient: Tensor, given: tuple, labels: Tensor, count: Tensor | None, spec: LinearSpec, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients that can be differentiated again, by way of the logits."""
+    """Return gradients that can be differentiated again, computed through the logits."""
     compute = spec.compute
-    # Aliases: the input may have been computed from the weight, an embedding's, which is not this loss's to
-    # differentiate.
+    # Aliases: the input may have been computed from the weight, as in tied embeddings; that dependence is not this
+    # loss's to differentiate.
     tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in given]
     logits = functional.linear(*(None if tensor is None else tensor.to(compute) for tensor in tensors))  # type: ignore[arg-type]
     losses, _ = reference.forward(logits, labels, spec.smoothing, spec.ignore_index)
     chosen: list[Any] = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want]
     loss = _reduced(losses, count, spec.reduction)
-    found = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
-    return [next(found) if want else None for want in wanted]
+    gradients = iter(torch.autograd.grad(loss, chosen, loss_gradient, create_graph=True))
+    return [next(gradients) if want else None for want in wanted]
 
 
 def linear_xentropy(
@@ -201,10 +201,10 @@ def linear_xentropy(
     accumulation_dtype: torch.dtype,
     chunk_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (N), and the gradients of sum(losses * row_scale) for input (N x H), weight (V x H) and bias (V).
+    """Return losses (N), and the gradients of sum(losses * row_scale) for input (N x H), weight (V x H) and bias (V).
 
-    Without autograd. Input, weight and bias have one dtype; the gradients of the last two have `accumulation_dtype`.
-    Those that are not `wanted` have no elements.
+    Runs without autograd. Input, weight and bias have one dtype; the gradients of the last two have
+    `accumulation_dtype`. Gradients that are not `wanted` have no elements.
     """
     rows, features = input.shape
     classes, device = weight.shape[0], input.device
@@ -230,7 +230,7 @@ def linear_xentropy(
             scale = None if row_scale is None else row_scale[part]
             _losses_and_gradient(logits, labels[part], losses[part], scale, smoothing, ignore_index, True in wanted)
             if wanted[0]:
-                # What is left apart first: the large product adds to it before it rounds.
+                # The remainder comes first: the large product adds to it before it rounds.
                 for chosen in reversed(parts):
                     _add_product(input_gradient[part], logits[:, chosen], weight[chosen], first=chosen is parts[-1])
             if wanted[1]:
@@ -250,22 +250,22 @@ def _losses_and_gradient(
     ignore_index: int,
     gradient: bool,
 ) -> None:
-    """Writes the losses and, where the gradient is wanted, overwrites the logits with it."""
+    """Write the losses and, if the gradient is wanted, overwrite the logits with it."""
     if _library.runs_triton(FAMILY, logits):
         if gradient:
             launch_in_place(logits, labels, losses, row_scale, smoothing, ignore_index)
         else:
             losses.copy_(launch_forward(logits, labels, smoothing, ignore_index)[0])
         return
-    found, log_sums = reference.forward(logits, labels, smoothing, ignore_index)
-    losses.copy_(found)
+    new_losses, log_sums = reference.forward(logits, labels, smoothing, ignore_index)
+    losses.copy_(new_losses)
     if gradient:
         scale = torch.ones_like(losses) if row_scale is None else row_scale
         logits.copy_(reference.backward(scale, logits, log_sums, labels, smoothing, ignore_index))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """total += left @ right; `first` stands for a total of zero."""
+    """Compute total += left @ right in place; with `first`, total = left @ right."""
     if total.dtype == left.dtype:
         if first:
             torch.mm(left, right, out=total)
@@ -287,7 +287,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 
 def _adds_to_float32(half: Tensor) -> bool:
-    """Whether a product of half-precision matrices can be added to float32: since PyTorch 2.8, on NVIDIA's GPUs."""
+    """Return whether a half-precision product can be added to float32: since PyTorch 2.8, on NVIDIA GPUs."""
     return half.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.addmm, "dtype_out")
 
 

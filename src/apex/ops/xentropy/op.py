@@ -1,7 +1,7 @@
 """Softmax cross-entropy of whole logits, with label smoothing and padding.
 
-Logits are (..., classes), labels (...). Beside the losses there is the logarithm of each row's sum of exponentials
-(`log_sums`), which the backward pass needs. Rows of logits may be slices of longer ones: they are not copied.
+Logits are (..., classes), labels (...). Beside the losses the log of each row's sum of exponentials (`log_sums`) is
+computed, which the backward pass needs. Rows of logits may be slices of longer ones: they are not copied.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MOST_CLASSES = 2**31 - 2**16
 def xentropy_forward(
     logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = NO_PADDING
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row and the logarithm of its sum of exponentials, in float32 (float64 for float64 logits).
+    """Return the loss of each row and the log of its sum of exponentials, in float32 (float64 for float64 logits).
 
-    Without autograd. Rows whose label is `padding_idx` get zeros.
+    Runs without autograd. Rows whose label is `padding_idx` get zeros.
     """
     check_logits(logits, labels, smoothing)
     return XENTROPY.run(logits, labels, float(smoothing), padding_idx)  # type: ignore[return-value]
@@ -44,7 +44,7 @@ def xentropy_backward(
     smoothing: float = 0.0,
     padding_idx: int = NO_PADDING,
 ) -> Tensor:
-    """The gradient of the logits, contiguous, from `loss_gradient` and the second result of `xentropy_forward`."""
+    """Return the contiguous gradient of the logits, from `loss_gradient` and the results of `xentropy_forward`."""
     check_logits(logits, labels, smoothing)
     check_shape("loss_gradient", loss_gradient, labels.shape, logits.device)
     check_shape("log_sums", log_sums, labels.shape, logits.device)
@@ -53,7 +53,7 @@ def xentropy_backward(
 
 
 def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
-    """Refuses arguments that do not fit together, in clear words."""
+    """Raise for arguments that do not fit together."""
     check_tensors(logits=logits, labels=labels)
     shape = logits.shape
     if not shape or labels.shape != shape[:-1]:
@@ -89,7 +89,7 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
 def launch_in_place(
     logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
 ) -> None:
-    """Writes the losses, and over the logits their gradient times `row_scale`."""
+    """Write the losses, and overwrite the logits with their gradient times `row_scale`."""
     sizes, scaled = (*logits.shape, logits.stride(0), padding_idx), row_scale is not None
     launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype, logits.device)
     launch((logits, labels, losses, torch.empty_like(losses), row_scale), (smoothing,))
@@ -98,7 +98,7 @@ def launch_in_place(
 def launch_backward(
     dlosses: Tensor, logits: Tensor, log_sums: Tensor, labels: Tensor, smoothing: float, padding_idx: int, *_: Any
 ) -> Tensor:
-    """The gradient of the logits; that of the losses may be one value for all rows, with strides of 0."""
+    """Return the gradient of the logits; `dlosses` may be one value for all rows, with strides of 0."""
     rows, device = _whole_rows(logits), logits.device
     loss_stride = int(any(dlosses.stride()))
     if loss_stride and not dlosses.is_contiguous():
@@ -124,7 +124,7 @@ def _backward_launch(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> tuple[Any, bool, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The kernel, whether it is that for short rows, and sizes and strides of the gradient."""
+    """Return the kernel, whether it is the kernel for short rows, and sizes and strides of the gradient."""
     itemsize = dtypes[0].itemsize
     (*outer, classes), (row_stride, padding_idx, loss_stride) = shape, sizes
     rows, layout = math.prod(outer), (tuple(shape), contiguous_strides(tuple(shape)))
@@ -146,7 +146,7 @@ def _backward_launch(
 
 
 def _whole_rows(logits: Tensor) -> Tensor:
-    """The logits as rows x classes, copied unless the elements of each row are adjacent."""
+    """Return the logits as rows x classes, copied unless the elements of each row are contiguous."""
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
     stride = rows.stride()
     return rows if stride[1] == 1 and stride[0] >= rows.shape[1] else rows.contiguous()
@@ -156,7 +156,7 @@ def _whole_rows(logits: Tensor) -> Tensor:
 def _forward_launch(
     sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """The kernel for losses, and with `gradient` also for the gradient in place of the logits."""
+    """Prepare the kernel for losses, and with `gradient` also for the gradient in place of the logits."""
     (rows, classes, row_stride, padding_idx), itemsize = sizes, dtype.itemsize
     if classes <= config.SHORT_ROW and not gradient:
         return _short_rows((*sizes, 1), False, smoothed, itemsize, device)
@@ -177,7 +177,7 @@ def _forward_launch(
 
 
 def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: torch.device) -> Any:
-    """Several rows per program, for losses or gradients."""
+    """Prepare the kernel with several short rows per program, for losses or gradients."""
     rows, classes, row_stride, padding_idx, loss_stride = sizes
     chosen = config.short_config(rows, classes, itemsize, facts(device))
     return kernels.xentropy_short_rows.prepare(

@@ -1,8 +1,7 @@
-"""Softmax cross-entropy in PyTorch operators: the definition, and the implementation where there is no kernel.
+"""Softmax cross-entropy in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. `forward` is
-differentiable, so that derivatives of derivatives come out of it too. Classes are the last dimension of the logits,
-labels have one integer per row of them.
+differentiable twice. Classes are the last dimension of the logits; labels have one integer per row of them.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from torch import Tensor
 
 from .._library import compute_dtype
 
-# A label that nobody uses: no row is padding.
+# A label that is never used: no row is padding.
 NO_PADDING = -(1 << 31)
 
 
 def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
-    """Return the loss of each row and the logarithm of its sum of exponentials, both zero for padding.
+    """Return the loss of each row and the log of its sum of exponentials, both zero for padding.
 
-    A row whose label is no class has no loss: NaN.
+    The loss of a row whose label is no class is NaN.
     """
     padding = labels == padding_idx
     x = logits.to(compute_dtype(logits))
-    if torch.is_grad_enabled():  # whatever the logits of padding are, their gradient is zero
+    if torch.is_grad_enabled():  # makes the gradient of padding zero for any logits
         x = x.masked_fill(padding[..., None], 0.0)
     if torch.compiler.is_compiling():
-        # These four operators are what Inductor computes in one pass over the logits.
+        # Inductor computes these four operators in one pass over the logits.
         largest = x.amax(-1, keepdim=True)
         log_sums = largest[..., 0] + (x - largest).exp().sum(-1).log()
     else:
@@ -54,7 +53,7 @@ def backward(
     own = (index == labels).to(compute) * (smoothing - 1.0)
     if torch.compiler.is_compiling():
         # Inductor fuses a comparison with every class into the pass over the logits, but not a scatter.
-        is_own = index[..., None] == torch.arange(classes, device=logits.device)
+        is_own = index[..., None] == torch.arange(classes, dtype=torch.int64, device=logits.device)
         slope = torch.where(is_own, slope + own[..., None], slope)
     else:
         # Not in place: vmap may have many gradients, or labels, for one set of logits.

@@ -100,6 +100,7 @@ def groups_of(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[s
         "data_with_context": _lists(mesh.permute(0, 3, 1, 2), data * context),
         "expert": _lists(same_part, expert),
         "expert_data": _lists(same_part.transpose(2, 3), data * context // expert),
+        "expert_model": _lists(same_part.permute(2, 0, 3, 1), stages * expert * tensor),
         "amax_reduction": _lists(mesh, data * context * tensor),
         "embedding": _stages(pipelines, [0, *middle, last]),
         "position_embedding": _stages(pipelines, [0, *middle]),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...contrib.layer_norm import FastLayerNorm as OrigFastLayerNorm
 from ...normalization import FusedLayerNorm as OrigFusedLayerNorm
 from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
 
@@ -32,8 +33,8 @@ class MixedFusedLayerNorm(_SequenceParallel, OrigMixedFusedLayerNorm):
     """`FusedLayerNorm` for the norm whose output has the weight's dtype."""
 
 
-class FastLayerNorm(FusedLayerNorm):
-    """`FusedLayerNorm` under the name of the norm for large hidden sizes: here one kernel serves all sizes."""
+class FastLayerNorm(_SequenceParallel, OrigFastLayerNorm):
+    """`apex.contrib.layer_norm.FastLayerNorm` that notes `sequence_parallel_enabled` on itself and its parameters."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False) -> None:
-        super().__init__(hidden_size, eps, True, sequence_parallel_enabled=sequence_parallel_enabled)
+        super().__init__(hidden_size, eps, sequence_parallel_enabled=sequence_parallel_enabled)

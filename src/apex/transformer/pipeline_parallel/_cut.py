@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 
 class CutSequential(nn.Module):
-    """A stage of an `nn.Sequential`: about as many parameters as the others have; layers keep their names."""
+    """A stage of an `nn.Sequential`, whose layers keep their names.
 
-    def __init__(self, model: nn.Sequential, stage: int, stages: int) -> None:
+    `layers_per_stage` has the number of layers of each stage; by default stages have about as many parameters.
+    """
+
+    def __init__(
+        self, model: nn.Sequential, stage: int, stages: int, layers_per_stage: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
-        if len(model) < stages:
-            raise ValueError(f"a Sequential of {len(model)} layers cannot be cut into {stages} stages")
-        sizes = [sum(param.numel() for param in layer.parameters()) + 1 for layer in model]
-        bounds, passed = [0], 0
-        for index, layer_size in enumerate(sizes):
-            passed += layer_size
-            left = stages - len(bounds)
-            # A stage ends where its share is reached, or where the layers that are left are needed for those to come.
-            if left and (passed >= sum(sizes) * len(bounds) / stages or len(model) - index - 1 == left):
-                bounds.append(index + 1)
-        bounds.append(len(model))
+        bounds = _even_bounds(model, stages) if layers_per_stage is None else [0, *accumulate(layers_per_stage)]
+        if len(bounds) != stages + 1 or bounds[-1] != len(model) or min(layers_per_stage or [1]) < 1:
+            raise ValueError(
+                f"num_layers_per_stage={layers_per_stage} must have {stages} positive numbers, one for each stage, "
+                f"whose sum is the number of layers of the Sequential, {len(model)}"
+            )
         for name, layer in list(model.named_children())[bounds[stage] : bounds[stage + 1]]:
             self.add_module(name, layer)
         self._received: Tensor | None = None
@@ -35,3 +37,18 @@ class CutSequential(nn.Module):
         for layer in self.children():
             x = layer(x)
         return x
+
+
+def _even_bounds(model: nn.Sequential, stages: int) -> list[int]:
+    """Return where stages begin, and the number of layers, so that stages have about as many parameters."""
+    if len(model) < stages:
+        raise ValueError(f"a Sequential of {len(model)} layers cannot be cut into {stages} stages")
+    sizes = [sum(param.numel() for param in layer.parameters()) + 1 for layer in model]
+    bounds, passed = [0], 0
+    for index, layer_size in enumerate(sizes):
+        passed += layer_size
+        left = stages - len(bounds)
+        # A stage ends where its share is reached, or where the layers that are left are needed for those to come.
+        if left and (passed >= sum(sizes) * len(bounds) / stages or len(model) - index - 1 == left):
+            bounds.append(index + 1)
+    return [*bounds, len(model)]

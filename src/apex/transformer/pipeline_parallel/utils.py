@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..._distributed import collectives
+from ..._distributed.experts import is_expert
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from .. import parallel_state
 from .._groups.device import parameter_device
@@ -22,7 +23,8 @@ from ._timers import _Timers
 # Wrappers that reduce gradients over replicas themselves.
 REPLICATED = (DistributedDataParallel, ApexDistributedDataParallel)
 
-_calculator: NumMicroBatchesCalculator | None = None
+# Clients import this name again after `setup_microbatch_calculator` and read the calculator from it.
+_GLOBAL_NUM_MICROBATCHES_CALCULATOR: NumMicroBatchesCalculator | None = None
 _timers: _Timers | None = None
 _autoresume: Any = None
 
@@ -31,24 +33,25 @@ _autoresume: Any = None
 
 
 def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """Says, once, how many samples a step and a microbatch have.
+    """Set, once, the number of samples of a step and of a microbatch.
 
     Takes what `build_num_microbatches_calculator` of `apex.transformer.microbatches` does: rank, rampup_batch_size,
     global_batch_size, micro_batch_size and data_parallel_size.
     """
-    assert _calculator is None, "num microbatches calculator is already initialized."
+    assert _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None, "num microbatches calculator is already initialized."
     _reconfigure_microbatch_calculator(*args, **kwargs)
 
 
 def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """`setup_microbatch_calculator` that may be called again."""
-    global _calculator
-    _calculator = build_num_microbatches_calculator(*args, **kwargs)
+    """Set the number of samples of a step and of a microbatch, whether or not they have been set before."""
+    global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(*args, **kwargs)
 
 
 def _calculated() -> Any:
-    assert _calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
-    return _calculator
+    calculator = _GLOBAL_NUM_MICROBATCHES_CALCULATOR
+    assert calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
+    return calculator
 
 
 def get_micro_batch_size() -> int:
@@ -124,22 +127,31 @@ def param_is_not_shared(param: Tensor) -> bool:
 
 
 def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
-    """The L2 norm of all parameters of the model, over all processes that hold parts of it, each counted once.
+    """Return the L2 norm of all parameters of the model, over all processes that hold parts of it.
 
-    It is computed in float32 whatever `bf16` says. A parameter that several stages hold counts in the first of them.
+    It is computed in float32 whatever `bf16` says. A parameter that several stages hold counts in the first of them,
+    and each expert (`allreduce = False`) counts once.
     """
     found = [
-        param.detach()
+        param
         for chunk in listify_model(model)
         for param in chunk.parameters()
         if param_is_not_tensor_parallel_duplicate(param)
         and (param_is_not_shared(param) or parallel_state.is_pipeline_first_stage(ignore_virtual=True))
     ]
-    square = torch.zeros(1, dtype=torch.float32, device=found[0].device if found else parameter_device())
-    for param in found:
-        square += torch.linalg.vector_norm(param, dtype=torch.float32).square()
-    collectives.all_reduce(square, parallel_state.get_model_parallel_group(), "the norm of all parameters").wait()
-    return square.sqrt().item()
+    device = found[0].device if found else parameter_device()
+    total = 0.0
+    for experts, group in (
+        (False, parallel_state.get_model_parallel_group()),
+        (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
+    ):
+        square = torch.zeros(1, dtype=torch.float32, device=device)
+        for param in found:
+            if is_expert(param) == experts:
+                square += torch.linalg.vector_norm(param.detach(), dtype=torch.float32).square()
+        collectives.all_reduce(square, group, "the norm of all parameters").wait()
+        total += square.item()
+    return total**0.5
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:

@@ -95,7 +95,7 @@ def _initialize_affine_weight_cpu(
     master = torch.empty(output_size, input_size, dtype=torch.float32, device=HOST)
     init_method(master)
     master = master.to(params_dtype)
-    parts = master.split(divide(per_partition_size, stride), dim=partition_dim)
+    parts = master.split(divide(per_partition_size, stride, "a rank's part over stride"), dim=partition_dim)
     mine = parts[get_tensor_model_parallel_rank() :: get_tensor_model_parallel_world_size()]
     with torch.no_grad():
         weight.copy_(torch.cat(mine, dim=partition_dim))
@@ -117,7 +117,8 @@ class _SplitWeight(nn.Module):
         keep_master_weight: bool = False,
     ) -> None:
         shape = [rows, columns]
-        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size())
+        what = f"{('output_size', 'input_size')[partition_dim]} over the tensor-parallel ranks"
+        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size(), what)
         device = HOST if use_cpu_initialization else parameter_device()
         self.weight = Parameter(torch.empty(shape, dtype=params_dtype, device=device))
         self.master_weight: Tensor | None = None

@@ -11,7 +11,8 @@ def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
     """The tensor in equal parts along its last dimension: views, or copies if they are to be contiguous."""
-    parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    size = divide(tensor.shape[-1], num_partitions, "the last dimension over num_partitions")
+    parts = tensor.split(size, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
@@ -29,5 +30,5 @@ class VocabUtility:
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
         """The range where all ranks together have `global_vocab_size` words."""
-        each = divide(global_vocab_size, world_size)
+        each = divide(global_vocab_size, world_size, "words of the vocabulary over the tensor-parallel ranks")
         return VocabUtility.vocab_range_from_per_partition_vocab_size(each, rank, world_size)

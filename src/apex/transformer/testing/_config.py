@@ -60,6 +60,11 @@ class TransformerConfig:
         ):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}: "
+                "choose a multiple of it, or give kv_channels, the channels of each head"
+            )
 
     @property
     def head_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -149,9 +150,17 @@ def _demand(condition: Any, message: str) -> None:
 
 
 def _settle_groups(args: argparse.Namespace) -> None:
-    """Sizes of groups, at most as many as there are processes."""
+    """Set the sizes of groups, with a warning if one is more than there are processes."""
+    asked = {name: getattr(args, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     tensor = args.tensor_model_parallel_size = min(args.tensor_model_parallel_size, args.world_size)
     stages = args.pipeline_model_parallel_size = min(args.pipeline_model_parallel_size, args.world_size // tensor)
+    for name, size in asked.items():
+        if size > getattr(args, name):
+            warnings.warn(
+                f"--{name.replace('_', '-')} {size} is more than fits into {args.world_size} processes: "
+                f"{getattr(args, name)} is used instead",
+                stacklevel=3,
+            )
     _demand(
         args.world_size % (tensor * stages) == 0,
         f"world size ({args.world_size}) is not divisible by tensor model parallel size ({tensor}) times pipeline "
@@ -177,8 +186,10 @@ def _settle_groups(args: argparse.Namespace) -> None:
 
 
 def _settle_batches(args: argparse.Namespace) -> None:
+    """Set the global batch size and the data loader from the microbatch size, which has no default, as upstream."""
     micro = args.micro_batch_size
-    _demand(micro is not None and micro > 0, f"--micro-batch-size must be positive, got {micro}")
+    _demand(micro is not None, "--micro-batch-size is required: the samples of a microbatch, such as 2")
+    _demand(micro > 0, f"--micro-batch-size must be positive, got {micro}")
     if args.global_batch_size is None:
         args.global_batch_size = micro * args.data_parallel_size
     _demand(args.global_batch_size > 0, f"--global-batch-size must be positive, got {args.global_batch_size}")

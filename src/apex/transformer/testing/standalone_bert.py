@@ -37,7 +37,7 @@ class BertLMHead(nn.Module):
         super().__init__()
         self.config = config
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        words = divide(config.vocab_size, ranks)
+        words = divide(config.vocab_size, ranks, "vocab_size over the tensor-parallel ranks")
         self.bias = nn.Parameter(torch.zeros(words, dtype=config.params_dtype, device=HOST))
         set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
         init_method = init_method_normal(config.init_method_std, config.generator(config.num_layers + 1))

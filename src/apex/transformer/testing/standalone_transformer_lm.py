@@ -158,7 +158,11 @@ class ParallelAttention(nn.Module):
     def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType, generator: torch.Generator) -> None:
         super().__init__()
         self.config = config
-        self.heads = divide(config.num_attention_heads, parallel_state.get_tensor_model_parallel_world_size())
+        self.heads = divide(
+            config.num_attention_heads,
+            parallel_state.get_tensor_model_parallel_world_size(),
+            "num_attention_heads over the tensor-parallel ranks",
+        )
         width = config.num_attention_heads * config.head_size
         self.query_key_value = tensor_parallel.ColumnParallelLinear(
             config.hidden_size,
@@ -311,20 +315,47 @@ class Embedding(nn.Module):
         return table.to(self.config.params_dtype)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None) -> Tensor:
-        """[b, s] each to [s, b, h]. Without `position_ids` positions are counted from 0."""
+        """Map [b, s] words, positions and types of tokens to [s, b, h]. Without `position_ids` they count from 0."""
+        types = 0 if self.tokentype_embeddings is None else self.tokentype_embeddings.num_embeddings
+        if types and tokentype_ids is None:
+            raise ValueError(
+                f"tokentype_ids is None, and the model has num_tokentypes={types}: give integers below {types} like "
+                "the words, such as torch.zeros_like(words), or make the model with num_tokentypes=0"
+            )
+        if tokentype_ids is not None and not types:
+            raise ValueError(
+                "tokentype_ids is given, and the model has num_tokentypes=0: leave it out, or make the model with "
+                "num_tokentypes=2"
+            )
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
-            if position_ids is None:
-                position_ids = torch.arange(input_ids.shape[1], dtype=torch.int64, device=input_ids.device)
-            x = x + self.position_embeddings(position_ids)
-        if (self.tokentype_embeddings is None) != (tokentype_ids is None):
-            raise ValueError("tokentype_ids must be given for a model with types of tokens, and only for such a one")
+            x = x + self._positions(input_ids, position_ids)
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(tokentype_ids)
         x = x.transpose(0, 1).contiguous()
         if self.config.splits_sequence:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x)
         return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+
+    def _positions(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Return the embeddings of positions, or raise a ValueError that names the first one that has none."""
+        assert self.position_embeddings is not None
+        length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
+        if position_ids is not None:
+            try:
+                return self.position_embeddings(position_ids)
+            except IndexError as error:  # on a CPU; a GPU is not asked
+                lowest, highest = (int(end) for end in position_ids.aminmax())
+                raise ValueError(
+                    f"position_ids has positions from {lowest} to {highest}; 0 to {limit - 1} are accepted, because "
+                    f"max_position_embeddings={limit}"
+                ) from error
+        if length > limit:
+            raise ValueError(
+                f"a sequence of {length} words is longer than max_position_embeddings={limit}: shorten it, make the "
+                'model with more positions, or use position_embedding="rope"'
+            )
+        return self.position_embeddings(torch.arange(length, dtype=torch.int64, device=input_ids.device))
 
 
 class Pooler(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...._distributed.experts import refuse_experts
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
 from . import checkpoints
@@ -110,17 +111,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """All parameters, group by group."""
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
+    def _checked(self, parameters: Iterable[Tensor] | None) -> set[Tensor] | None:
+        """Return `parameters` as a set; None stands for all. Raise if a tensor is no parameter of this optimizer."""
+        chosen = None if parameters is None else set(parameters)
+        if chosen is not None and not chosen <= set(self.parameters()):
+            raise ValueError("parameters has tensors that are not parameters of this optimizer")
+        return chosen
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """One more parameter group, in all processes alike."""
         if isinstance(param_group, dict):  # else PyTorch complains
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        if self._made:
-            try:
+        try:
+            refuse_experts(
+                self.param_groups[-1]["params"],
+                type(self).__name__,
+                "Give experts to an optimizer whose state is not divided, such as apex.optimizers.FusedAdam, and call "
+                "apex.transformer.finalize_model_grads(model, data_parallel=False), which reduces their gradients",
+            )
+            if self._made:
                 self._take_params_of_first(len(self.param_groups) - 1)
-            except RuntimeError:
-                self.param_groups.pop()
-                raise
+        except (RuntimeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     def _take_params_of_first(self, first: int) -> None:
         """Gives the parameters of groups from `first` on the values of the first process."""

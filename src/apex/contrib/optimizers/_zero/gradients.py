@@ -183,8 +183,12 @@ class GradientSync(ShardReducer):
                     self.take(place, index)
 
     def arrived(self, place: int, index: int) -> None:
-        """Takes the gradient that a backward pass has finished with; sends what is complete."""
+        """Take the gradient that a backward pass has finished with, and send buckets that are complete."""
         self.take(place, index)
+        self.announce(place, index)
+
+    def announce(self, place: int, index: int) -> None:
+        """Count the gradient of a parameter of arena number `place` as complete, and send buckets that are complete."""
         if self.groups.is_one or not self.arenas[place].layout.sizes[index]:
             return
         self.has_begun = True

@@ -80,6 +80,13 @@ class Norms:
         version = self._gradients.version
         if chosen is None and not force and self._cached is not None and self._cached[:2] == (version, order):
             return self._cached[2]
+        found = norm_over_ranks(self._local_tensors(chosen), self._gradients.groups, self._device, order)
+        if chosen is None:
+            self._cached = version, order, found
+        return found
+
+    def _local_tensors(self, chosen: set[Tensor] | None) -> list[Tensor]:
+        """Return this rank's part of the gradients, of all parameters or of the `chosen` ones."""
         tensors: list[Tensor] = []
         for arena in self._gradients.arenas:
             if chosen is None and not self._gradients.groups.is_one:
@@ -87,10 +94,24 @@ class Norms:
                 continue
             parts = zip(arena.parts, self._gradients.local(arena), strict=True)
             tensors += [each for part, each in parts if chosen is None or arena.params[part.param] in chosen]
-        found = norm_over_ranks(tensors, self._gradients.groups, self._device, order)
-        if chosen is None:
-            self._cached = version, order, found
-        return found
+        return tensors
+
+    def local_square(self, chosen: set[Tensor] | None) -> Tensor:
+        """Return the square of the 2-norm of this rank's part of the gradients before scaling, a float32 scalar."""
+        tensors = self._local_tensors(chosen)
+        if not tensors:
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+        return l2norm(tensors)[0].reshape(()).square()
+
+    @property
+    def remembered(self) -> Tensor | None:
+        """The 2-norm of all gradients before scaling, if it is known and gradients have not changed since."""
+        known = self._cached is not None and self._cached[:2] == (self._gradients.version, 2.0)
+        return self._cached[2] if known and self._cached is not None else None
+
+    @remembered.setter
+    def remembered(self, value: Tensor | None) -> None:
+        self._cached = None if value is None else (self._gradients.version, 2.0, value.detach().reshape(()))
 
     def found_inf(self) -> Tensor:
         """1, float32 [1], where a gradient of any process is not finite, sent or not; sends nothing but this flag."""
@@ -118,15 +139,17 @@ class Norms:
         if inverse is None:
             raise ValueError("unscale_grads needs inv_scale, or grad_scaler that is enabled")
         optimizer.grad_sync()
-        flags = {self._device: self._flag()}
+        flags = {self._device: self._flag(optimizer)}
         self.scale_by(inverse)
         if state is not None:
             state["found_inf_per_device"] = flags
             state["stage"] = OptState.UNSCALED
         return flags
 
-    def _flag(self) -> Tensor:
-        """1, float32 [1], where a gradient of any process is not finite, or all together are too large."""
+    def _flag(self, optimizer: Any) -> Tensor:
+        """Return 1, float32 [1], if a gradient of any process is not finite or their norm is too large, else 0."""
+        if self.remembered is None:
+            optimizer.grad_norm()  # that of a subclass may cover further processes, and all must skip the same steps
         return (~torch.isfinite(self._raw_norm(None, 2.0))).float().reshape(1)
 
     def flag_of(self, optimizer: Any, grad_scaler: Any) -> Tensor | None:
@@ -144,5 +167,5 @@ class Norms:
             state["stage"] = OptState.READY
         if state["stage"] is OptState.READY:
             return self.unscale(optimizer, None, grad_scaler)[self._device]
-        state["found_inf_per_device"] = {self._device: self._flag()}
+        state["found_inf_per_device"] = {self._device: self._flag(optimizer)}
         return state["found_inf_per_device"][self._device]

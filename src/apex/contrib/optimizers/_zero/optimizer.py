@@ -119,7 +119,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self._states: list[ArenaState | ScaledState] = []
         # Where each parameter is: the number of its arena, and its own in it.
         self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradient_hooks = GradientHooks(self, ZeroOptimizer._gradient_arrived)
+        self._gradient_hooks = GradientHooks(self, type(self)._gradient_arrived)
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
         self._in_pass = False
@@ -336,9 +336,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
         `norm_type` is 2 or infinity. The norm of all is remembered until gradients change, unless `force`.
         """
-        chosen = None if parameters is None else set(parameters)
-        if chosen is not None and not chosen <= set(self.parameters()):
-            raise ValueError("parameters has tensors that are not parameters of this optimizer")
+        chosen = self._checked(parameters)
         self.grad_sync()
         return self._norms.norm(chosen, float(norm_type), force)
 

@@ -1,4 +1,4 @@
-"""The search for an order of channels of which 2:4 pruning keeps most."""
+"""Search for the order of channels that keeps the largest magnitude after 2:4 pruning."""
 
 from .call_permutation_search_kernels import accelerated_search_for_good_permutation
 from .permutation_utilities import sum_after_2_to_4

@@ -1,10 +1,10 @@
 """Every update rule, written once, in a file per family.
 
-A rule's function is pure arithmetic on one element of each list. It runs as it stands on PyTorch's tensors, with
-`rule.tl`, and is compiled for a GPU with `triton.language` in its place (`kernels.py`). So it may use operators, `tl.`
-functions that both have, its helpers, and `if` on FLAGS, and nothing else. Differences like 1 - beta are taken in
-double precision by the `*_scalars` functions, whose arguments are numbers or float64 tensors of one number: in float32,
-1 - 0.999 is off by 5e-5.
+A rule's function is pure arithmetic on one element of each list. It runs unchanged on PyTorch's tensors, with
+`rule.tl`, and is compiled for a GPU with `triton.language` as `tl` (`kernels.py`). So it may use operators, `tl.`
+functions that both have, its helpers, and `if` on FLAGS, and nothing else. The `*_scalars` functions take differences
+like 1 - beta in double precision; their arguments are numbers or float64 tensors of one number. In float32, 1 - 0.999
+is off by 5e-5.
 """
 
 from .adadelta import ADADELTA

@@ -5,7 +5,7 @@ from ..rule import Rule, tl
 
 
 def _adagrad(values, whole, scalars, FLAGS):
-    """FLAGS: decay decoupled from the gradient."""
+    """Compute Adagrad. FLAGS: decay decoupled from the gradient."""
     p, g, total, a, b = values
     lr, eps, decay, _c, _d, _e, _f, _g = scalars
     if not FLAGS[0]:

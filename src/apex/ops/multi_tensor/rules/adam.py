@@ -9,7 +9,7 @@ from ..rule import Rule, tl
 
 
 def _adam(values, whole, scalars, FLAGS):
-    """FLAGS: decay decoupled from the gradient, AMSGrad."""
+    """Compute Adam. FLAGS: decay decoupled from the gradient, AMSGrad."""
     p, g, m, v, peak = values
     step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
     if not FLAGS[0]:
@@ -23,15 +23,15 @@ def _adam(values, whole, scalars, FLAGS):
         deviation = tl.sqrt(v) * root + eps
     update = step_size * m / deviation
     if FLAGS[0]:
-        # In one subtraction: the rounding of p - decay * p by itself hardly changes from step to step, and adds up.
+        # In one subtraction: the rounding error of p - decay * p alone hardly changes from step to step, and adds up.
         update = update + decay * p
     return p - update, g, m, v, peak
 
 
 def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool = True) -> tuple[Any, Any]:
-    """The factors that undo the bias of Adam's moments towards zero: of the first, and of the second's root.
+    """Return the factors that undo the bias of Adam's moments towards zero: for the first, and for the second's root.
 
-    Relatives of Adam call the last two arguments `bias`.
+    Rules related to Adam collect the last two arguments as `**bias`.
     """
     if not bias_correction:
         return 1.0, 1.0
@@ -40,7 +40,7 @@ def corrections(beta1: float, beta2: float, step: Any, bias_correction: bool = T
 
 def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=True, decoupled=True):
     first, root = corrections(beta1, beta2, step, bias_correction)
-    # Not 1 - lr * weight_decay as a factor, whose rounding to float32 would add up over the steps.
+    # Not 1 - lr * weight_decay as a factor, whose rounding errors in float32 would add up over the steps.
     decay = lr * weight_decay if decoupled else weight_decay
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
 
@@ -50,7 +50,10 @@ ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_
 
 
 def _adam_average(values, whole, scalars, FLAGS):
-    """Adam; slot 4 is an average that follows the parameter. FLAGS: as Adam's, no AMSGrad; the average starts here."""
+    """Compute Adam; slot 4 is an average that follows the parameter.
+
+    FLAGS: as Adam's, no AMSGrad; start the average.
+    """
     p, g, m, v, _peak = _adam(values, whole, scalars, FLAGS)
     if FLAGS[2]:
         average = p

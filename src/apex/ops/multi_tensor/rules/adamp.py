@@ -1,7 +1,7 @@
 """AdamP: Adam whose steps do not lengthen weights that a normalisation makes invariant to their length.
 
-Two passes. The first moves Adam's moments on and measures, for every row, what the projection needs; the second takes
-the step. In between the optimizer decides which tensors are projected, and along what.
+There are two passes. The first updates Adam's moments and measures the sums that the projection needs for every row;
+the second takes the step. In between the optimizer decides which tensors are projected, and along what.
 """
 
 from ..rule import Rule, tl
@@ -9,14 +9,14 @@ from .adam import corrections
 
 
 def _direction(g, m, v, scalars, NESTEROV):
-    """Where Adam would go, the learning rate and the first correction left out."""
+    """Return Adam's direction, without the learning rate and the first correction."""
     if NESTEROV:
         m = m + (g - m) * scalars[1]
     return m / (tl.sqrt(v) * scalars[6] + scalars[4])
 
 
 def _adamp_measure(values, whole, scalars, FLAGS):
-    """FLAGS: Nesterov."""
+    """Update Adam's moments and measure p * g, g * g, p * p and p * direction. FLAGS: Nesterov."""
     p, g, m, v, a = values
     m = m + (g - m) * scalars[1]
     v = tl.fma(v, scalars[2], scalars[3] * g * g)
@@ -25,7 +25,10 @@ def _adamp_measure(values, whole, scalars, FLAGS):
 
 
 def _adamp(values, whole, scalars, FLAGS):
-    """FLAGS: Nesterov. The two numbers of a row: what part of the parameter leaves the direction; the weight decay."""
+    """Take the step.
+
+    FLAGS: Nesterov. `whole`: the part of the parameter taken out of the direction; the weight decay.
+    """
     p, g, m, v, a = values
     direction = _direction(g, m, v, scalars, FLAGS[0]) - whole[0] * p
     return p - whole[1] * p - scalars[0] * direction, g, m, v, a

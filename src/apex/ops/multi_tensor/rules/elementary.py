@@ -1,4 +1,4 @@
-"""Passes over lists of tensors that are no optimizer: scaling, sums, norms."""
+"""Passes over lists of tensors that are not optimizers: scaling, sums, norms."""
 
 from ..rule import Rule, tl
 
@@ -9,7 +9,7 @@ def _scale(values, whole, scalars, FLAGS):
 
 
 def _scale_each(values, whole, scalars, FLAGS):
-    """By a factor that each tensor has."""
+    """Scale by each tensor's own factor."""
     _out, x, a, b, c = values
     return x * whole[0], x, a, b, c
 
@@ -20,7 +20,7 @@ def _axpby(values, whole, scalars, FLAGS):
 
 
 def _mask(values, whole, scalars, FLAGS):
-    """Zero where the mask is, whatever was there: NaN too."""
+    """Write zero where the mask is 0, also over NaN."""
     x, a, mask, b, c = values
     return tl.where(mask > 0.0, x, 0.0), a, mask, b, c
 

@@ -1,7 +1,7 @@
 """LAMB: Adam's step, its length per tensor set by the lengths of the parameter and of the step.
 
-Two passes: `LAMB_MOMENTS` updates the moments and measures, `LAMB_STEP` computes the step once more from the moments,
-which moves less memory than keeping it. `LAMB_UNSCALED` is both in one pass where the length is left as it is.
+There are two passes: `LAMB_MOMENTS` updates the moments and measures, and `LAMB_STEP` computes the step once more from
+the moments, which moves less memory than storing it. `LAMB_UNSCALED` is both in one pass, with the length unchanged.
 """
 
 from ..rule import Rule, tl
@@ -9,7 +9,7 @@ from .adam import corrections
 
 
 def _direction(p, m, v, scalars, FLAGS):
-    """Where the step goes to."""
+    """Return the direction of the step."""
     update = scalars[1] * m / (tl.sqrt(v) * scalars[6] + scalars[4])
     if FLAGS[0]:
         update = update + scalars[5] * p
@@ -25,7 +25,7 @@ def _moments(p, g, m, v, scalars, FLAGS):
 
 
 def _lamb_moments(values, whole, scalars, FLAGS):
-    """FLAGS: decay decoupled from the gradient. Measures the squares of parameter and step."""
+    """Update the moments; measure the squares of parameter and step. FLAGS: decay decoupled from the gradient."""
     p, g, m, v, a = values
     m, v = _moments(p, g, m, v, scalars, FLAGS)
     update = _direction(p, m, v, scalars, FLAGS)
@@ -33,7 +33,7 @@ def _lamb_moments(values, whole, scalars, FLAGS):
 
 
 def _lamb_step(values, whole, scalars, FLAGS):
-    """`whole` is what `LAMB_MOMENTS` measured."""
+    """Take the step; `whole` is the measurements of `LAMB_MOMENTS`."""
     p, g, m, v, a = values
     both = (whole[0] > 0) & (whole[1] > 0)
     ratio = tl.where(both, tl.sqrt(whole[0]) / tl.sqrt(whole[1]), 1.0)
@@ -48,7 +48,7 @@ def _lamb_unscaled(values, whole, scalars, FLAGS):
 
 
 def _lamb_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=True, grad_averaging=True):
-    """lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
+    """Return lr, correction of m, beta1, share of the gradient in m, eps, decay, correction of v's root, 1 - beta2."""
     first, root = corrections(beta1, beta2, step, bias_correction)
     return lr, first, beta1, 1 - beta1 if grad_averaging else 1.0, eps, weight_decay, root, 1 - beta2
 

@@ -4,13 +4,13 @@ from ..rule import Rule, tl
 
 
 def _lars_norms(values, whole, scalars, FLAGS):
-    """Measures the squares of parameter and gradient."""
+    """Measure the squares of parameter and gradient."""
     p, g = values[0], values[1]
     return values, (p * p, g * g, 0.0, 0.0)
 
 
 def _lars(values, whole, scalars, FLAGS):
-    """FLAGS: Nesterov, weight decay after the momentum, `whole` is what `LARS_NORMS` measured (else not looked at)."""
+    """Take the step. FLAGS: Nesterov, weight decay after the momentum, `whole` is the measurements of `LARS_NORMS`."""
     p, g, buffer, a, b = values
     lr, momentum, share, decay, trust, eps, _c, _d = scalars
     if FLAGS[2]:
@@ -31,7 +31,10 @@ def _lars(values, whole, scalars, FLAGS):
 
 
 def _lars_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, trust_coefficient=0.001, eps=0.0, first=False):
-    """On its `first` step a momentum buffer takes the gradient undampened; a flag, or a number on the device."""
+    """Return the numbers of LARS.
+
+    `first`, a flag or a number on the device: the buffer takes the gradient undampened.
+    """
     return lr, momentum, 1 - dampening * (1 - first), weight_decay, trust_coefficient, eps
 
 

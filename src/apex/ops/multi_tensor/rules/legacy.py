@@ -1,4 +1,4 @@
-"""Rules of compiled names and old optimizers alone: Adam's first form and its inverse, LAMB in two halves, LARC."""
+"""Rules used only by compiled names and old optimizers: Adam's first form and its inverse, LAMB in two halves, LARC."""
 
 from ..rule import Rule, tl
 from .adam import _adam, _adam_scalars, corrections
@@ -6,7 +6,7 @@ from .lamb import _direction, _moments
 
 
 def _adam_unscaling(values, whole, scalars, FLAGS):
-    """Adam that writes the gradient back, multiplied by `grad_scale`."""
+    """Compute Adam, and write the gradient back multiplied by `grad_scale`."""
     p, _g, m, v, peak = _adam(values, whole, scalars, FLAGS)
     return p, values[1], m, v, peak
 
@@ -14,12 +14,12 @@ def _adam_unscaling(values, whole, scalars, FLAGS):
 ADAM_UNSCALING = Rule(_adam_unscaling, reads=(0, 1, 2, 3), writes=(0, 1, 2, 3), scalars=_adam_scalars, helpers=(_adam,))
 
 
-# Adam's first form in Apex: the second moment goes into the root uncorrected, eps beside or under it; the step's size
-# carries both corrections, and multiplies the decay too.
+# Adam's first form in Apex: the second moment is not corrected under the root, and eps is beside or under the root. The
+# step size includes both corrections, and multiplies the decay too.
 
 
 def _early_step(m, v, scalars, FLAGS):
-    """FLAGS: eps under the root."""
+    """Return the step without decay. FLAGS: eps under the root."""
     if FLAGS[0]:
         deviation = tl.sqrt(v + scalars[4])
     else:
@@ -36,7 +36,7 @@ def _early_adam(values, whole, scalars, FLAGS):
 
 
 def _reversible_adam(values, whole, scalars, FLAGS):
-    """Leaves elements alone whose gradient is not finite, and counts them."""
+    """Compute `_early_adam`, skipping elements whose gradient is not finite, and count these."""
     p, g, m, v, a = values
     finite = tl.abs(g * scalars[6]) < float("inf")
     new_p, _g, new_m, new_v, _a = _early_adam((p, tl.where(finite, g, 0.0), m, v, a), whole, scalars, FLAGS)
@@ -45,19 +45,19 @@ def _reversible_adam(values, whole, scalars, FLAGS):
 
 
 def _adam_undo(values, whole, scalars, FLAGS):
-    """Takes back what `_reversible_adam` did, but for rounding."""
+    """Undo `_reversible_adam`, except for rounding."""
     p, g, m, v, a = values
     finite = tl.abs(g * scalars[6]) < float("inf")
     scaled = tl.where(finite, g, 0.0) * scalars[6]
     old_p = (p + _early_step(m, v, scalars, FLAGS)) / (1.0 - scalars[5])
     old_m = (m - scalars[1] * scaled) / scalars[7]
     old_v = (v - scalars[3] * scaled * scaled) / scalars[2]
-    old_v = tl.where(old_v > 0, old_v, 0.0)  # rounding must not leave a negative square behind
+    old_v = tl.where(old_v > 0, old_v, 0.0)  # rounding must not leave a negative square
     return tl.where(finite, old_p, p), g, tl.where(finite, old_m, m), tl.where(finite, old_v, v), a
 
 
 def _early_scalars(*, lr, beta1, beta2, eps, weight_decay, scale, **bias):
-    """Size of the step, 1 - beta1, beta2, 1 - beta2, eps, what decay takes of a parameter, 1 / loss scale, beta1."""
+    """Return step size, 1 - beta1, beta2, 1 - beta2, eps, decay of a parameter, 1 / loss scale, beta1."""
     first, root = corrections(beta1, beta2, **bias)
     size = lr * first / root
     return size, 1 - beta1, beta2, 1 - beta2, eps, size * weight_decay, 1 / scale, beta1
@@ -75,11 +75,11 @@ REVERSIBLE_ADAM = Rule(
 ADAM_UNDO = Rule(_adam_undo, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_early_scalars, helpers=(_early_step,))
 
 
-# LAMB's halves as functions of their own, with the step in a list between them.
+# The halves of LAMB as separate rules, with the step in a list between them.
 
 
 def _lamb_update(values, whole, scalars, FLAGS):
-    """The step, into slot 4. FLAGS: decay decoupled from the gradient. `whole[0]` is the tensor's decay."""
+    """Write the step to slot 4. FLAGS: decay decoupled from the gradient. `whole[0]` is the tensor's decay."""
     p, g, m, v, _update = values
     decay = whole[0] * p
     if not FLAGS[0]:
@@ -92,13 +92,13 @@ def _lamb_update(values, whole, scalars, FLAGS):
 
 
 def _lamb_update_scalars(*, beta1, beta2, beta3, eps, **bias):
-    """As LAMB's, without a learning rate and with no decay for all tensors alike."""
+    """Return the numbers of LAMB, with 0 for the learning rate and for the decay that all tensors share."""
     first, root = corrections(beta1, beta2, **bias)
     return 0.0, first, beta1, beta3, eps, 0.0, root, 1 - beta2
 
 
 def _lamb_weights(values, whole, scalars, FLAGS):
-    """Takes the step in slot 1. `whole` is the norms of parameter and step; where one is 0, the step stays as it is."""
+    """Take the step in slot 1. `whole` is the norms of parameter and step; if one is 0, the step is not rescaled."""
     p, update, a, b, c = values
     ratio = tl.where((whole[0] != 0) & (whole[1] != 0), whole[0] / whole[1], 1.0)
     return p - scalars[0] * ratio * update, update, a, b, c
@@ -111,9 +111,9 @@ LAMB_WEIGHTS = Rule(_lamb_weights, reads=(0, 1), writes=(0,))
 
 
 def _larc(values, whole, scalars, FLAGS):
-    """Decay into the gradient, and the gradient to its length. FLAGS: never longer than it was.
+    """Add the decay to the gradient and rescale it. FLAGS: never lengthen it.
 
-    `whole` is the squares of parameter and gradient; where one is 0, the gradient stays as it is.
+    `whole` is the squares of parameter and gradient; if one is 0, the gradient is unchanged.
     """
     p, g, a, b, c = values
     lr, trust, eps, decay, _d, _e, _f, _g = scalars

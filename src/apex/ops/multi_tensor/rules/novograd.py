@@ -1,11 +1,11 @@
-"""NovoGrad: gradients over a moving average of their norm, which is one number per tensor."""
+"""NovoGrad: gradients divided by a moving average of their norm, which is one number per tensor."""
 
 from ..rule import Rule, tl
 from .adam import corrections
 
 
 def _novograd(values, whole, scalars, FLAGS):
-    """FLAGS: normalisation and decay inside the moment, `whole[0]` is an average of squares (else of norms)."""
+    """Take the step. FLAGS: normalise and decay inside the moment, `whole[0]` averages squares (instead of norms)."""
     p, g, m, a, b = values
     step_size, beta1, share, eps, decay, root, _c, _d = scalars
     norm = whole[0]

@@ -1,10 +1,10 @@
-"""RMSprop, as PyTorch and as TensorFlow have it."""
+"""RMSprop, in PyTorch's form and in TensorFlow's."""
 
 from ..rule import Rule, tl
 
 
 def _rmsprop(values, whole, scalars, FLAGS):
-    """FLAGS: centered, momentum, epsilon below the root.
+    """Take the step. FLAGS: centered, momentum, epsilon below the root.
 
     Slot 2 is the mean square; then come the momentum buffer, if there is momentum, and the mean gradient, if centered.
     """
@@ -35,13 +35,13 @@ def _rmsprop(values, whole, scalars, FLAGS):
 
 
 def _rmsprop_scalars(*, lr, alpha, eps, weight_decay=0.0, momentum=0.0, decoupled=False, lr_in_momentum=False):
-    """With `lr_in_momentum` the buffer gathers updates that the learning rate is part of."""
+    """Return the numbers of RMSprop. With `lr_in_momentum` the buffer accumulates updates times the learning rate."""
     outer, inner = (1.0, lr) if lr_in_momentum else (lr, 1.0)
     decay, shrink = (0.0, lr * weight_decay) if decoupled else (weight_decay, 0.0)
     return outer, inner, alpha, 1 - alpha, eps, decay, shrink, momentum
 
 
 RMSPROP = Rule(_rmsprop, reads=(0, 1, 2), writes=(0, 2), scalars=_rmsprop_scalars)
-# Centered or with momentum; centered and with momentum.
+# The first: centered or with momentum. The second: centered and with momentum.
 RMSPROP_MORE = Rule(_rmsprop, (0, 1, 2, 3), (0, 2, 3), _rmsprop_scalars)
 RMSPROP_ALL = Rule(_rmsprop, (0, 1, 2, 3, 4), (0, 2, 3, 4), _rmsprop_scalars)

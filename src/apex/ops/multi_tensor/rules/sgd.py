@@ -13,14 +13,14 @@ from ..rule import Rule, tl
 
 
 def _sgd(values, whole, scalars, FLAGS):
-    """FLAGS: Nesterov, weight decay after the momentum, momentum in float16."""
+    """Take the step. FLAGS: Nesterov, weight decay after the momentum, momentum in float16."""
     p, g, buffer, a, b = values
     lr, keep, rest, decay, momentum, _c, _d, _e = scalars
     if not FLAGS[1]:
         g = g + decay * p
     buffer = tl.fma(buffer, keep, rest * g)
     if FLAGS[2]:
-        # The step uses what is stored. Else a parameter and a step that are equal in float16 do not cancel.
+        # The step uses the stored value. Otherwise a parameter and a step that are equal in float16 do not cancel.
         buffer = buffer.to(tl.float16).to(tl.float32)
     if FLAGS[0]:
         update = g + momentum * buffer
@@ -37,12 +37,12 @@ def _plain_sgd(values, whole, scalars, FLAGS):
 
 
 def sgd_flags(nesterov: Any, wd_after_momentum: Any, buffers: Sequence[Tensor]) -> tuple[bool, ...]:
-    """The flags of `SGD`, for momentum buffers of one dtype."""
+    """Return the flags of `SGD`, for momentum buffers of one dtype."""
     return bool(nesterov), bool(wd_after_momentum), bool(buffers) and buffers[0].dtype == torch.float16
 
 
 def _sgd_scalars(*, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, first=False):
-    """On its `first` step a momentum buffer becomes the gradient, undampened; a flag, or a number on the device."""
+    """Return the numbers of SGD. `first`, a flag or a number on the device: the buffer becomes the plain gradient."""
     return lr, momentum * (1 - first), 1 - dampening * (1 - first), weight_decay, momentum
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...._distributed.experts import hide_experts_from_ddp
 from ... import parallel_state
 from ..._groups.device import parameter_device
 from ...enums import ModelType
@@ -92,6 +93,8 @@ def build_model(
     if not wrap_with_ddp:
         return model
     group = parallel_state.get_data_parallel_group()
+    for module in model:
+        hide_experts_from_ddp(module)
     return [nn.parallel.DistributedDataParallel(module, process_group=group) for module in model]
 
 

@@ -1,0 +1,136 @@
+"""Autocast in a file: as a `with` block, in a variable, as a decorator; to which type, and under which condition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst import matchers as m
+
+from .code import Code, Node, Use
+from .edits import Edits
+from .rules import AUTOCAST, bound, literal
+from .values import negated, plain
+
+PACKAGES = ("torch.amp", "torch.cuda.amp", "torch.cpu.amp")
+_NULL = ("nullcontext", "suppress")  # contexts that do nothing, called without arguments
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A use of autocast: `dtype` is "float16", "bfloat16" or an expression, `enabled` is "True" or an expression."""
+
+    node: Node
+    dtype: str
+    enabled: str
+
+
+class Casts:
+    """All uses of autocast in a file; reading them removes them from it."""
+
+    def __init__(self, code: Code, edits: Edits, torch: str, amp: str) -> None:
+        self._code, self._edits, self._torch, self._amp = code, edits, torch, amp
+        self.found: list[Cast] = []
+        self.covered: set[Node] = set()  # `with` statements and functions that ran under autocast
+        self.classes: set[str] = set()  # classes whose `forward` is decorated
+
+    def read(self, use: Use) -> None:
+        """Note an autocast and remove it, or refuse it."""
+        code, call = self._code, use.call
+        given = None if call is None else bound(call, _parameters(use))
+        if given is None:
+            return code.refuse(use.node, "autocast-form")
+        enabled = plain(code.text(given["enabled"].value)) if "enabled" in given else "True"
+        if enabled == "False":
+            if not isinstance(code.parent(call), cst.WithItem | cst.Decorator):
+                code.refuse(use.node, "autocast-form")
+            self._edits.expressions[call] = f"{self._amp}.disable_casts()"
+            return None
+        dtype = self._dtype(use, given)
+        condition = self._remove(call)
+        if condition is None:
+            return code.refuse(use.node, "autocast-form")
+        conditions = [each for each in (condition, enabled) if each != "True"]
+        if len(conditions) > 1:
+            return code.refuse(use.node, "autocast-form")
+        self.found.append(Cast(use.node, dtype, "".join(conditions) or "True"))
+        return None
+
+    def _dtype(self, use: Use, given: dict[str, cst.Arg]) -> str:
+        code = self._code
+        if "dtype" in given and literal(given["dtype"].value) is not None:
+            text = code.text(given["dtype"].value)
+            name = {"half": "float16"}.get(text.rpartition(".")[2], text.rpartition(".")[2])
+            return name if name in ("float16", "bfloat16") else text
+        device = literal(given["device_type"].value) if "device_type" in given else use.name.split(".")[1]
+        if device == "cuda":
+            return "float16"
+        if device == "cpu":
+            return "bfloat16"
+        text = code.text(given["device_type"].value) if "device_type" in given else f'"{device}"'
+        return f"{self._torch}.get_autocast_dtype({text})"
+
+    def _remove(self, call: Node) -> str | None:
+        """Remove an autocast; return the condition that it was under, None if it is used in a way not known here."""
+        code, parent = self._code, self._code.parent(call)
+        if isinstance(parent, cst.WithItem):
+            return None if parent.asname is not None else self._unwrap(parent)
+        if isinstance(parent, cst.Decorator):
+            return self._undecorate(parent)
+        chosen, condition = call, "True"
+        if isinstance(parent, cst.IfExp):
+            other = parent.orelse if parent.body is call else parent.body
+            is_null = isinstance(other, cst.Call) and code.called(other) in _NULL and not other.args
+            if parent.test is call or not is_null:
+                return None
+            test = plain(code.text(parent.test))
+            chosen, condition = parent, test if parent.body is call else negated(test)
+            if isinstance(code.parent(parent), cst.WithItem):
+                return self._unwrap(code.parent(parent)) and condition
+        assign = code.parent(chosen)
+        name = m.Name() | m.Attribute(value=m.Name("self"))
+        if not m.matches(assign, m.Assign(targets=[m.AssignTarget(name)])) or assign.value is not chosen:
+            return None
+        return condition if self._unwrap_variable(assign) else None
+
+    def _unwrap(self, item: Node) -> str:
+        statement = self._code.parent(item)
+        self._edits.unwrapped.setdefault(statement, set()).add(item)
+        self.covered.add(statement)
+        return "True"
+
+    def _unwrap_variable(self, assign: Node) -> bool:
+        """Remove a variable that holds an autocast, if it is assigned once and used in `with` statements only."""
+        code, target = self._code, assign.targets[0].target
+        name, items = code.text(target), list[Node]()
+        kind = m.Name() if isinstance(target, cst.Name) else m.Attribute()
+        for each in code.find(code.module, kind):
+            if each is target or code.text(each) != name or not code.is_value(each):
+                continue
+            item = code.parent(each)
+            if not isinstance(item, cst.WithItem) or item.asname is not None:
+                return False
+            items.append(item)
+        for item in items:
+            self._unwrap(item)
+        self._edits.replaced[assign] = []
+        return bool(items)
+
+    def _undecorate(self, decorator: Node) -> str | None:
+        code, function = self._code, self._code.parent(decorator)
+        if not isinstance(function, cst.FunctionDef):
+            return None
+        holder = code.parent(code.block(function))
+        if isinstance(holder, cst.ClassDef) and function.name.value == "forward":
+            self.classes.add(holder.name.value)
+        self._edits.expressions[decorator] = _removed
+        self.covered.add(function)
+        return "True"
+
+
+def _parameters(use: Use) -> list[str]:
+    return ["enabled", "dtype", "cache_enabled"] if use.name.startswith(PACKAGES[1:]) else AUTOCAST
+
+
+def _removed(updated: Node) -> Node:
+    return cst.RemoveFromParent()

@@ -1,0 +1,42 @@
+"""Experts: parameters that differ between processes whose other parameters are the same.
+
+A parameter is an expert if its attribute `allreduce` is False, as in Megatron. Whatever treats processes as replicas of
+each other leaves experts out or refuses them; `apex.transformer.finalize_model_grads` reduces their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_expert(parameter: Tensor) -> bool:
+    """Return whether a parameter is marked as an expert, `allreduce = False`."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def refuse_experts(parameters: Iterable[Tensor], who: str, instead: str) -> None:
+    """Raise a ValueError if there are several processes and a parameter is an expert; `instead` says what to use."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    for index, parameter in enumerate(parameters):
+        if is_expert(parameter):
+            raise ValueError(
+                f"parameter {index} of shape {tuple(parameter.shape)} is an expert (allreduce=False), of which other "
+                f"processes hold different ones; {who} would mix them. {instead}"
+            )
+
+
+def hide_experts_from_ddp(model: nn.Module) -> None:
+    """Have torch's DistributedDataParallel, when it wraps this model, leave experts and their gradients alone."""
+    # PyTorch compares names of `named_parameters()` in some places, in others a module's name, a dot and the name of a
+    # parameter in it. They differ for the model's own parameters, and if a wrapper gives parameters other names.
+    names = [name for name, parameter in model.named_parameters() if is_expert(parameter)]
+    for path, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        names += [f"{path}.{name}" for name, parameter in own if is_expert(parameter)]
+    if names:
+        ignored = dict.fromkeys((*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names))
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))

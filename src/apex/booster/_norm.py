@@ -1,0 +1,66 @@
+"""The norm of gradients that may be sharded over processes (FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._failures import explained
+from ..amp._amp_state import HALF
+from ..ops._host import HOST
+
+
+@torch.no_grad()
+def total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norm of all gradients; if some are DTensors, all processes of their mesh call it.
+
+    The parts of a DTensor are measured where they are, and their norms are added up on the mesh's device: gradients in
+    the host's memory (FSDP2 with offload) belong to processes that may be connected by NCCL alone.
+    """
+    by_layout: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        if type(gradient) is Tensor or not hasattr(gradient, "placements"):  # asking a plain tensor takes long
+            by_layout.setdefault(None, []).append(gradient)
+        else:
+            sharded: Any = gradient
+            layout = sharded.device_mesh, sharded.placements
+            by_layout.setdefault(layout, []).append(sharded._local_tensor)
+    return _joined([_norm(tensors, order, layout) for layout, tensors in by_layout.items()], order)
+
+
+def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
+    """Return the norm of tensors of one layout: None, or the mesh and the placements of DTensors."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    norms: list[Tensor] = []
+    for (_, dtype), group in groups.items():
+        # The norm of scaled gradients is too large for float16 long before they are.
+        norms += torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
+    local = _joined(norms, order)
+    if layout is None:
+        return local
+    mesh, placements = layout
+    total = local.to(mesh.device_type, torch.float32)
+    total = total if order == torch.inf else total**order
+    operation = dist.ReduceOp.MAX if order == torch.inf else dist.ReduceOp.SUM
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            with explained("measuring the norm of all gradients"):
+                dist.all_reduce(total, operation, group=mesh.get_group(dimension))
+    return total if order == torch.inf else total ** (1 / order)
+
+
+def _joined(norms: list[Tensor], order: float) -> Tensor:
+    """Return the norm of tensors that have these norms, on the device of the first."""
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros((), dtype=torch.float32, device=HOST)
+    first = norms[0]
+    if any(norm.device != first.device or norm.dtype != first.dtype for norm in norms):
+        norms = [norm.to(first.device, torch.float32) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), order)

@@ -1,0 +1,76 @@
+"""This process's place among all processes, in the words of the original: its mesh of groups and its pipeline stage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...transformer.pipeline_parallel._schedule import Placement
+
+
+class GroupMesh(NamedTuple):
+    """Ranks in row-major order along several axes, and the process groups that lie along each axis.
+
+    `groups` has, for each axis, the group of this process.
+    """
+
+    shape: tuple[int, ...]
+    groups: tuple[Any, ...]
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return dist.get_rank()
+
+    def size(self, dim: int | None = None) -> int | tuple[int, ...]:
+        """Return the number of processes along an axis, or along all axes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def coordinate(self, dim: int | None = None) -> int | tuple[int, ...]:
+        """Return the place of this process along an axis, or along all axes."""
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        places = tuple(self.rank // stride % size for stride, size in zip(strides, self.shape, strict=True))
+        return places if dim is None else places[dim]
+
+    def get_group_along_axis(self, axis: int) -> Any:
+        """Return the group of the processes that differ from this one along an axis only."""
+        return self.groups[axis]
+
+    def get_ranks_in_group(self, group: Any) -> list[int]:
+        """Return the ranks of a group's processes."""
+        return dist.get_process_group_ranks(group)
+
+
+class StageManager(NamedTuple):
+    """The pipeline stage of this process: `stage` of `num_stages` ranks, whatever chunks each of them has."""
+
+    placement: Placement
+    stage: int
+
+    @property
+    def num_stages(self) -> int:
+        """The number of ranks of the pipeline."""
+        return self.placement.ranks
+
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        """Return whether this process has the first stage, or is the first rank of the pipeline."""
+        return self.stage == 0
+
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        """Return whether this process has the last stage, or with `ignore_chunk` is the last rank of the pipeline.
+
+        With the schedule "zbv" the first rank has the last stage.
+        """
+        last_rank = self.num_stages - 1
+        return self.stage == (last_rank if ignore_chunk else self.placement.holder(self.placement.stages - 1)[0])
+
+
+def mesh_of_all(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """Make a DeviceMesh of all processes on the accelerator, or on the default device if there is none."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh((accelerator or torch.get_default_device()).type, shape, mesh_dim_names=names)
