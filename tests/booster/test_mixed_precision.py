@@ -101,7 +101,7 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
     ("precision", "weight", "activation", "output"),
     [
         ("fp16", FULL, HALF, HALF),
-        ("fp16_apex", FULL, HALF, HALF),
+        ("fp16_apex", FULL, HALF, FULL),
         ("bf16", FULL, BRAIN, BRAIN),
         ("fp8", FULL, BRAIN, BRAIN),
         ("fp16_naive", HALF, HALF, FULL),
@@ -109,7 +109,8 @@ HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
         (FP16ApexMixedPrecision("O0", verbosity=0), FULL, FULL, FULL),
         (FP16ApexMixedPrecision("O2", verbosity=0), HALF, HALF, FULL),
         (FP16ApexMixedPrecision("O3", verbosity=0), HALF, HALF, FULL),
-        (FP16ApexMixedPrecision("O4", verbosity=0), FULL, BRAIN, BRAIN),
+        (FP16ApexMixedPrecision("O4", verbosity=0), FULL, BRAIN, FULL),
+        (FP16ApexMixedPrecision("O4", verbosity=0, cast_model_outputs=BRAIN), FULL, BRAIN, BRAIN),
         (FP16ApexMixedPrecision("O5", verbosity=0, cast_model_outputs=BRAIN), BRAIN, BRAIN, BRAIN),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -125,12 +125,14 @@ def test_autocast_of_fp16_apex_ends_with_the_boosted_model(level: str) -> None:
     plain = net()
     expected = plain(batch(0)[0])
     booster, parts = boosted(FP16ApexMixedPrecision(level, verbosity=0))
-    half = torch.float16 if level == "O1" else torch.bfloat16
+    half, seen = torch.float16 if level == "O1" else torch.bfloat16, []
+    parts[0].unwrap().last.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     for _ in range(2):
         assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled()
         assert torch.equal(plain(batch(0)[0]), expected)
-        assert parts[0](batch(0)[0]).dtype == half
+        assert parts[0](batch(0)[0]).dtype == torch.float32  # of half-precision products
+        assert seen[-1] == half
         train(booster, parts, range(1))
     with torch.no_grad():
         assert parts[2](parts[0](batch(0)[0]), batch(0)[1]).dtype == torch.float32
@@ -140,7 +142,8 @@ def test_autocast_of_fp16_apex_ends_with_the_boosted_model(level: str) -> None:
 
 
 def test_autocast_of_fp16_apex_ends_without_an_optimizer() -> None:
-    model, optimizer, *_ = make(FP16ApexMixedPrecision("O1", verbosity=0)).boost(net())
+    precision = FP16ApexMixedPrecision("O1", verbosity=0, cast_model_outputs=torch.float16)
+    model, optimizer, *_ = make(precision).boost(net())
     assert optimizer is None
     assert not torch.is_autocast_enabled("cpu")
     assert model(batch(0)[0]).dtype == torch.float16

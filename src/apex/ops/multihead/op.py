@@ -72,6 +72,9 @@ def dot_product_attention(
         added = None if added is None else added.expand(*queries.shape[:3], -1)
         operator = torch.ops.aten._scaled_dot_product_efficient_attention
         return operator(queries, keys, values, added, True, dropout, causal)[0]
+    if not queries.numel() or not keys.numel():
+        # Zeros, differentiable. PyTorch 2.9's attention on a CPU divides by a size and ends the process.
+        return (queries @ keys.transpose(2, 3)).softmax(-1) @ values
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, dropout_p=dropout, is_causal=causal)
 
 
@@ -119,8 +122,10 @@ def attention(
     if norm:
         gamma, beta = norm
         normed = layer_norm(first, (first.shape[2],), gamma, beta, NORM_EPS)
-    layers = zip((normed, *others), weights[:-1], (biases or (None,) * len(weights))[:-1], strict=True)
-    packed = [F.linear(*each) for each in layers]
+    packed = [
+        F.linear(each, weights[place], biases[place] if biases else None)
+        for place, each in enumerate((normed, *others))
+    ]
     queries, keys, values = split(packed, heads)
     context = attend(queries, keys, values, heads, mask, dropout)
     outputs = F.linear(context, weights[-1], biases[-1] if biases else None)
