@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # PyTorch's GPU allocator returns multiples of this many bytes.
 BLOCK = 512
@@ -25,6 +25,16 @@ def rounded(size: int) -> int:
 def is_fake(tensor: Tensor) -> bool:
     """Return whether a tensor stands for a GPU tensor whose memory is counted."""
     return isinstance(tensor, FakeTensor)
+
+
+def _of_empty_tensors(collective: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective of the fake process group, which moves nothing, with empty tensors in place of fake ones.
+
+    PyTorch 2.9 and earlier releases have no rule for collectives of fake tensors.
+    """
+    with _disable_current_modes():
+        replaced = _pytree.tree_map_only(FakeTensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), (args, kwargs))
+        return collective(*replaced[0], **replaced[1])
 
 
 class LiveStorages(TorchDispatchMode):
@@ -44,6 +54,8 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ and is_fake(args[0]):
             return 0
+        if func.namespace == "c10d":
+            return _of_empty_tensors(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
             if isinstance(value, Tensor):
