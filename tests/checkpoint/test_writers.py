@@ -276,7 +276,7 @@ def test_a_full_disk_is_named(sharded: bool, tmp_path: Path, monkeypatch: pytest
 def test_what_cannot_be_saved_or_does_not_fit(tmp_path: Path) -> None:
     """PyTorch raises an exception that `except Exception` does not catch."""
     path = tmp_path / "checkpoint"
-    with pytest.raises(RuntimeError, match=r"checkpoint could not be written; rank 0 had \w+: .*pickle"):
+    with pytest.raises(RuntimeError, match=r"could not be written; rank 0 had \w+: .*(pickle|get) local object"):
         checkpoint.save_sharded({"function": lambda: None}, path)
     assert names(tmp_path) == []
     checkpoint.save_sharded({"weights": torch.ones(3)}, path)
