@@ -33,7 +33,9 @@ def _of_empty_tensors(collective: Any, args: Any, kwargs: Any) -> Any:
     PyTorch 2.9 and earlier releases have no rule for collectives of fake tensors.
     """
     with _disable_current_modes():
-        replaced = _pytree.tree_map_only(FakeTensor, lambda tensor: torch.empty(0, dtype=tensor.dtype), (args, kwargs))
+        replaced = _pytree.tree_map_only(
+            FakeTensor, lambda tensor: torch.empty(0, dtype=tensor.dtype, device="cpu"), (args, kwargs)
+        )
         return collective(*replaced[0], **replaced[1])
 
 
