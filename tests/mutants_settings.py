@@ -16,13 +16,13 @@ PACKAGES = {
     "checkpoint": (FILES, "tests/checkpoint/test_untrusted.py tests/booster/test_checkpoints.py"),
     "_atomic": (FILES, "tests/checkpoint/test_kills.py"),
     "_fuse": ("tests/_fuse",),
-    "_cli/migrate": ("tests/cli/test_migrate.py",),
+    "_cli/migrate": ("tests/_cli/test_migrate.py",),
     "amp": ("tests/amp/test_scaler.py tests/amp/test_optimizers.py tests/amp/test_overflow.py", "tests/amp"),
     "contrib/sparsity": ("tests/contrib/sparsity",),
     "fp8": ("tests/fp8",),
 }
 # Code that a machine without a GPU does not run.
-ELSEWHERE = re.compile(r"cuda|nccl|win32|accelerator|captur|_recording|on_host|TYPE_CHECKING|__all__|Stream|Event")
+ELSEWHERE = re.compile(r"cuda|nccl|win32|accelerator|captur|_graph_numbers|on_host|TYPE_CHECKING|__all__|Stream|Event")
 # Calls that only say something.
 MESSAGES = {"warn", "_warn", "warning", "info", "debug", "print", "maybe_print"}
 # Operators and calls that are exchanged for others.

@@ -308,7 +308,7 @@ def test_the_rule_about_defaults_can_fail(code: str) -> None:
 
 def files_passed(function: Callable[[], object]) -> set[str]:
     """The files of ours that a call goes through; kernels are not run, and what they would write is left as it is."""
-    from apex.ops._launch import recording
+    from apex.ops._launch import record_launches
 
     passed = set()
 
@@ -317,7 +317,7 @@ def files_passed(function: Callable[[], object]) -> set[str]:
         if event == "call" and SOURCE in path.parents:
             passed.add(name_of(path))
 
-    with recording():
+    with record_launches():
         sys.setprofile(note)
         try:
             function()

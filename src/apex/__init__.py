@@ -50,7 +50,8 @@ _MEMBERS = {
     "estimate_memory": "_memory",
     **dict.fromkeys(("fuse", "unfuse"), "_fuse"),
     **dict.fromkeys(
-        ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"), "_launching"
+        ("get_default_parser", "launch", "launch_from_openmpi", "launch_from_slurm", "launch_from_torch"),
+        "_process_launch",
     ),
 }
 

@@ -31,7 +31,7 @@ class Recorder(BucketReducer):
     def gradient(self, param: int) -> None:
         self.arrived.add(param)
         self._note(param, [number for number, members in enumerate(self.buckets) if param in members])
-        self._send_complete()
+        self.flush_ready()
 
     def end(self, in_flight: int | None = None) -> None:
         self._send_rest(in_flight)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.helpers import SOURCE
+from tests._cli.helpers import SOURCE
 from tests.parallel.processes import launched
 from tests.warm import run_together
 

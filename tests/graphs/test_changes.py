@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, prune
 from apex.graphs import CapturedStep
 from apex.graphs._references import References
 from apex.graphs._state import Snapshot, State
-from apex.ops._recording import Recording
+from apex.ops._graph_numbers import CaptureContext
 from apex.optimizers import FusedAdam
 from tests.graphs.common import assert_equal_bits
 from tests.graphs.recorder import CpuGraphs
@@ -307,10 +307,10 @@ def test_outputs_that_are_objects_have_no_gradients() -> None:
 def test_what_a_capture_does_to_tensors_of_the_host_is_refused_and_undone() -> None:
     count, device = torch.zeros(2), torch.device("meta")
     before = Snapshot([], References(lambda: count), device)
-    State(before, Recording(True, device))
+    State(before, CaptureContext(True, device))
     count += 1
     with pytest.raises(NotImplementedError, match="every call changes count, which no graph can"):
-        State(before, Recording(True, device))
+        State(before, CaptureContext(True, device))
     before.restore()
     assert count.tolist() == [0.0, 0.0]
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from apex import amp, optimizers
 from apex.graphs import CapturedStep, capture
-from apex.ops import _recording
+from apex.ops import _graph_numbers
 from apex.ops._graph import CudaGraphs
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.parallel import LARC
@@ -351,8 +351,8 @@ def test_a_replay_that_ends_with_an_error_is_a_whole_step() -> None:
             raise errors.pop()
 
     def step(*batch: Tensor) -> Tensor:
-        if (recording := _recording.capturing()) is not None:
-            recording.after.append(report)
+        if (capture := _graph_numbers.capturing()) is not None:
+            capture.after.append(report)
         return training.train_step(*batch)
 
     training.step = captured(step)

@@ -19,7 +19,7 @@ from apex._cli.jit_module import write_module
 from apex.op_builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder
 from apex.op_builder._compile import compile_extension, first_error
 from apex.op_builder.all_ops import ALL_OPS, BUILDERS, BuilderUtils
-from tests.cli.helpers import run_python, run_quickly
+from tests._cli.helpers import run_python, run_quickly
 
 can_compile = pytest.mark.skipif(
     not (shutil.which("g++") and shutil.which("ninja")), reason="needs g++ and ninja to compile with"

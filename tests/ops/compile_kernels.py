@@ -44,13 +44,13 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 import apex.ops
-from apex.ops import _ahead, _device, _launch
+from apex.ops import _compile_ahead, _device, _launch
 
 
 class Target:
     """A GPU to compile for; `facts.shared_memory` is what one program may use there."""
 
-    def __init__(self, gpu: _ahead.GPU) -> None:
+    def __init__(self, gpu: _compile_ahead.GPU) -> None:
         self.gpu, self.facts = gpu.target, gpu.facts
 
     @functools.cached_property
@@ -63,7 +63,7 @@ class Target:
         return f'"{self.gpu.backend}:{self.gpu.arch}"'
 
 
-TARGETS = {name: Target(gpu) for name, gpu in _ahead.GPUS.items()}
+TARGETS = {name: Target(gpu) for name, gpu in _compile_ahead.GPUS.items()}
 
 # Kernels that launch rules choose for some GPUs only.
 NOT_CHOSEN = {"hip": {"norm_backward_held"}}
@@ -210,7 +210,7 @@ def record_all(target: Target) -> list[_launch.Launch]:
         if not any(folder.glob("kernels*.py")):
             continue
         cases = importlib.import_module(f"tests.ops.{module.name}.launch_cases")
-        with _device.pretend(target.facts), _launch.recording() as collected:
+        with _device.pretend(target.facts), _launch.record_launches() as collected:
             cases.record()
         launches.extend(collected)
     return launches
@@ -227,7 +227,7 @@ def largest_of_each(launches: list[_launch.Launch], variants: bool) -> list[_lau
     """
     largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
     for launch in launches:
-        kernel, constants, dtypes, _, stages = _ahead.program(launch)
+        kernel, constants, dtypes, _, stages = _compile_ahead.program(launch)
         named = [constant for constant in constants if isinstance(constant, str) and (variants or "." not in constant)]
         float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
         size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
@@ -251,7 +251,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
             launches = largest_of_each(launches, variants=vendor not in vendors)
         vendors.add(vendor)
         for launch in launches:
-            program = programs.setdefault((vendor, *_ahead.program(launch)), Program(launch))
+            program = programs.setdefault((vendor, *_compile_ahead.program(launch)), Program(launch))
             program.names[name] = None
     gc.freeze()  # what was imported stays, and need not be searched for garbage
     gc.set_threshold(50_000, 20, 20)
@@ -272,7 +272,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
 def _add_to_report(report: dict[str, Any], program: Program, target: Target, seen: set[str], as_binary: bool) -> None:
     compiled, available = report["compiled"], target.facts.shared_memory
     kernel = program.launch.prepared.kernel.name
-    what = f"{_ahead.program(program.launch)} {program.launch.prepared.sizes} {program.launch.floats}"
+    what = f"{_compile_ahead.program(program.launch)} {program.launch.prepared.sizes} {program.launch.floats}"
     print(target.attribute, what, file=sys.stderr, flush=True)
     try:
         if program.layout is None or kernel not in compiled or not program.operations <= seen:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from apex.ops import _launch
-from apex.ops._launch import KERNELS, recording
+from apex.ops._launch import KERNELS, record_launches
 
 
 def _import_norm_kernels() -> None:
@@ -38,7 +38,7 @@ def test_every_kernel_is_registered() -> None:
 
 def test_recording_launches_nothing() -> None:
     x = torch.full((4, 16), 3.0)
-    with _device.pretend(_device.INTERPRETER), recording() as collected:
+    with _device.pretend(_device.INTERPRETER), record_launches() as collected:
         settings = (16, 1e-5, True, False, torch.float32, torch.float32)
         output, _ = op.launch_forward(x.to("meta"), None, None, *settings)
     assert output.is_meta
@@ -62,7 +62,7 @@ def test_recording_asks_no_tensor_for_its_address() -> None:
             raise AssertionError
 
     x = torch.zeros(2).as_subclass(WithoutAddress)
-    with recording() as launches:
+    with record_launches() as launches:
         op.kernels_forward.norm_forward_rows.prepare((1,), num_warps=1)((x, None))
     assert launches[0].tensors[0] is x
 
@@ -134,7 +134,7 @@ def test_a_launch_for_the_same_dtypes_refuses_others_until_it_no_longer_looks() 
     """Where kernels are compiled it would launch the one for the dtypes that it was prepared for."""
     _import_norm_kernels()
     launch = KERNELS["sum_partials"].prepare((1,), num_warps=1, same_dtypes=True)
-    with _launch.recording() as collected:
+    with _launch.record_launches() as collected:
         launch((torch.ones(4), None))
         launch((torch.zeros(8), None))
         for others in ((torch.ones(4).half(), None), (torch.ones(4), torch.ones(4))):

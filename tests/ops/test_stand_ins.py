@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex._cli.build.calls import OPS, _run_op
-from apex.ops import _ahead, _library
+from apex.ops import _compile_ahead, _library
 from apex.ops._launch import Launch
 from apex.ops.multi_tensor.flat import overlapping
 from apex.optimizers import FusedAdam
@@ -25,12 +25,12 @@ def names(launches: Sequence[Launch]) -> list[str]:
 def test_fake_tensors_are_launched_like_those_of_the_device_meta(name: str) -> None:
     op = OPS[name]
     shape = tuple(map(int, op.sizes[1].split("x")))
-    with _ahead.planning(_ahead.GPUS["sm_90"]) as expected:
+    with _compile_ahead.planning(_compile_ahead.GPUS["sm_90"]) as expected:
         _run_op(op, shape, torch.bfloat16, torch.device("meta"))
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        _ahead.planning(_ahead.GPUS["sm_90"]) as found,
+        _compile_ahead.planning(_compile_ahead.GPUS["sm_90"]) as found,
     ):
         warnings.simplefilter("ignore")
         _run_op(op, shape, torch.bfloat16, torch.device("cpu"))
@@ -42,7 +42,7 @@ def test_fake_tensors_stand_for_nothing_else() -> None:
         tensor = torch.empty(3)
     assert not _library.is_stand_in(tensor)
     assert not _library.on_gpu(tensor)
-    with _ahead.planning(_ahead.GPUS["sm_90"], keep=False) as launches:
+    with _compile_ahead.planning(_compile_ahead.GPUS["sm_90"], keep=False) as launches:
         assert _library.is_stand_in(tensor)
         assert _library.on_gpu(tensor)
         assert not _library.is_stand_in(torch.empty(3))
@@ -60,7 +60,7 @@ def step(values: list[Tensor]) -> None:
 def test_tensors_without_memory_do_not_overlap() -> None:
     values = [torch.zeros(5, device="meta"), torch.zeros(3, device="meta")]
     assert overlapping(values) == set()
-    with _ahead.planning(_ahead.GPUS["sm_90"]) as launches:
+    with _compile_ahead.planning(_compile_ahead.GPUS["sm_90"]) as launches:
         step(values)
     assert len(launches) == 1  # of all parameters, as on a GPU
     whole = torch.zeros(8)

@@ -14,7 +14,7 @@ import torch
 
 from apex.ops import _library, _tuned, all_families, layer_norm
 from apex.ops._device import INTERPRETER, DeviceFacts, facts
-from apex.ops._launch import recording
+from apex.ops._launch import record_launches
 from apex.ops.norm import add_norm, config, op
 from apex.ops.norm.op import NORM
 
@@ -48,7 +48,7 @@ def write(path: Path, *entries: dict[str, Any], **head: Any) -> None:
 def launched(rows: int = 8) -> tuple[int, int]:
     """Rows of a program and warps of the launch that a layer norm makes."""
     x, weight = (torch.ones(shape, dtype=torch.float32, device=DEVICE) for shape in ((rows, 64), (64,)))
-    with _library.implementation("triton"), recording() as launches, torch.no_grad():
+    with _library.implementation("triton"), record_launches() as launches, torch.no_grad():
         layer_norm(x, (64,), weight, weight)
     (launch,) = launches
     constants = dict(zip(reversed(launch.prepared.kernel.function.arg_names), reversed(launch.prepared.constants)))  # noqa: B905

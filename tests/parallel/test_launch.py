@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from apex import _env
 from apex._cli.app import app
 from apex.parallel import _torchrun, multiproc
-from tests.cli.helpers import run_quickly
+from tests._cli.helpers import run_quickly
 
 SCRIPT = """
 import json, sys

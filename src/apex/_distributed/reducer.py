@@ -73,7 +73,7 @@ class BucketReducer:
     def _all_sent(self) -> bool:
         return len(self._sent) == len(self._order)
 
-    def _send_complete(self) -> None:
+    def flush_ready(self) -> None:
         """Sends buckets that wait for nothing, up to the first that does."""
         while not self._all_sent and not self._waiting_for[self._order[len(self._sent)]]:
             self._send_next()

@@ -177,9 +177,9 @@ def _planning_for_a_gpu() -> contextlib.AbstractContextManager[Any]:
     """
     if _library.triton_problem() is not None:
         return _device.pretend(_device.INTERPRETER)
-    from ..ops import _ahead
+    from ..ops import _compile_ahead
 
-    return _ahead.planning([*_ahead.gpu_here().values(), _ahead.GPUS["sm_90"]][0], keep=False)
+    return _compile_ahead.planning([*_compile_ahead.gpu_here().values(), _compile_ahead.GPUS["sm_90"]][0], keep=False)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
 
-from . import _casting, compat, lists, rnn_compat, utils
+from . import _autocast, compat, lists, rnn_compat, utils
 from ._amp_state import _amp_state, master_params
 from ._initialize import release_all
 from .amp import (
@@ -26,7 +26,7 @@ def shutdown() -> None:
     with O1 or O4, operators outside of models are still cast until that thread calls `shutdown` itself.
     """
     release_all()
-    _casting.switch_off()
+    _autocast.switch_off()
     _amp_state.reset()
     _overflow_messages.clear()
     _registered.clear()

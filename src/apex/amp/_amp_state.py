@@ -35,7 +35,7 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.overflow_patience = 100
-        self.models: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # _models.ModelRecord
+        self.models: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()  # _model_casts.ModelRecord
         self.optimizers: WeakSet[Any] = WeakSet()
         # Maps a model's half-precision parameter to its float32 master, an nn.Parameter. For a parameter without a
         # master, maps it to the float32 values that it was rounded from, if they are known: from a checkpoint, or for

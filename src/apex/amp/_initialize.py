@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _casting
+from . import _autocast
 from ._amp_state import HALF, _amp_state, float32_values, warn_or_err
 from ._checks import checked_optimizers
 from ._containers import applier, to_type
 from ._master_params import cast_states, half_params, innermost, takes_gradients
-from ._models import dtype_before, prepare_model, release_model
+from ._model_casts import dtype_before, prepare_model, release_model
 from ._process_optimizer import process_optimizer, release_optimizer
 from ._rollback import unchanged_on_failure
 from .amp import init
@@ -53,7 +53,7 @@ def initialize_models_and_optimizers(
         if properties.patch_torch_functions:
             init(loss_scale=properties.loss_scale, patch_type=properties.patch_torch_functions_type)
         else:
-            _casting.leave_thread()
+            _autocast.leave_thread()
     return as_they_came(models, optimizers)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _casting, lists
+from . import _autocast, lists
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_type
 from ._containers import applier, to_type
@@ -48,7 +48,7 @@ def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _casting.active():
+        if not _autocast.active():
             return function(*args, **kwargs)
         dtype = _DTYPES[cast] or _widest((args, kwargs))
         if dtype is not None:
@@ -56,7 +56,7 @@ def _wrapped(function: Callable[..., Any], cast: str) -> Callable[..., Any]:
             args, kwargs = applier(args, cast_tensor), applier(kwargs, cast_tensor)
         if not without_casts:
             return function(*args, **kwargs)
-        with _casting.casts_off(cache=torch.is_autocast_cache_enabled()):
+        with _autocast.casts_off(cache=torch.is_autocast_cache_enabled()):
             return function(*args, **kwargs)
 
     return wrapper
@@ -157,6 +157,6 @@ def init(
         return NoOpHandle()
     handle = AmpHandle(loss_scale, enable_caching, verbose)
     apply_registrations(patch_type)
-    _casting.switch_on(patch_type, allow_banned=allow_banned)
+    _autocast.switch_on(patch_type, allow_banned=allow_banned)
     _amp_state.handle = handle
     return handle

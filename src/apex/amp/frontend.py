@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _casting
+from . import _autocast
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._checks import (
     check_count,
@@ -229,7 +229,7 @@ def initialize(
     if not enabled:
         release(*as_lists(models, optimizers))
         _amp_state.opt_properties = Properties()
-        _casting.leave_thread()
+        _autocast.leave_thread()
         return as_they_came(models, optimizers)
     if not isinstance(opt_level, str) or opt_level not in opt_levels:
         raise RuntimeError(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
-from . import _casting
+from . import _autocast
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_loss, checked_optimizers
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
@@ -147,7 +147,7 @@ def _refuse_unknown(optimizers: list[Any]) -> None:
 def _autocast_off() -> contextlib.AbstractContextManager[None]:
     """Return a context that switches autocast off in this thread; a null context if it is off already (O2, O3, O5)."""
     is_off = not torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-    return _NO_CONTEXT if is_off else _casting.casts_off()
+    return _NO_CONTEXT if is_off else _autocast.casts_off()
 
 
 def _update_scale(
@@ -163,7 +163,7 @@ def _update_scale(
         waiting, found_inf = [], scaler._overflow_buf
         for stash in stashes:
             # In a captured step, `_undone_if` restores on the device what an optimizer without a flag changed.
-            if not stash.takes_found_inf and (_recording.current is None or not _recording.current.captures):
+            if not stash.takes_found_inf and (_graph_numbers.current is None or not _graph_numbers.current.captures):
                 waiting.append(stash)
             else:
                 earlier = stash.found_inf
@@ -180,7 +180,7 @@ def _update_scale(
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
     """Run the body of the context without O1's casts."""
-    with _casting.suspended():
+    with _autocast.suspended():
         yield
 
 
@@ -203,8 +203,8 @@ def prepare_amp_backward(self: Any) -> None:
         if param.grad is not None:
             stash.accumulated_grads[param] = param.grad
             param.grad = None
-    if _recording.current is not None:
-        _recording.current.reads.update(map(id, stash.accumulated_grads.values()))
+    if _graph_numbers.current is not None:
+        _graph_numbers.current.reads.update(map(id, stash.accumulated_grads.values()))
 
 
 def restore_grads(stash: AmpOptimizerState) -> None:
@@ -360,8 +360,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
             inner.most_recent_scale, inner.scale_set_by_backward = 1.0, False
     else:
         inner._wrote_models = False
-        if _recording.current is not None:
-            _recording.current.reads.add(id(found_inf))
+        if _graph_numbers.current is not None:
+            _graph_numbers.current.reads.add(id(found_inf))
         takes_flag = found_inf is not None and stash.takes_found_inf
         if found_inf is not None and takes_flag:
             inner.found_inf, inner.grad_scale = found_inf.reshape(()), None
@@ -416,7 +416,7 @@ def _step_with_closure(
     before = [param.clone() for param in params]
     state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()} if may_skip else {}
     loss = None
-    cast_closure = _casting.cast_as_here(closure)  # a step itself runs without casts
+    cast_closure = _autocast.cast_as_here(closure)  # a step itself runs without casts
 
     def watched() -> Any:
         nonlocal loss

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _casting
+from . import _autocast
 from ._amp_state import master_params, maybe_print
 from ._checks import check_count, check_loss, checked_optimizers
 from .scaler import LossScaler
@@ -20,7 +20,7 @@ def scaled_loss(loss: Tensor, optimizer: Any, scaler: LossScaler) -> Iterator[Te
     """Yield the loss times the scale, for the backward pass inside; afterwards unscale all gradients in place."""
     check_loss(loss)
     scaler.to(loss.device)
-    with _casting.casts_off():
+    with _autocast.casts_off():
         yield loss * scaler.scale_tensor().reshape(())
         scaler.clear_overflow_state()
         grads = [param.grad for param in master_params(optimizer) if param.grad is not None]
@@ -121,7 +121,7 @@ class AmpHandle:
     def _disable_casts(self) -> Iterator[None]:
         self._is_active = False
         try:
-            with _casting.suspended():
+            with _autocast.suspended():
                 yield
         finally:
             self._is_active = True
@@ -161,7 +161,7 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         """End casting permanently, also inside models."""
-        _casting.switch_off()
+        _autocast.switch_off()
         self._is_active = False
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import axpby, scale
 from ._amp_state import _amp_state, maybe_print
@@ -116,7 +116,7 @@ class LossScaler:
 
     def known_scale(self) -> float | None:
         """Return a static scale as a number; None while a graph is recorded, because replays may use another scale."""
-        return self._static_scale if _recording.current is None else None
+        return self._static_scale if _graph_numbers.current is None else None
 
     def scale_tensor(self) -> Tensor:
         """Return the scale, float32 [1]."""
@@ -323,9 +323,9 @@ class OverflowMessages:
         values = torch.cat((found_inf.float().reshape(1), scale.to(found_inf.device).reshape(1), *counters))
         params = [param for each in counted for param in each.params]
         send = functools.partial(self._send, values, loss_id, floor, params)
-        recording = _recording.current
-        if recording is not None and recording.captures:
-            recording.after += [send, self.read]
+        capture = _graph_numbers.current
+        if capture is not None and capture.captures:
+            capture.after += [send, self.read]
         else:
             send()
 
@@ -336,7 +336,7 @@ class OverflowMessages:
 
     def read(self) -> None:
         """Report the flags that have arrived; do nothing during graph capture, which forbids querying events."""
-        if _recording.current is not None and _recording.current.captures:
+        if _graph_numbers.current is not None and _graph_numbers.current.captures:
             return
         while self._pending and self._pending[0].arrived():
             self._report(self._pending.popleft())

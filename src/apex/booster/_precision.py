@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..amp._amp_state import HALF, AmpState
-from ..amp._models import ForwardCasts, _cast_model
+from ..amp._model_casts import ForwardCasts, _cast_model
 from ..amp.scaler import NonfiniteCounts, OverflowMessages
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..amp import _casting
+from ..amp import _autocast
 from ..amp._amp_state import _amp_state
 from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
@@ -258,7 +258,7 @@ class FP16ApexMixedPrecision(Precision):
         properties = _amp_state.opt_properties
         if properties.patch_torch_functions:
             # On the thread, autocast would cast everything that is computed here, other models included.
-            _casting.leave_thread()
+            _autocast.leave_thread()
             criterion = autocast_criterion(criterion, properties.patch_torch_functions_type)
         return models, AmpOptimizer(optimizer) if optimizer else None, criterion
 

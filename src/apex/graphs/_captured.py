@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
-from ..ops import _recording
-from ..ops._recording import Recording, is_number
+from ..ops import _graph_numbers
+from ..ops._graph_numbers import CaptureContext, is_number
 from ._references import PLAIN, References
 from ._state import Snapshot, State, version_of
 
@@ -64,11 +64,11 @@ def watched(optimizers: dict[int, Any]) -> Iterator[None]:
     """Collect the optimizers that are stepped inside the block, and record that their steps read gradients."""
 
     def note(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if (recording := _recording.capturing()) is not None:
+        if (capture := _graph_numbers.capturing()) is not None:
             if id(optimizer) not in optimizers:
                 raise NotImplementedError("an optimizer is stepped that was not in the calls before")
             params = (param for group in optimizer.param_groups for param in group["params"])
-            recording.reads.update(id(param.grad) for param in params)
+            capture.reads.update(id(param.grad) for param in params)
         optimizers[id(optimizer)] = optimizer
 
     handle = register_optimizer_step_pre_hook(note)
@@ -89,7 +89,7 @@ class Graph:
         backend: Any,
         device: torch.device,
     ) -> None:
-        self._recording = recording = Recording(True, device)
+        self._context = capture = CaptureContext(True, device)
         references = References(function, map_tensors(lambda _: None, arguments))
         known = list(optimizers.values())
         # The function gets host tensors as device tensors, so that its own copies to the device do nothing.
@@ -99,15 +99,15 @@ class Graph:
         versions = list(map(version_of, self._inputs))
 
         def run() -> Any:
-            _follow_rates(known, recording)
-            with watched(optimizers), _recording.active(recording):
+            _follow_rates(known, capture)
+            with watched(optimizers), _graph_numbers.active(capture):
                 return function(*args, **kwargs)
 
         before = Snapshot(known, references, device)
         torch.clear_autocast_cache()  # it holds casts of weights in memory that does not belong to the graph
         try:
             self._replay, outputs = backend.capture(run, device)
-            self.state = State(before, recording)
+            self.state = State(before, capture)
         finally:
             before.restore()
             torch.clear_autocast_cache()
@@ -123,13 +123,13 @@ class Graph:
         with torch.no_grad():
             for static, tensor in zip(self._inputs, tensors, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        self._recording.upload()
+        self._context.upload()
         self._replay()
         for index in self._written:
             if tensors[index].device == self._inputs[index].device:
                 tensors[index].copy_(self._inputs[index])
         self.state.leave()  # first: a message about overflows may be an error
-        for action in self._recording.after:
+        for action in self._context.after:
             action()
         return map_tensors(Tensor.detach, self._outputs)
 
@@ -143,11 +143,11 @@ def _static(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True, memory_format=torch.preserve_format)
 
 
-def _follow_rates(optimizers: Sequence[Any], recording: Recording) -> None:
+def _follow_rates(optimizers: Sequence[Any], capture: CaptureContext) -> None:
     """Give PyTorch's capturable or fused optimizers learning rates on the device, until `Snapshot.restore`."""
     for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
         for index, group in enumerate(optimizer.param_groups):
             takes_tensor = group.get("capturable") or group.get("fused")
             if takes_tensor and group["params"] and is_number(group.get("lr")):
-                rate = recording.entry(optimizer, index, "lr")
+                rate = capture.entry(optimizer, index, "lr")
                 group["lr"] = rate.on(group["params"][0].device).float()

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..amp._amp_state import _amp_state
+from ..ops._graph_numbers import CaptureContext, is_number
 from ..ops._host import HOST, on_host
-from ..ops._recording import Recording, is_number
 from ..ops.multi_tensor.tables import lie_at
 from ._references import MISSING, Place, References, parts_of
 
@@ -142,7 +142,7 @@ class Snapshot:
 class State:
     """Values that a captured graph reads before each replay and writes back after it."""
 
-    def __init__(self, before: Snapshot, recording: Recording) -> None:
+    def __init__(self, before: Snapshot, capture: CaptureContext) -> None:
         before.check()
         # Values that the graph begins with: its own tensors, or values that must be equal. The bool says whether the
         # graph may write to a tensor, so that the tensor itself must be at the location, too.
@@ -151,11 +151,11 @@ class State:
         leaves: list[Tensor] = []
         stepped = {id(param) for param in parameters(before.optimizers)}
         for place, value, version, copied in before.found:
-            if (id(place.root), *place.path[1:]) in recording.followed:
+            if (id(place.root), *place.path[1:]) in capture.followed:
                 continue
             after = place.read()
             # A missing gradient matters only to an optimizer that steps the parameter.
-            is_read = id(value) in recording.reads and (value is not None or id(place.root) in stepped)
+            is_read = id(value) in capture.reads and (value is not None or id(place.root) in stepped)
             is_written, is_replaced = version_of(after) != version, not place.has(value)
             if place.temporary and not (is_written or is_replaced or is_read):
                 continue
@@ -170,9 +170,7 @@ class State:
                     continue
             if value is not MISSING:
                 self._needs.append((place, value, is_written or not place.variable))
-        self._needs += [
-            (Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in recording.guards
-        ]
+        self._needs += [(Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in capture.guards]
         self._entries = before.references.entries()
         self._parts = [part for entries in self._entries for part in entries.values()]
         leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops._graph import CudaGraphs
 from ..ops._host import on_host
 from ._captured import Graph, flattened, map_tensors, watched
@@ -141,8 +141,8 @@ class CapturedStep:
             places = (*variables, *hyperparameters(list(self._optimizers.values())))
             before = [(place, place.read()) for place in places]
         args, kwargs = arguments
-        recording = _recording.active(_recording.Recording(False, device))
-        with self._backend.aside(device), recording, watched(self._optimizers):
+        capture = _graph_numbers.active(_graph_numbers.CaptureContext(False, device))
+        with self._backend.aside(device), capture, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
         known.calls += 1  # a call that raised has not made the state that a graph needs
         self._eager_calls += 1

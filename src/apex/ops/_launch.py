@@ -229,7 +229,7 @@ def kernel(function: Any) -> Kernel:
 
 
 @contextlib.contextmanager
-def recording(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
+def record_launches(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
     """Collect launches instead of running them, so that they can be compiled for a GPU that this machine lacks.
 
     If `keep` is false, launches and their tensors are dropped at once. If a `device_type` is given, launches on other

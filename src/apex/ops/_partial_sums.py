@@ -17,7 +17,7 @@ from _thread import get_ident
 import torch
 from torch import Tensor
 
-from . import _recording
+from . import _graph_numbers
 from ._device import current_stream
 
 TICKETS = 4096
@@ -45,10 +45,10 @@ def partial_sums(elements: int, device: torch.device, tickets: bool = True) -> t
 
 def _tickets(device: torch.device) -> Tensor:
     """Return tickets that are 0. All launches of a captured stream share theirs, since each launch leaves them 0."""
-    recording, tickets = _recording.capturing(), None
-    if recording is not None and device.type == "cuda":
+    capture, tickets = _graph_numbers.capturing(), None
+    if capture is not None and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
-        if stream not in recording.tickets:
-            recording.tickets[stream] = recording.memory(TICKETS, torch.int32)
-        tickets = recording.tickets[stream]
+        if stream not in capture.tickets:
+            capture.tickets[stream] = capture.memory(TICKETS, torch.int32)
+        tickets = capture.tickets[stream]
     return torch.zeros(TICKETS, dtype=torch.int32, device=device) if tickets is None else tickets

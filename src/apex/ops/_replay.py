@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _device, _library, _tuned
-from ._launch import recording
+from ._launch import record_launches
 from ._partial_sums import TICKETS, partial_sums
 
 _aten = torch.ops.aten
@@ -89,7 +89,7 @@ def _plan(implementation: Callable, looks: tuple, device: torch.device) -> Calla
         _lock,
         _device.stand_ins(_device.facts(device)),
         _library.implementation(_library.requested),
-        recording(device_type="meta") as launches,
+        record_launches(device_type="meta") as launches,
         _Noted() as noted,
     ):
         results = implementation(*arguments)

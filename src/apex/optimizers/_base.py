@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as _hooks_of_all
 from typing_extensions import Unpack
 
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
 from ._buckets import MASTER, Bucket, GroupBuckets, local
@@ -254,14 +254,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         ready = [(index, group, self._buckets_of(index, group)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, buckets in ready for bucket in buckets]
         self._before_update(scaling)
-        recording = _recording.current
+        capture = _graph_numbers.current
         for index, group, buckets in ready:
             if not buckets:
                 continue
             seed = self._next_seed(group)
             step = self._next_step(index, group, buckets[0].device, scaling)
             # A graph must not freeze hyperparameters, because schedulers change them.
-            numbers = group if recording is None else recording.group(self, index)
+            numbers = group if capture is None else capture.group(self, index)
             rate = numbers.get("lr")
             if isinstance(rate, Tensor) and rate.is_cpu:  # computed in float64, as in a graph
                 numbers = {**numbers, "lr": float(rate)}
@@ -285,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         if self.stochastic_rounding:
             raise RuntimeError(f"{name} with stochastic_rounding needs a new seed at every step and cannot be captured")
-        if self._counts_steps and not self.capturable and _recording.current is None:
+        if self._counts_steps and not self.capturable and _graph_numbers.current is None:
             raise RuntimeError(
                 f"a step of {name} cannot be captured in a CUDA graph: its step count is on the host, so that every "
                 "replay would be the same step; use apex.graphs.capture, or make the optimizer with capturable=True"
@@ -335,7 +335,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._settle_skipped(index, group)
             del self._skipped[index]
         group["step"] = int(group.get("step", 0)) + 1
-        count = group["step"] if _recording.current is None else _recording.current.counted(self, index)
+        count = group["step"] if _graph_numbers.current is None else _graph_numbers.current.counted(self, index)
         if scaling.found_inf is None:
             return count
         skipped = self._skipped.get(index)

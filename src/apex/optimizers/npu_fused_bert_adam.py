@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
+from ..ops._graph_numbers import lifted
 from ..ops._host import HOST
-from ..ops._recording import lifted
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
 from ._buckets import Bucket

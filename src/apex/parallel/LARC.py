@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._delegation import delegated
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.op import check, groups_of
 from ..optimizers._base import FusedOptimizer, run_closure
@@ -60,12 +60,12 @@ class LARC:
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         had_decay = ["weight_decay" in group for group in self.optim.param_groups]
         # Other optimizers freeze the numbers of their groups in a graph: LARC must not have others at a replay.
-        recording = _recording.current if isinstance(self.optim, FusedOptimizer) else None
-        self._scale_gradients(recording)
+        capture = _graph_numbers.current if isinstance(self.optim, FusedOptimizer) else None
+        self._scale_gradients(capture)
         try:
             # A graph, too, must see none, and not what is there when it is replayed.
             for group in self.optim.param_groups:
-                group["weight_decay"] = 0 if recording is None else recording.constant(0.0)
+                group["weight_decay"] = 0 if capture is None else capture.constant(0.0)
             result = self.optim.step()
         finally:
             for group, decay, had in zip(self.optim.param_groups, decays, had_decay, strict=True):
@@ -76,7 +76,7 @@ class LARC:
         return result if closure is None else loss
 
     @torch.no_grad()
-    def _scale_gradients(self, recording: _recording.Recording | None) -> None:
+    def _scale_gradients(self, capture: _graph_numbers.CaptureContext | None) -> None:
         ready = []
         for group in self.optim.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
@@ -88,8 +88,8 @@ class LARC:
             check((params, gradients), _NAMES)
             ready.append((group, params, gradients))
         for index, (group, params, gradients) in enumerate(ready):
-            if recording is not None:
-                group = recording.group(self.optim, index)
+            if capture is not None:
+                group = capture.group(self.optim, index)
             hyper = {
                 "lr": group["lr"],
                 "trust_coefficient": self.trust_coefficient,

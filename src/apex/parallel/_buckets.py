@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._distributed.collectives import Work, start
 from .._distributed.reducer import from_first_rank
-from ..ops import _recording
+from ..ops import _graph_numbers
 from ..ops._host import HOST, on_host
 from ..ops.multi_tensor import scale
 from ..ops.multi_tensor.flat import FlatBuffer, offsets_of
@@ -137,8 +137,8 @@ class Bucket:
         only when all is over, since it is still being read.
         """
         self._prepare_buffer()
-        if (recording := _recording.capturing()) is not None:
-            recording.kept.append(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
+        if (capture := _graph_numbers.capturing()) is not None:
+            capture.kept.append(self._buffer)  # a graph goes on to write to it, whatever becomes of the bucket
         self._missing, self._outside, gradients, places = [], [], [], []
         for index, (param, place) in enumerate(zip(self.params, self._places, strict=True)):
             self._check_shape(index)

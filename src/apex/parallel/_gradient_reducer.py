@@ -112,7 +112,7 @@ class GradientReducer(BucketReducer):
         self._arrived.append(index)
         self._note(index, (number,))
         if not self._waiting_for[number]:
-            self._send_complete()
+            self.flush_ready()
 
     def finish_pass(self) -> None:
         """Sends the rest, and waits for everything; does nothing if no gradient has arrived."""

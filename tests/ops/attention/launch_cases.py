@@ -54,7 +54,7 @@ def _behind_cudnn() -> None:
 
 
 def record() -> None:
-    """Collects (under `recording`) attentions: with all parts, an odd one, packed ones."""
+    """Collects (under `record_launches`) attentions: with all parts, an odd one, packed ones."""
     _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256), (False, True))
     _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None, (False,))
     _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536), (True,))

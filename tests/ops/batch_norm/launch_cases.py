@@ -35,7 +35,7 @@ class _Alone:
 
 
 def record() -> None:
-    """Collects (under `recording`) forward and backward of every case, of one process, of several and of a graph."""
+    """Launch forward and backward of every case: one process, several, and a captured graph."""
     with mock.patch.object(_library, "runs_triton", return_value=True):  # although nothing runs here
         for shape, last, dtype, parameters, addend in _CASES:
             channels = shape[1]

@@ -9,7 +9,7 @@ from apex.ops.conv.op import launch_epilogue
 
 
 def record() -> None:
-    """Collects (under `recording`) launches with every flag, without scale and mask, and with a mask alone.
+    """Collects (under `record_launches`) launches with every flag, without scale and mask, and with a mask alone.
 
     Then three weights with norms and four, and as many with scales alone.
     """

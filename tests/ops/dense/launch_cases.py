@@ -19,7 +19,7 @@ _ACTIVATIONS = [
 
 
 def record() -> None:
-    """Collects (under `recording`) the launches."""
+    """Collects (under `record_launches`) the launches."""
     for rows, columns, dtype, activation, bias_grad in _ACTIVATIONS:
         dy = torch.empty(rows, columns, dtype=dtype, device="meta")
         for active in (None, dy) if activation == "gelu" else (None,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from apex.ops import _library
-from apex.ops._ahead import GPUS
+from apex.ops._compile_ahead import GPUS
 from apex.ops.dense.config import SMALL_BETWEEN_LAYERS, SMALL_MATRIX, activation_tile, takes_node
 
 ROWS, COLUMNS = (1, 26, 200, 380, 1038, 2453, 8192), (1, 17, 36, 141, 300, 327, 1301, 4096)

@@ -17,7 +17,7 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects the largest magnitudes and the casts of every shape."""
+    """Plans and (under `record_launches`) collects the largest magnitudes and the casts of every shape."""
     facts = _device.facts(torch.device("meta"))
     without_infinity = facts.name == "gfx942"
     formats = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if without_infinity else op.DTYPES[:2]

@@ -14,7 +14,7 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects loss and gradient of every shape."""
+    """Plans and (under `record_launches`) collects loss and gradient of every shape."""
     for anchors, columns, classes, dtype, gamma in _SHAPES:
         logits = torch.empty(anchors, columns, dtype=dtype, device="meta")
         targets = torch.empty(anchors, dtype=torch.int64, device="meta")

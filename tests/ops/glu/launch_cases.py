@@ -17,7 +17,7 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward and backward of every shape."""
+    """Plans and (under `record_launches`) collects forward and backward of every shape."""
     for rows, columns, dtype, bias_dtype, activation in _SHAPES:
         input = torch.empty(rows, columns, dtype=dtype, device="meta")
         bias = None if bias_dtype is None else torch.empty(columns, dtype=bias_dtype, device="meta")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from apex.ops._ahead import GPUS
+from apex.ops._compile_ahead import GPUS
 from apex.ops.glu.config import backward_groups, backward_tile, forward_tile
 
 WIDTHS = (1, 45, 63, 97, 333, 787, 1024, 1160, 1544, 5504, 7000, 11008, 24000)

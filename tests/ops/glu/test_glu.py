@@ -188,11 +188,11 @@ def test_one_input_alone_needs_a_gradient(route: Route) -> None:
 
 def test_a_frozen_bias_costs_no_launch() -> None:
     pytest.importorskip("triton")
-    from apex.ops._launch import recording
+    from apex.ops._launch import record_launches
 
     input, dy, bias = (torch.empty(shape, device="meta") for shape in ((4, 32), (4, 16), (32,)))
     for bias_grad, kernels in ((True, ["glu_backward", "sum_bias_partials"]), (False, ["glu_backward"])):
-        with _device.pretend(_device.INTERPRETER), recording() as collected:
+        with _device.pretend(_device.INTERPRETER), record_launches() as collected:
             launch_backward(dy, input, bias, "silu", (True, bias_grad))
         assert [launch.prepared.kernel.name for launch in collected] == kernels
 

@@ -20,7 +20,7 @@ _SHAPES = [
 
 
 def record() -> None:
-    """Launches forward and backward of every shape, to be called under `recording`."""
+    """Launches forward and backward of every shape, to be called under `record_launches`."""
     for images, channels, positions, groups, dtype, parameters, silu in _SHAPES:
         x = torch.empty(images, positions, channels, dtype=dtype, device="meta").movedim(-1, 1)
         weight = None if parameters is None else torch.empty(channels, dtype=parameters, device="meta")

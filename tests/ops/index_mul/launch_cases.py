@@ -8,7 +8,7 @@ from apex.ops.index_mul import op
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward, backward and its backward of every shape."""
+    """Plans and (under `record_launches`) collects forward, backward and its backward of every shape."""
     for in1_rows, count, width, dtype in (
         (200000, 800000, 256, torch.float32),
         (200000, 800000, 200, torch.float16),

@@ -14,7 +14,7 @@ _CASES = [
 
 
 def record() -> None:
-    """Collects (under `recording`) forward and backward of every case."""
+    """Collects (under `record_launches`) forward and backward of every case."""
     for images, height, width, channels, dtype, *rest in _CASES:
         input = torch.empty(images, height, width, channels, dtype=dtype, device="meta")
         settings = (*rest, height, width)

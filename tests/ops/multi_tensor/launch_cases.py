@@ -58,7 +58,7 @@ def _record_projection() -> None:
 
 
 def record() -> None:
-    """Makes, and under `recording` collects, a launch of every rule."""
+    """Makes, and under `record_launches` collects, a launch of every rule."""
     flag = torch.empty(1, dtype=torch.int32, device="meta")
     factor = torch.empty(1, device="meta")
     for rule in ALL_RULES:

@@ -45,7 +45,7 @@ _SUMS = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward and backward of every shape."""
+    """Plans and (under `record_launches`) collects forward and backward of every shape."""
     for rows, columns, dtype, weight_dtype, subtract_mean, from_output in _SHAPES:
         x = torch.empty(rows, columns, dtype=dtype, device="meta")
         weight = None if weight_dtype is None else torch.empty(columns, dtype=weight_dtype, device="meta")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex.ops._device import DeviceFacts, pretend
-from apex.ops._launch import recording
+from apex.ops._launch import record_launches
 from apex.ops.norm import op
 from apex.ops.norm.config import (
     BACKWARD_ROWS_LIMIT,
@@ -144,7 +144,7 @@ def test_there_are_programs_for_every_multiprocessor(size: int) -> None:
 def test_kernels_are_told_what_divides_a_row(length: int) -> None:
     x, weight = torch.empty(300, length, device="meta"), torch.empty(length, device="meta")
     settings = (length, 1e-5, True, False, x.dtype, x.dtype)
-    with pretend(H200), recording() as launches:
+    with pretend(H200), record_launches() as launches:
         output, statistics = op.launch_forward(x, weight, weight, *settings)
         op.launch_backward(output, x, weight, weight, statistics, *settings, (True, True, True))
     for launch in launches:

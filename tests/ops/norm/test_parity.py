@@ -232,7 +232,7 @@ def test_several_normalised_dimensions(route: Route) -> None:
 
 def test_frozen_parameters_cost_no_launch() -> None:
     pytest.importorskip("triton")
-    from apex.ops._launch import recording
+    from apex.ops._launch import record_launches
 
     rows = ["norm_backward_rows"]
     for columns, param_grads, kernels in (
@@ -244,7 +244,7 @@ def test_frozen_parameters_cost_no_launch() -> None:
         weight, bias = torch.empty(2, columns, device="meta")
         statistics = torch.empty(2, 4, device="meta")
         settings = (columns, 1e-5, True, False, torch.float32, torch.float32)
-        with _device.pretend(_device.INTERPRETER), recording() as collected:
+        with _device.pretend(_device.INTERPRETER), record_launches() as collected:
             launch_backward(x, x, weight, bias, statistics, *settings, (True, param_grads, param_grads))
         assert [launch.prepared.kernel.name for launch in collected] == kernels
 

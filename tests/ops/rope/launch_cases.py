@@ -15,7 +15,7 @@ def _empty(*shape: int, dtype: torch.dtype = _F32) -> Tensor:
 
 
 def record() -> None:
-    """Launches every case, to be called under `recording`."""
+    """Launches every case, to be called under `record_launches`."""
     edges = _empty(9, dtype=torch.int32)
     image = (_empty(1, 64, 1, 64),) * 2 + (_empty(1, 80, 1, 64),) * 2
     cases = [

@@ -20,7 +20,7 @@ _CASES: list[tuple] = [
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward and backward of every case."""
+    """Plans and (under `record_launches`) collects forward and backward of every case."""
     for shape, dtype, mask_shape, mask_dtype, causal, noise_dtype in _CASES:
         x = torch.empty(shape, dtype=dtype, device="meta")
         mask = None if mask_shape is None else torch.empty(mask_shape, dtype=mask_dtype, device="meta")

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from apex.ops._ahead import GPUS, planning
+from apex.ops._compile_ahead import GPUS, planning
 from apex.ops.softmax import masked_softmax
 from apex.ops.softmax.config import rows_config
 

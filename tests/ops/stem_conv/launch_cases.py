@@ -14,7 +14,7 @@ _CASES = [
 
 
 def record() -> None:
-    """Collects (under `recording`) forward and backward of every case."""
+    """Collects (under `record_launches`) forward and backward of every case."""
     for images, height, width, *window, outputs, dtype in _CASES:
         input = torch.empty(images, height, width, 4, dtype=dtype, device="meta")
         weight = torch.empty(*window, 4, outputs, dtype=dtype, device="meta")

@@ -14,7 +14,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def record() -> None:
-    """Makes, and under `recording` collects, forward and backward of joint and loss."""
+    """Makes, and under `record_launches` collects, forward and backward of joint and loss."""
     lengths, offset, seed = (_empty(16), _empty(16)), _empty(16, dtype=torch.int64), _empty(1, dtype=torch.int64)
     # tokens, features, dtype, offset, noise, settings: as in the benchmark; packed with all that can be fused
     for tokens, features, dtype, at, noise, relu, dropout, rows in (

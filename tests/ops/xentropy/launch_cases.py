@@ -10,7 +10,7 @@ _BF16, _F32, _HALF = torch.bfloat16, torch.float32, torch.float16
 
 
 def record() -> None:
-    """Plans and (under `recording`) collects forward and backward of every shape."""
+    """Plans and (under `record_launches`) collects forward and backward of every shape."""
     for rows, classes, dtype, smoothing in (
         (8192, 32000, _BF16, 0.1),
         (16384, 50257, _F32, 0.0),

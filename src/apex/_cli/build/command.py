@@ -36,7 +36,7 @@ class Row:
     seconds: float = 0.0
 
 
-_ahead = _library.LazyModule("apex.ops._ahead")  # it needs Triton
+_compile_ahead = _library.LazyModule("apex.ops._compile_ahead")  # it needs Triton
 
 # Programs to compile, which worker processes, being forks, find by number: the first row that needs it, GPU, launch.
 _tasks: list[tuple[Row, Any, Any]] = []
@@ -102,18 +102,18 @@ def selected_ops() -> list[str]:
 
 def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
     """Fills `_tasks` with the programs that the calls need, each once; a row for each call and GPU."""
-    known = _ahead.GPUS if gpus else _ahead.gpu_here()
+    known = _compile_ahead.GPUS if gpus else _compile_ahead.gpu_here()
     unknown = [name for name in gpus if name not in known]
     if unknown or not known:
         said = f"--gpu {unknown[0]} is not known" if unknown else "there is no GPU here"
-        raise ValueError(f"{said}; name one or more with --gpu: {', '.join(_ahead.GPUS)}")
+        raise ValueError(f"{said}; name one or more with --gpu: {', '.join(_compile_ahead.GPUS)}")
     _tasks.clear()
     rows, planned = [], set()
     # A GPU that is not here may be one that a table of tuned launches is for: what that changes is compiled as well.
     tuned = _tuned.configurations() if gpus else {}
     for name in gpus or known:
         for call in calls:
-            with _ahead.planning(known[name]) as launches, _tuned.noting() as noted:
+            with _compile_ahead.planning(known[name]) as launches, _tuned.noting() as noted:
                 try:
                     call.run(torch.device("meta"))
                     kernels = len(launches)
@@ -129,7 +129,7 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
                 raise ValueError(f"{call.name} launches no kernel of apex on {name}: PyTorch's operators take it")
             rows.append(Row(call.name, name, kernels))
             for launch in launches:
-                key = (name, *_ahead.program_key(launch))
+                key = (name, *_compile_ahead.program_key(launch))
                 if key not in planned:
                     planned.add(key)
                     _tasks.append((rows[-1], known[name], launch))
@@ -141,13 +141,13 @@ def _compile(folder: Path, jobs: int) -> list[str]:
     messages = make_console(stderr=True)
     before = {entry.name for entry in folder.iterdir()}
     failures: list[str] = []
-    _ahead.hash_triton()
+    _compile_ahead.hash_triton()
     has_compiler = shutil.which("cc") is not None
     if not has_compiler and any(gpu.target.backend == "cuda" for _, gpu, _ in _tasks):
         messages.print("no C compiler (cc) is here: machines will compile Triton's launchers themselves")
     context = multiprocessing.get_context("fork")
     with (
-        _ahead.linkable_driver() if has_compiler else contextlib.nullcontext(),
+        _compile_ahead.linkable_driver() if has_compiler else contextlib.nullcontext(),
         ProcessPoolExecutor(min(jobs, len(_tasks)), context, _ignore_output) as pool,
     ):
         futures = [pool.submit(_compile_task, number, has_compiler) for number in range(len(_tasks))]
@@ -174,10 +174,10 @@ def _compile_task(number: int, has_compiler: bool) -> tuple[str, float]:
     """In a worker: compiles a program and its launcher; the folder of the cache that holds it, and seconds."""
     start = time.perf_counter()
     _, gpu, launch = _tasks[number]
-    compiled = _ahead.compile_launch(launch, gpu)
+    compiled = _compile_ahead.compile_launch(launch, gpu)
     if has_compiler and gpu.target.backend == "cuda":
-        _ahead.compile_launcher(compiled)
-    return _ahead.entry_of(compiled), time.perf_counter() - start
+        _compile_ahead.compile_launcher(compiled)
+    return _compile_ahead.entry_of(compiled), time.perf_counter() - start
 
 
 def _move(folder: Path, installed_at: Path) -> None:

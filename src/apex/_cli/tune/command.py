@@ -89,11 +89,11 @@ def _lines(path: Path) -> list[str]:
 
 def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Question, Any]]:
     """What launch rules are asked by calls of `apex build`; nothing is computed."""
-    from ...ops import _ahead
+    from ...ops import _compile_ahead
 
     calls = [parse_call(name, "bfloat16") for name in names]
-    (gpu,) = _ahead.gpu_here().values()
-    with noting() as noted, _ahead.planning(gpu), _library.implementation("triton"):
+    (gpu,) = _compile_ahead.gpu_here().values()
+    with noting() as noted, _compile_ahead.planning(gpu), _library.implementation("triton"):
         for call in calls:
             try:
                 call.run(torch.device("meta"))

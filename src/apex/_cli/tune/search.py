@@ -211,21 +211,21 @@ def _compile(searches: Sequence[Search], device: torch.device, stop: float) -> N
     """Compiles the candidates into Triton's cache in many processes; what fails there fails again, with its reason."""
     if device.type != "cuda":
         return
-    from ...ops import _ahead
+    from ...ops import _compile_ahead
 
-    (gpu,) = _ahead.gpu_here().values()
+    (gpu,) = _compile_ahead.gpu_here().values()
     planned: dict[Any, Any] = {}
     for each in searches:
         replay: Any = each.replay
         for changes in ({}, *each.pending):
             try:
-                with each.trying(changes), _ahead.planning(gpu) as launches:
+                with each.trying(changes), _compile_ahead.planning(gpu) as launches:
                     _run_op(replay.op, replay.shape, replay.dtype, torch.device("meta"))
             except Exception:  # the same error is reported when the candidate is timed
                 continue
-            planned |= {_ahead.program_key(launch): launch for launch in launches}
+            planned |= {_compile_ahead.program_key(launch): launch for launch in launches}
     _launches[:] = planned.values()
-    _ahead.hash_triton()
+    _compile_ahead.hash_triton()
     workers = min(os.cpu_count() or 1, max(1, len(_launches)))
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
     futures = [pool.submit(_compile_launch, number, gpu) for number in range(len(_launches))]
@@ -237,6 +237,6 @@ def _compile(searches: Sequence[Search], device: torch.device, stop: float) -> N
 
 
 def _compile_launch(number: int, gpu: Any) -> None:
-    from ...ops import _ahead
+    from ...ops import _compile_ahead
 
-    _ahead.compile_launch(_launches[number], gpu)
+    _compile_ahead.compile_launch(_launches[number], gpu)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import _recording
+from .. import _graph_numbers
 from .._library import compute_dtype
 
 
@@ -61,8 +61,8 @@ class BatchStatistics(NamedTuple):
 
     def asked(self) -> BatchStatistics:
         """Return itself to a caller that may compute with it, and tell a graph being captured that it is read."""
-        if (recording := _recording.capturing()) is not None:
-            recording.reads.update((id(self.mean), id(self.spread)))
+        if (capture := _graph_numbers.capturing()) is not None:
+            capture.reads.update((id(self.mean), id(self.spread)))
         return self
 
     def inverse_deviation(self, eps: float) -> Tensor:

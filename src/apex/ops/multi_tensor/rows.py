@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _device
-from .._recording import Number
+from .._graph_numbers import Number
 from . import config
 from .flat import is_dense
 from .op import kernel_fits

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _device, _recording
+from .. import _device, _graph_numbers
+from .._graph_numbers import capturing
 from .._host import HOST
-from .._recording import capturing
 from . import config
 
 # Sizes, counts and addresses are computed on the host.
@@ -74,10 +74,10 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         host = values.to(dtype).pin_memory()
     else:
         host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
-    recording = _recording.current
-    if recording is not None and (place := recording.memory(host.numel(), dtype)) is not None:
+    capture = _graph_numbers.current
+    if capture is not None and (place := capture.memory(host.numel(), dtype)) is not None:
         result = place.view(host.shape)
-        recording.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
+        capture.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
         return result
     result = host.to(device, non_blocking=True)
     if torch.cuda.is_current_stream_capturing():
@@ -105,8 +105,8 @@ def keep_if_captured(device: torch.device, *tables: Tensor | None) -> None:
 
 
 def _keep(*tensors: Tensor | None) -> None:
-    recording = capturing()
-    (_captured if recording is None else recording.kept).append(tensors)
+    capture = capturing()
+    (_captured if capture is None else capture.kept).append(tensors)
 
 
 def _low_bits(addresses: Sequence[int]) -> int:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _recording
-from .._recording import Number, capturing
+from .. import _graph_numbers
+from .._graph_numbers import Number, capturing
 from .flat import flat, laid_out_alike
 from .fused import WIDTH
 from .rule import GRADIENT, OFF, SLOTS, ZEROS, Rule, Slots
@@ -157,7 +157,7 @@ class TorchLists:
 
     def _calls_fused(self) -> bool:
         """Return whether PyTorch's fused functions may be called: not in a captured step, whose numbers are tensors."""
-        return self.device.type == "cpu" and _recording.current is None
+        return self.device.type == "cpu" and _graph_numbers.current is None
 
     def _fused(self, rule: Rule, values: list[Any], scalars: Any, flags: tuple[bool, ...]) -> list[Any] | None:
         """Return the rule's results, computed in place if possible; None if PyTorch has no function for the rule."""

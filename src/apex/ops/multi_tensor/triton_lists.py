@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _device, _library
+from .._graph_numbers import Number
 from .._partial_sums import TICKETS, partial_sums
-from .._recording import Number
 from . import config
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured

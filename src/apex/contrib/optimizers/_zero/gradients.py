@@ -193,7 +193,7 @@ class GradientSync(ShardReducer):
             return
         self.has_begun = True
         self._note(index, self._buckets_of(place, index))
-        self._send_complete()
+        self.flush_ready()
         if self._all_sent:
             self.end_round()
 

@@ -101,7 +101,7 @@ class LambReducer(ShardReducer):
         if self._arrivals[place] >= self._expected.get(place, 1):
             self._note(place[1], buckets)
         if self._overlap and self._has_order and may_send:
-            self._send_complete()
+            self.flush_ready()
 
     def hold(self, keep_tensors: bool) -> None:
         """Gradients are about to be cleared: what has arrived is kept, and sent if others may wait for it.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import apex
-from apex import _launching
+from apex import _process_launch
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_numbers_of_other_launchers(
     launch: Callable[..., None], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(_launching, "_start", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(_process_launch, "_start", lambda *arguments: calls.append(arguments))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     launch("::1", 29500, seed=5, verbose=False)

@@ -1,7 +1,7 @@
 """Python numbers and flags that a captured training step must read again at every replay.
 
-While `apex.graphs` captures a function, and in the eager calls before, `current` is a `Recording`. Code whose Python
-numbers a graph would freeze asks it for a `Number` instead, and registers the work that a replay must do in Python.
+While `apex.graphs` captures a function, and in the eager calls before, `current` is a `CaptureContext`. Code whose
+Python numbers a graph would freeze asks it for a `Number`, and registers the work that a replay must do in Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-current: Recording | None = None
+current: CaptureContext | None = None
 
 # Most numbers of one graph (7 for each parameter group and dtype) and bytes for tables and tickets. Together 1 MiB: for
 # a larger allocation PyTorch would take a block of 20 MiB.
@@ -43,7 +43,7 @@ class Number:
     device. Python code that branches on it, or converts it to a plain number, adds a `Guard`.
     """
 
-    recording: Recording
+    capture: CaptureContext
     name: str
     value: float
     read: Callable[[], float]
@@ -54,7 +54,7 @@ class Number:
     def on(self, device: torch.device) -> Tensor:
         """Return the number as a float64 scalar on a device, in memory that every replay updates."""
         if self._place is None:
-            self._place = self.recording.place(self, device)
+            self._place = self.capture.place(self, device)
         return self._place
 
     def map(self, function: Callable[..., Any], *others: Any) -> Number:
@@ -64,11 +64,11 @@ class Number:
         def read() -> Any:
             return function(self.read(), *(each.read() if isinstance(each, Number) else each for each in others))
 
-        return Number(self.recording, self.name, function(self.value, *values), read)
+        return Number(self.capture, self.name, function(self.value, *values), read)
 
     def _decides(self, decide: Callable[[Any], Any]) -> Any:
         decision = decide(self.value)
-        self.recording.guards.append(Guard(self, decide, decision))
+        self.capture.guards.append(Guard(self, decide, decision))
         return decision
 
     def _compare(self, compare: Callable[[Any, Any], Any], other: Any) -> Any:
@@ -90,7 +90,7 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Number, f"__{_name}__", functools.partialmethod(Number._compare, getattr(operator, _name)))
 
 
-class Recording:
+class CaptureContext:
     """Notes made while a function is captured. If `captures` is False this is a rehearsal, and they are dropped."""
 
     def __init__(self, captures: bool, device: torch.device) -> None:
@@ -191,18 +191,18 @@ def is_number(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def active(recording: Recording) -> Iterator[None]:
-    """Make `recording` the current recording inside the block."""
+def active(capture: CaptureContext) -> Iterator[None]:
+    """Make `capture` the current capture inside the block."""
     global current
-    previous, current = current, recording
+    previous, current = current, capture
     try:
         yield
     finally:
         current = previous
 
 
-def capturing() -> Recording | None:
-    """Return the recording of the function that `apex.graphs` captures now; None otherwise and in a rehearsal."""
+def capturing() -> CaptureContext | None:
+    """Return the capture of the function that `apex.graphs` captures now; None otherwise and in a rehearsal."""
     return current if current is not None and current.captures else None
 
 

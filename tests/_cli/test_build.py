@@ -133,11 +133,11 @@ def test_what_a_table_of_tuned_launches_changes_is_compiled_too(monkeypatch: pyt
 PLANS = """
 import sys, torch
 from apex._cli.build.calls import parse_call
-from apex.ops import _ahead
+from apex.ops import _compile_ahead
 
 order = int(sys.argv[1])
 for call in ["softmax", "attention", "lamb"][::order]:
-    with _ahead.planning(_ahead.GPUS["sm_90"]) as launches:
+    with _compile_ahead.planning(_compile_ahead.GPUS["sm_90"]) as launches:
         parse_call(call, "bfloat16").run(torch.device("meta"))
     for launch in launches[::order]:
         print(call, launch.prepared.kernel.name, launch.prepared.kernel.function.cache_key, len(launch.tensors[0]))
@@ -157,7 +157,7 @@ FIRST_CALLS = """
 import sys, torch
 from apex._cli.build import command
 from apex._cli.build.calls import OPS, parse_call
-from tests.cli.test_build import files_below
+from tests._cli.test_build import files_below
 from pathlib import Path
 before, missed = files_below(Path(sys.argv[1])), {}
 for name in OPS:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from . import _casting
+from . import _autocast
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier, to_type
 from ._pretrained import save_dtypes_of_parameters, save_dtypes_of_state_dict
@@ -36,7 +36,7 @@ class ForwardCasts:
             cast_input = functools.partial(to_type, self.inputs)
             args, kwargs = applier(args, cast_input), applier(kwargs, cast_input)
         if self.functions is not None:
-            result = _casting.run_cast(forward, self.functions, args, kwargs)
+            result = _autocast.run_cast(forward, self.functions, args, kwargs)
         else:
             result = forward(*args, **kwargs)
         return result if self.outputs is None else applier(result, functools.partial(to_type, self.outputs))

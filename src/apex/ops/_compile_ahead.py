@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from .. import _env
 from . import _library
 from ._device import DeviceFacts, facts, pretend
-from ._launch import Launch, recording
+from ._launch import Launch, record_launches
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
     Accepts fake tensors too. If `keep` is false, launches are dropped at once, so that only their allocations matter.
     """
     # `implementation` clears the dispatch's cached answers about meta tensors on entry and on exit.
-    with pretend(gpu.facts), _library.implementation(_library.requested), recording(keep) as launches:
+    with pretend(gpu.facts), _library.implementation(_library.requested), record_launches(keep) as launches:
         yield launches
 
 
