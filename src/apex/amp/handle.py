@@ -444,7 +444,7 @@ def _step_with_closure(
 def _check_gradients(stash: AmpOptimizerState) -> None:
     """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
     if stash.combined is not None and stash.combined.check:
-        moved = stash.combined.moved_away()
+        moved = stash.combined.outside()
         if moved:
             names = names_of_parameters()
             called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]

@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, adam_hyperparameters
 from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped_together
+from ._npu_base import NpuFusedOptimizerBase
 
 # Larger weight norms are replaced by this norm.
 LONGEST_WEIGHT = 10.0

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
 from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._npu_base import NpuFusedOptimizerBase
 
 
 class NpuFusedAdadelta(NpuFusedOptimizerBase):

@@ -12,7 +12,7 @@ from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresholds, rows_are_stretches
 from ._base import LossScaling, Options
 from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._npu_base import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
 from .fused_adam import FusedAdam
 

@@ -17,8 +17,8 @@ from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
 from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
 from ._norms import clipped, global_norm
+from ._npu_base import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
 
 # x is the completed share of the training, a number or a tensor; a negative warmup means none.

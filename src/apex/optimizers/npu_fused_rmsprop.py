@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, state_dtype
 from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._npu_base import NpuFusedOptimizerBase
 
 _RULES = (rules.RMSPROP, rules.RMSPROP_MORE, rules.RMSPROP_ALL)
 

@@ -102,13 +102,6 @@ class FlatBuffer:
             tensor.data = view
 
 
-def combine(tensors: Sequence[Tensor], copy_values: bool = True) -> tuple[Tensor, list[Tensor]]:
-    """Move tensors of one dtype and device to a new flat buffer; return it and the views that they became."""
-    buffer = FlatBuffer(tensors)
-    buffer.adopt(tensors, copy_values)
-    return buffer.values, buffer.views
-
-
 def extent(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the first one after its last."""
     start = tensor.data_ptr()
