@@ -110,6 +110,7 @@ class DistributedFusedAdam(SubclassableOptimizer):
         return self.param_groups[group]["params"][index]
 
     def _arena_added(self, arena: Arena) -> None:
+        super()._arena_added(arena)
         numbers = self._numbers()
         shards = self._states[-1].shards()
         for bucket in self._buckets_of(arena, shards, numbers, len(self.state["buckets"])):

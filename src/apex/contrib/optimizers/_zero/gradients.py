@@ -51,14 +51,23 @@ class ShardReducer(BucketReducer):
         self._first: list[int] = []
         # Whether every process gets whole buckets: there is nobody to divide them with, or an option says so.
         self._gets_all = groups.ranks == 1
+        # Whether all processes have agreed on the order of sending buckets.
+        self._has_order = False
         self._stream: Any = None
 
-    def _add(self, arena: Arena) -> None:
-        """Adds an arena; a new round sends buckets in the order of the layouts."""
+    def add(self, arena: Arena) -> None:
+        """Add an arena, between two rounds and in all processes; buckets are sent in the order of the layouts."""
+        self.finish()
+        self._has_order = False
         self._first.append(len(self._buckets))
         self._buckets += [(len(self.arenas), number) for number in range(len(arena.layout.bucket_sizes))]
         self.arenas.append(arena)
         self._set_buckets({piece.param for piece in pieces} for arena in self.arenas for pieces in arena.layout.pieces)
+
+    def _agree(self) -> None:
+        """Agree with all processes to send buckets in the order in which this round completed them."""
+        self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
+        self._has_order = True
 
     def make_buffer(self, arena: Arena) -> None:
         """Gives an arena a buffer for all its gradients."""
@@ -108,8 +117,6 @@ class GradientSync(ShardReducer):
         self.version = 0
         # How many rounds have ended.
         self.rounds = 0
-        # Whether all processes have agreed on the order in which buckets are sent.
-        self._has_order = False
         # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
         self._filled: set[int] = set()
         self._own: set[tuple[int, int]] = set()
@@ -117,10 +124,7 @@ class GradientSync(ShardReducer):
     # Arenas and buffers -----------------------------------------------------------------------------------------------
 
     def add(self, arena: Arena) -> None:
-        """Adds an arena; called between two rounds, in all processes."""
-        self.finish()
-        self._has_order = False
-        self._add(arena)
+        super().add(arena)
         if self.contiguous:
             self.make_buffer(arena)
 
@@ -214,8 +218,7 @@ class GradientSync(ShardReducer):
         self._send_rest(self.in_flight)
         if not self._has_order:
             self.finish()
-            self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
-            self._has_order = True
+            self._agree()
         self._start_round()
         self.is_complete = True
         self.rounds += 1

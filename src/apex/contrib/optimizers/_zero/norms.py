@@ -35,6 +35,15 @@ def norm_over_ranks(tensors: list[Tensor], groups: Groups, device: torch.device,
     return square.sqrt().reshape(())
 
 
+def any_nonfinite(norm: Tensor, groups: Groups) -> Tensor:
+    """Return 1, float32 [1], if the norm of any process is not finite, else 0; all processes must call it."""
+    flag = (~torch.isfinite(norm)).float().reshape(1)
+    if groups.is_one:
+        return flag
+    all_reduce(flag, groups.process_group, "asking whether all gradients are finite").wait()
+    return (flag > 0).float()
+
+
 class Norms:
     """Norms of the gradients that a `GradientSync` has synchronized, and the factor that the next step applies."""
 
@@ -115,14 +124,10 @@ class Norms:
 
     def found_inf(self) -> Tensor:
         """1, float32 [1], where a gradient of any process is not finite, sent or not; sends nothing but this flag."""
-        tensors, groups = self._gradients.tensors(), self._gradients.groups
-        norm = l2norm(tensors)[0].reshape(1) if tensors else torch.zeros(1, dtype=torch.float32, device=self._device)
-        flag = (~torch.isfinite(norm)).float()
-        if not groups.is_one:
-            all_reduce(flag, groups.process_group, "asking whether all gradients are finite").wait()
-            flag = (flag > 0).float()
-        self.overflowed = flag
-        return flag
+        tensors = self._gradients.tensors()
+        norm = l2norm(tensors)[0] if tensors else torch.zeros(1, dtype=torch.float32, device=self._device)
+        self.overflowed = any_nonfinite(norm, self._gradients.groups)
+        return self.overflowed
 
     def unscale(self, optimizer: Any, inverse: Tensor | None, grad_scaler: Any) -> dict[torch.device, Tensor]:
         """See `ZeroOptimizer.unscale_grads`."""

@@ -19,7 +19,7 @@ from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
 from ....optimizers._checks import check_options
 from .arena import Arena, Dtypes, allocator
-from .base import GradientHooks, ShardedOptimizer, StepCount
+from .base import ShardedOptimizer, StepCount
 from .gradients import GradientSync
 from .groups import Groups, own_world
 from .layout import check_fill
@@ -116,24 +116,16 @@ class ZeroOptimizer(ShardedOptimizer):
             groups, average=average_grad_sync, in_flight=pipeline_size, contiguous=contiguous_grad_buffer
         )
         self._parameters = ParameterSync(groups, in_flight=pipeline_size, contiguous=contiguous_param_buffer)
-        self._states: list[ArenaState | ScaledState] = []
-        # Where each parameter is: the number of its arena, and its own in it.
-        self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradient_hooks = GradientHooks(self, type(self)._gradient_arrived)
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
         self._in_pass = False
         self._count = 0
         super().__init__(params, defaults)
-        self._made = True
-        first = next(self.parameters())
-        self.device = first.device
-        _check_device(device, first.device)
-        self._norms = Norms(self._gradients, first.device)
-        self._steps = StepCount(self.state, first.device, capturable)
+        _check_device(device, self.device)
+        self._norms = Norms(self._gradients, self.device)
+        self._steps = StepCount(self.state, self.device, capturable)
         self.state["buckets"] = []
-        self._take_params_of_first(0)
-        self._gradient_hooks.register(self.parameters())
+        self._share_params()
 
     # Parameters -------------------------------------------------------------------------------------------------------
 
@@ -145,10 +137,8 @@ class ZeroOptimizer(ShardedOptimizer):
         if self.capturable:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-        if self._made:
-            self._gradient_hooks.register(group["params"])
-            if self._places:
-                self.init_params()  # now, while processes are at the same place
+        if self._made and self._places:
+            self.init_params()  # now, while all processes are at the same place
 
     def _layout_options(self, first: int) -> Any:
         return self.bucket_cap_mb, self._dtypes
@@ -185,36 +175,19 @@ class ZeroOptimizer(ShardedOptimizer):
         if params is None and len(self._places) == self._count:
             return
         dtypes.check()
-        group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        trained = [param for param in self.parameters() if param.requires_grad]
         if params is None:
-            params = [param for param in reversed(list(group_of)) if param.requires_grad]
+            params = reversed(trained)
         chosen = [param for param in ([params] if isinstance(params, Tensor) else params) if param not in self._places]
-        kinds: dict[Any, list[Tensor]] = {}
-        for param in dict.fromkeys(chosen):
-            if param not in group_of:
-                raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
-            if param.device != self.device:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
-                    "parameters and state of a process are on one device"
-                )
-            kinds.setdefault(param.dtype, []).append(param)
         size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
-        for members in kinds.values():
-            groups = [group_of[param] for param in members]
+
+        def make_arena(members: list[Tensor], group_of: list[int]) -> Arena:
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
-            arena = Arena(members, groups, dtypes, self._groups, size, allocate)
-            self._parameters.add(arena)
-            self._gradients.add(arena)
-            self._states.append(self._new_state(arena))
-            self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
-            self._arena_added(arena)
-            if self._exact_value is not None:
-                exact = list(map(self._exact_value, arena.params))
-                if self.store_params:
-                    start_from(self._states[-1], exact)
+            return Arena(members, group_of, dtypes, self._groups, size, allocate)
+
+        self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)
-        if all(param in self._places for param in group_of if param.requires_grad):
+        if all(param in self._places for param in trained):
             check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
@@ -226,7 +199,10 @@ class ZeroOptimizer(ShardedOptimizer):
         return ArenaState(arena, names, weights)
 
     def _arena_added(self, arena: Arena) -> None:
-        """Called when an arena was added, to show its buckets in the state."""
+        if self._exact_value is not None:
+            exact = list(map(self._exact_value, arena.params))
+            if self.store_params:
+                start_from(self._states[-1], exact)
 
     def init_param_buffer(self) -> None:
         """Makes all parameters views of one buffer per dtype, in which they also arrive from other processes."""
