@@ -306,6 +306,20 @@ def test_the_rule_about_defaults_can_fail(code: str) -> None:
     assert made_without_device_or_dtype(ast.parse(f"x = nn.Parameter({code})")) == []
 
 
+def private_attributes(code: ast.Module, name: str) -> list[str]:
+    """Return the private attributes of a variable `name` that a file uses."""
+    attributes = [node for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+    return [node.attr for node in attributes if getattr(node.value, "id", "") == name and node.attr.startswith("_")]
+
+
+def test_amp_uses_the_methods_of_a_loss_scaler() -> None:
+    """The scaler alone owns scale and overflow flag, and knows nothing of the optimizers that amp handles."""
+    others = [PACKAGE / "amp" / name for name in ("handle.py", "_combine_grad.py", "_process_optimizer.py", "opt.py")]
+    assert not {name_of(path): found for path in others if (found := private_attributes(parsed(path), "scaler"))}
+    assert "_amp_stash" not in read(PACKAGE / "amp" / "scaler.py").attributes
+    assert private_attributes(ast.parse("scaler._scale.to(x)"), "scaler") == ["_scale"]
+
+
 def files_passed(function: Callable[[], object]) -> set[str]:
     """The files of ours that a call goes through; kernels are not run, and what they would write is left as it is."""
     from apex.ops._launch import record_launches
