@@ -242,8 +242,8 @@ class DistributedFusedLAMB(ShardedOptimizer):
     def _gradient_arrived(self, param: Tensor) -> None:
         self._prepare()
         self._gradients.is_complete = False
-        if param in self._places and not self._is_accumulation_step:
-            self._gradients.arrived(*self._places[param], may_send=not self._last_step)
+        if param in self._locations and not self._is_accumulation_step:
+            self._gradients.arrived(*self._locations[param], may_send=not self._last_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients; the gradients of the last backward pass can still be reduced."""

@@ -125,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # The state of each arena.
         self._states: list[Any] = []
         # For each parameter, the index of its arena and its index in the arena.
-        self._places: dict[Tensor, tuple[int, int]] = {}
+        self._locations: dict[Tensor, tuple[int, int]] = {}
         self._gradient_hooks = GradientHooks(self, type(self)._gradient_arrived)
         super().__init__(params, defaults)
         self.device = next(self.parameters()).device
@@ -194,7 +194,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._parameters.add(arena)
             self._gradients.add(arena)
             self._states.append(self._new_state(arena))
-            self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
+            self._locations.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
 
     def _new_state(self, arena: Arena) -> Any:

@@ -69,12 +69,12 @@ class LambReducer(ShardReducer):
         for arena in self.arenas:
             arena.gradients = [None] * len(arena.params)
 
-    def arrived(self, place: int, index: int, may_send: bool = True) -> None:
+    def arrived(self, arena_index: int, index: int, may_send: bool = True) -> None:
         """Note that a backward pass has added to a gradient; send buckets that are complete, if `may_send`."""
         if self._cleared:
             self.finish()
             self._start_round()
-        arena, buckets = self.arenas[place], self._buckets_of(place, index)
+        arena, buckets = self.arenas[arena_index], self._buckets_of(arena_index, index)
         param = arena.params[index]
         assert param.grad is not None
         check_dense(param.grad)
@@ -85,8 +85,8 @@ class LambReducer(ShardReducer):
                 "before all backward passes of a step but the last, or use overlap_reductions=False"
             )
         arena.gradients[index] = laid_out_like(param.grad, param)
-        self._arrivals[place, index] += 1
-        if self._arrivals[place, index] >= self._expected.get((place, index), 1):
+        self._arrivals[arena_index, index] += 1
+        if self._arrivals[arena_index, index] >= self._expected.get((arena_index, index), 1):
             self._note(index, buckets)
         if self._overlap and self._has_order and may_send:
             self.flush_ready()
@@ -168,8 +168,8 @@ class LambReducer(ShardReducer):
 
     @torch.no_grad()
     def _start(self, bucket: int) -> Sent:
-        place, number = self._buckets[bucket]
-        arena = self.arenas[place]
+        arena_index, number = self._buckets[bucket]
+        arena = self.arenas[arena_index]
         if not self._is_filled and (missing := arena.copy_gradients(number, self._pieces[bucket])):
             torch._foreach_zero_(missing)
         values = arena.bucket(self._flat(arena).values, number)
