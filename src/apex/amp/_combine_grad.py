@@ -18,7 +18,7 @@ from torch import Tensor
 from .._distributed.collectives import start
 from .._distributed.comparison import differing
 from .._distributed.experts import refuse_experts
-from ..ops.multi_tensor.flat import flat, offsets_of
+from ..ops.multi_tensor.flat import offsets_of
 from ..ops.multi_tensor.flat_gradients import FlatGradients
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
@@ -55,13 +55,11 @@ class _GradientBuffers:
             earlier = [master.grad for master in target.members]
             self.grads.attach(present)
         counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.values.device)
-        # 1-D views, because non-finite elements are counted for each gradient.
-        new_parts, parts = list(map(flat, source.views)), list(map(flat, target.views))
         if all(gradient is None for gradient in earlier):
-            scaler.unscale(new_parts, parts, None, source is target, nonfinite_counts=counts)
+            scaler.unscale(source.parts, target.parts, None, source is target, nonfinite_counts=counts)
         else:
             target.gather(_checked(earlier))
-            scaler.unscale_with_stashed(new_parts, parts, parts, nonfinite_counts=counts)
+            scaler.unscale_with_stashed(source.parts, target.parts, target.parts, nonfinite_counts=counts)
         target.attach([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return NonfiniteCounts(self.params, counts)
 

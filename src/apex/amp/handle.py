@@ -235,7 +235,7 @@ class _Scales(NamedTuple):
 
     new: float | Tensor
     earlier: float | Tensor
-    kept: float | Tensor
+    common: float | Tensor
 
 
 def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
@@ -244,7 +244,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     Gradients of half-precision parameters go to their masters. If the optimizer unscales gradients itself, they stay on
     the parameters and are brought to one scale.
     """
-    scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
+    scales = _common_scale(stash.inner, scaler) if stash.optimizer_unscales else None
     halves, masters, own = stash.all_fp16_params, stash.all_fp32_from_fp16_params, stash.all_fp32_from_fp32_params
     if scales is not None:
         own, halves, masters = halves + own, [], []
@@ -276,7 +276,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
             target.grad = output
         passes[earlier is not None, output is grad, grad.dtype, grad.device].append((param, grad, output, earlier))
     if scales is not None and not_renewed:
-        scale(not_renewed, not_renewed, scales.kept / scales.earlier)
+        scale(not_renewed, not_renewed, scales.common / scales.earlier)
 
     nonfinite = []
     for (adds, in_place, _, device), members in passes.items():
@@ -289,7 +289,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
             options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}
             scaler.unscale_with_stashed(grads, earlier_grads, outputs, scales, **options)
         else:
-            override = None if scales is None else scales.new / scales.kept
+            override = None if scales is None else scales.new / scales.common
             scaler.unscale(grads, outputs, None, in_place, override, nonfinite_counts=counts)
         if counts is not None:
             nonfinite.append(NonfiniteCounts(params, counts))
@@ -306,7 +306,7 @@ def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
-def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
+def _common_scale(inner: Any, scaler: LossScaler) -> _Scales:
     """Return the scales of gradients that an optimizer unscales itself, and set its `most_recent_scale`.
 
     This is the smallest scale of the backward passes before a step: half precision could not hold the gradients of one
@@ -316,11 +316,11 @@ def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
     new = scaler.scale_tensor() if number is None else number
     earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
     if isinstance(new, Tensor):
-        kept: float | Tensor = new.clamp(max=earlier)
+        common: float | Tensor = new.clamp(max=earlier)
     else:
-        kept = earlier.clamp(max=new) if isinstance(earlier, Tensor) else min(new, earlier)
-    inner.most_recent_scale, inner.scale_set_by_backward = kept, True
-    return _Scales(new, earlier, kept)
+        common = earlier.clamp(max=new) if isinstance(earlier, Tensor) else min(new, earlier)
+    inner.most_recent_scale, inner.scale_set_by_backward = common, True
+    return _Scales(new, earlier, common)
 
 
 class _Overflow(Exception):

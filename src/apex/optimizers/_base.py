@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ._buckets import MASTER, Bucket, GroupBuckets, local
+from ._buckets import MASTER, Group, GroupBuckets, UpdateBucket, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
 
@@ -73,7 +73,7 @@ class LossScaling(NamedTuple):
         ):
             return self
         waits = device == HOST  # Python reads the copy at once
-        return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])
+        return LossScaling(*[None if value is None else value.to(device, non_blocking=not waits) for value in self])
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return the names of the state tensors in the order of the update rule's slots."""
         raise NotImplementedError
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         """Update one bucket; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         raise NotImplementedError
 
@@ -298,14 +298,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "step before capturing"
             )
 
-    def _buckets_of(self, index: int, group: dict[str, Any]) -> list[Bucket]:
-        kept = self._group_buckets.get(index)
+    def _buckets_of(self, index: int, group: dict[str, Any]) -> list[UpdateBucket]:
+        buckets = self._group_buckets.get(index)
         names = tuple(self._state_names(group))  # may change with an option, such as a momentum that was 0
-        if kept is None or kept.names != names or not kept.refresh(group["params"]):
+        if buckets is None or buckets.names != names or not buckets.refresh(group["params"]):
             self._before_buckets(index, group)
-            kept = self._group_buckets[index] = GroupBuckets(self, group, names)
+            buckets = self._group_buckets[index] = GroupBuckets(self, group, names)
             self._states = list(self.state.values())
-        return kept.buckets
+        return buckets.buckets
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """Return a parameter's state, with missing tensors created, and its kind."""

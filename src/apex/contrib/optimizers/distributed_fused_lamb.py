@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -174,7 +175,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
         if order is not None:
             trained.sort(key=lambda param: order[param])
         self.device = trained[0].device
-        self._add_arenas(trained, lambda *members: make_arena(*members, self._groups, self._num_buckets))
+        self._add_arenas(trained, functools.partial(make_arena, groups=self._groups, buckets=self._num_buckets))
         if self._set_flat_param_view:
             self._viewed = [(param.data_ptr(), param) for param in trained]
         self._update = Update(self._states, self._gradients, self._groups)

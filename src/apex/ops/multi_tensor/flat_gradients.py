@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .flat import FlatBuffer
+from .flat import FlatBuffer, flat
 from .tables import lie_at
 
 
@@ -21,6 +22,11 @@ class FlatGradients(FlatBuffer):
         super().__init__(members, offsets, size)
         self.members = members
         self._addresses = list(map(Tensor.data_ptr, self.views))
+
+    @functools.cached_property
+    def parts(self) -> list[Tensor]:
+        """Return the views as 1-D tensors."""
+        return list(map(flat, self.views))
 
     def holds_all(self, gradients: list[Tensor | None]) -> bool:
         """Return whether every member has a gradient, and all of them have the addresses of their views."""

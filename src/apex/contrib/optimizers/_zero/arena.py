@@ -167,13 +167,6 @@ class ParameterViews:
         return self._views
 
 
-def laid_out_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it with the parameter's strides if it has others."""
-    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
-        return tensor
-    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def allocator(group: Any, device: torch.device, registered: bool) -> Callable[..., Tensor]:
     """Return a function like `torch.zeros` that allocates buffers for the collectives of a process group.
 

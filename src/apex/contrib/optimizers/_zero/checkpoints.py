@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...._distributed.collectives import all_gather
 from ...._failures import explained
-from ....ops.multi_tensor.flat import flat
+from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.packed_floats import join_remainders
-from .arena import Arena, laid_out_like
+from .arena import Arena
 from .layout import Piece, merge_adjacent, pick
 from .scaled_state import ScaledState
 from .state import PARAM, ArenaState
@@ -274,7 +274,7 @@ def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]
                 raise ValueError(
                     f"the state of a parameter of shape {tuple(param.shape)} has shape {tuple(value.shape)}"
                 )
-            yield param, name, 0, flat(laid_out_like(value, param))
+            yield param, name, 0, flat(with_strides_of(param, value))
 
 
 def _bucket_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:

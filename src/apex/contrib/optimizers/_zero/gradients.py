@@ -21,8 +21,8 @@ from torch import Tensor
 from ...._distributed.collectives import Done, Work, all_reduce, reduce_scatter, reduce_scatter_all_reduce
 from ...._distributed.reducer import BucketReducer, Sent
 from ....ops._host import on_host
-from ....ops.multi_tensor.flat import flat
-from .arena import Arena, laid_out_like
+from ....ops.multi_tensor.flat import flat, with_strides_of
+from .arena import Arena
 from .groups import Groups
 from .layout import Piece, pick
 
@@ -157,7 +157,7 @@ class GradientSync(ShardReducer):
         param.grad = None
         self.is_complete = False
         self.version += 1
-        gradient = laid_out_like(gradient.detach() if gradient.requires_grad else gradient, param)
+        gradient = with_strides_of(param, gradient.detach() if gradient.requires_grad else gradient)
         if arena.gradient_buffer is not None:
             while any(sent.bucket in buckets for sent in self._under_way):
                 self._finish_first()

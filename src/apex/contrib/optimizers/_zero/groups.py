@@ -119,7 +119,7 @@ class Groups:
 def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
     """Return how many processes divide the state.
 
-    `asked` = 0 stands for the processes of a machine, or for all processes if machines have different numbers.
+    `asked` = 0 stands for the processes of a machine (`on_machine`), or for all if they are no multiple of it.
     """
     if asked > 0:
         if world % asked:

@@ -18,9 +18,9 @@ from torch import Tensor
 from ...._distributed.collectives import all_reduce, can_multiply_while_reducing
 from ...._distributed.reducer import Sent
 from ....ops.multi_tensor import l2norm, rules, scale, zero
-from ....ops.multi_tensor.flat import FlatBuffer
+from ....ops.multi_tensor.flat import FlatBuffer, with_strides_of
 from ....optimizers._base import state_dtype
-from .arena import ALIGNMENT, Arena, Dtypes, laid_out_like
+from .arena import ALIGNMENT, Arena, Dtypes
 from .gradients import ShardReducer, check_dense
 from .groups import Groups
 from .layout import Piece, pick, round_up
@@ -84,7 +84,7 @@ class LambReducer(ShardReducer):
                 "processes: it is added to more often than in the first step. Call set_is_accumulation_step(True) "
                 "before all backward passes of a step but the last, or use overlap_reductions=False"
             )
-        arena.gradients[index] = laid_out_like(param.grad, param)
+        arena.gradients[index] = with_strides_of(param, param.grad)
         self._arrivals[arena_index, index] += 1
         if self._arrivals[arena_index, index] >= self._expected.get((arena_index, index), 1):
             self._note(index, buckets)
@@ -144,7 +144,7 @@ class LambReducer(ShardReducer):
         for arena in self.arenas if not self._cleared else ():
             for index, param in enumerate(arena.params):
                 if arena.gradients[index] is None and param.grad is not None:
-                    arena.gradients[index] = laid_out_like(param.grad, param)
+                    arena.gradients[index] = with_strides_of(param, param.grad)
 
     def _copy_and_measure(self, fused: bool) -> Tensor:
         """Copy all gradients to the buffers and return their norm, computed in the same pass if `fused`."""

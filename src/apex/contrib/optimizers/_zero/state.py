@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
-from ....ops.multi_tensor.flat import flat
+from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.rule import SLOTS
 from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
-from .arena import Arena, laid_out_like
+from .arena import Arena
 from .layout import Piece, pick
 from .weights import Weights, units_of
 
@@ -145,6 +145,6 @@ def start_from(state: Any, exact: Sequence[Tensor | None]) -> None:
     values = arena.new_shard(torch.float32)
     for part in arena.parts:
         param, value = arena.params[part.param], exact[part.param]
-        source = flat(laid_out_like(param.detach() if value is None else value, param))
+        source = flat(with_strides_of(param, param.detach() if value is None else value))
         values[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
     state.write(PARAM, values)
