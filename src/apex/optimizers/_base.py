@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import optimizer as _hooks_of_all
 from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
@@ -34,10 +33,6 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
-
-_recorded = torch.optim.Optimizer.profile_hook_step
-_profiler_runs = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_Range = torch._C._profiler._RecordFunctionFast
 
 
 class CommonOptions(TypedDict, total=False):
@@ -94,33 +89,6 @@ def no_grad(function: Callable[..., Any]) -> Callable[..., Any]:
             torch._C._set_grad_enabled(was_enabled)
 
     return wrapper
-
-
-def hooked_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an optimizer's `step` with hooks and a profiler range.
-
-    PyTorch does the same; this wrapper skips what would have no effect. The range and its cache misses take 20 to 50
-    microseconds, up to a third of the host's time for a step of ResNet-50's 161 parameters.
-    """
-    in_full = _recorded(function)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        self = args[0]
-        if (
-            torch.compiler.is_compiling()
-            or _profiler_runs()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _hooks_of_all._global_optimizer_pre_hooks
-            or _hooks_of_all._global_optimizer_post_hooks
-        ):
-            return in_full(*args, **kwargs)
-        # For observers other than the profiler; less than a microsecond if there is none.
-        with _Range(f"Optimizer.step#{type(self).__name__}.step"):
-            return function(*args, **kwargs)
-
-    return step
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -223,9 +191,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _before_update(self, scaling: LossScaling) -> None:
         """Compute norms over all gradients; called once per step, when all buckets are ready (`self._ready`)."""
-
-    # PyTorch wraps the step of every class that defines one with this function.
-    profile_hook_step = staticmethod(hooked_step)  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step and return the closure's loss."""
