@@ -293,5 +293,4 @@ def _rule_launch(
         BLOCK=block,
         BLOCKS=blocks_per_program,
         num_warps=config.WARPS,
-        same_dtypes=True,
     )
