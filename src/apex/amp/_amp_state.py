@@ -98,13 +98,13 @@ def settings_on_this_rank(params: Iterable[Tensor]) -> dict[str, Any]:
         id(tensor): index for index, param in enumerate(params) for tensor in (param, _amp_state.masters.get(param))
     }
     # The set of optimizers has no order: the first parameter of each gives one that is the same on all ranks.
-    found = []
+    keyed = []
     for optimizer in _amp_state.optimizers:
         indices = [index_of[id(param)] for param in master_params(optimizer) if id(param) in index_of]
         if indices:
             options = {name: plain(value) for name, value in optimizer_settings(optimizer).items()}
-            found.append((min(indices), type(optimizer).__name__, repr(options), options))
-    for number, (*_, options) in enumerate(sorted(found, key=lambda each: each[:3])):
+            keyed.append((min(indices), type(optimizer).__name__, repr(options), options))
+    for number, (*_, options) in enumerate(sorted(keyed, key=lambda entry: entry[:3])):
         settings.update({f"{name} of optimizer {number}": value for name, value in options.items()})
     return settings
 

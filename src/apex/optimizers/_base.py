@@ -182,19 +182,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._step(self._loss_scaling())
         return loss
 
-    def _step(self, scaling: LossScaling) -> None:
-        if torch.compiler.is_compiling():
-            self._step_outside_graph(scaling)
-        else:
-            self._step_now(scaling)
-
-    # A graph break in a compiled training step: the kernels take addresses, which a graph does not have.
+    # Kept out of compiled graphs, which have no addresses for the kernels.
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
-    def _step_outside_graph(self, scaling: LossScaling) -> None:
-        self._step_now(scaling)
-
     @torch.no_grad()
-    def _step_now(self, scaling: LossScaling) -> None:
+    def _step(self, scaling: LossScaling) -> None:
         scaling = self._with_recent_scale(scaling)
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
