@@ -15,7 +15,7 @@ from apex import amp
 from apex.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apex.ops.autocast import rules
 from tests.amp.common import quiet
-from tests.amp.test_rules import NEED_A_GPU, Make, asked_the_driver, pretended_gpu
+from tests.amp.test_rules import NEED_A_GPU, Make, pretended_gpu
 
 # PyTorch warns of defaults that functions are called with here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,6 +73,9 @@ OTHERS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
     "local_response_norm": lambda m: (2,),
     "ctc_loss": lambda m: (m.i(1, 2) + 1, (5,), (2,)),
 }
+# CUDA builds of PyTorch 2.6 and 2.9 ask the driver which implementation of these to take, if dtypes or sizes allow
+# several. That of 2.15 does not.
+MAY_ASK_THE_DRIVER = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention")
 COMPARISONS = {f"{prefix}{name}{prefix}" for name in ("eq", "ge", "gt", "le", "lt", "ne") for prefix in ("", "__")}
 
 
@@ -103,7 +106,7 @@ def wrong(make: Make, without: tuple[str, ...] = ()) -> dict[str, Any]:
                 try:
                     result = call(overrides, kind, name, make)
                 except RuntimeError as error:
-                    if asked_the_driver(name, error):
+                    if name in MAY_ASK_THE_DRIVER and "driver" in str(error):
                         continue
                     raise
                 if name == "equal":

@@ -209,27 +209,12 @@ def pretended_gpu(low: torch.dtype) -> Iterator[Make]:
 
 # These ask cuDNN on their way.
 NEED_A_GPU = ("grid_sample", "ctc_loss")
-# CUDA builds of PyTorch 2.6 and 2.9 ask the driver which implementation of these to take; that of 2.15 does not.
-MAY_ASK_THE_DRIVER = (
-    *(f"conv{kind}{size}d" for kind in ("", "_transpose") for size in (1, 2, 3)),
-    "scaled_dot_product_attention",
-)
-
-
-def asked_the_driver(name: str, error: RuntimeError) -> bool:
-    """Return whether the call `name` failed on tensors without memory because there is no driver to ask."""
-    return name in MAY_ASK_THE_DRIVER and "driver" in str(error)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NEED_A_GPU])
 def test_on_a_gpu_that_is_not_there(name: str) -> None:
     with pretended_gpu(torch.float16) as make:
-        try:
-            check(*CALLS[name], make)
-        except RuntimeError as error:
-            if not asked_the_driver(name, error):
-                raise
-            pytest.skip("this PyTorch asks the driver which implementation to take")
+        check(*CALLS[name], make)
 
 
 @pytest.mark.gpu
