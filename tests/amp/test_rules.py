@@ -195,7 +195,7 @@ def test_on_a_cpu(name: str, low: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def pretended_gpu(low: torch.dtype) -> Iterator[Make]:
-    """Autocast for GPUs with apex's kernels, on tensors without memory."""
+    """Enable autocast for GPUs with apex's kernels, on tensors without memory."""
     kernels = RuleKernels()
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", low)
