@@ -29,9 +29,9 @@ CORNERS = [("interleaved", 2, 2, 2), ("interleaved", 16, 4, 64), ("zb_v", 16, 2,
 
 
 def walk(placement: Placement, lists: list[list[Action]]) -> None:
-    """Follows all lists with messages that wait for their receiver, and checks that each pass has what it needs.
+    """Run all lists with messages that wait for their receiver, and check that each pass has its inputs.
 
-    A send and its receive happen together, when both ranks have come to them: the strictest that any backend may be.
+    A send and its receive happen together when both ranks have reached them, the strictest behaviour of any backend.
     """
     place = [0] * len(lists)
     known: list[set] = [set() for _ in lists]
@@ -81,7 +81,7 @@ def check(name: str, ranks: int, chunks: int, microbatches: int) -> None:
 
 
 def expected(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[float | None, list[int]]:
-    """The longest time that a rank is idle, for passes of time 1 (F), 1 (I) and 1 (W), and the most it holds."""
+    """Return the longest idle time of a rank and the largest number of held activations, if F, I and W take time 1."""
     if name == "1f1b":  # (p - 1)(F + I + W)
         return 3.0 * (ranks - 1), [ranks - rank for rank in range(ranks)]
     if name == "zb_h1":  # (p - 1)(F + I - W), and p activations everywhere
@@ -96,7 +96,7 @@ def expected(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[flo
 
 
 def check_complete(made: Schedule, microbatches: int, forward_only: bool) -> None:
-    """Every rank runs each pass of each chunk once, in an order of microbatches that adds up gradients as one would."""
+    """Every rank runs each pass of each chunk once, and accumulates gradients in the order of microbatches."""
     for actions in made.actions:
         for chunk in range(made.placement.chunks):
             of_chunk = [action for action in actions if action.chunk == chunk]

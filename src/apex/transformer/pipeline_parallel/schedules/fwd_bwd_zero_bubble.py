@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: gradients of parameters are computed when a rank would otherwise wait."""
+"""Zero-bubble schedules, which compute weight gradients while a rank would otherwise be idle."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from .fwd_bwd_pipelining_with_interleaving import same_shapes
 def forward_backward_zero_bubble(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
-    """As the interleaved schedule, with ZB-H1 where the model is one chunk per rank and ZB-V where it is two.
+    """Run all microbatches with ZB-H1 if `model` is one chunk, or with ZB-V if it is two.
 
-    Chunks of ZB-V are made with `build_model(..., virtual_pipeline_model_parallel_size=2, placement="v")`. Reentrant
-    checkpoints, `tensor_parallel.checkpoint` among them, cannot be used: their backward passes cannot be divided.
+    Takes the interleaved schedule's options. ZB-V's chunks come from `build_model(...,
+    virtual_pipeline_model_parallel_size=2, placement="v")`. Reentrant checkpoints, `tensor_parallel.checkpoint` among
+    them, are not supported, because their backward passes cannot be split.
     """
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
