@@ -1,4 +1,4 @@
-"""Checkpoints of split models, loaded by other splits, and by those who go on when a rank was killed."""
+"""Checkpoints of split models, loaded by other splits, and resumed after a rank was killed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_the_one_that_was_not_killed(runs: Path) -> None:
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Equal bits of all tensors."""
+    """Assert that all tensors are bitwise equal."""
     expected = whole(other)
     for key, value in whole(path).items():
         assert torch.equal(value, expected[key]), key

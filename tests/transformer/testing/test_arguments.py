@@ -1,4 +1,4 @@
-"""Megatron's command line and what depends on it."""
+"""Megatron's command line and the values that are derived from it."""
 
 from __future__ import annotations
 
