@@ -1,4 +1,4 @@
-"""DistributedDataParallel on a GPU: one process, NCCL, and streams of one's own."""
+"""DistributedDataParallel on a GPU: one process, NCCL, and user-provided streams."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_combined() -> None:
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    """As long as every parameter has a gradient."""
+    """This holds if every parameter has a gradient."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda(), message_size=1)
     inputs = torch.randn(4, 64, device="cuda")
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 
 
 def test_gradients_live_in_buckets() -> None:
-    """In the same memory from pass to pass, unless somebody looks at what was there."""
+    """Gradients stay in the same memory in every pass, unless other code refers to it."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda(), message_size=4000)
 
     def gradients(seed: int) -> list[Tensor]:
