@@ -50,7 +50,7 @@ def an_uneven_mesh_has_rows_and_columns(rank: int) -> None:
 
 
 def groups_of_few_ranks_need_nobody_else(rank: int) -> None:
-    """Also if ranks are in different numbers of groups, and after a group of the same ranks was destroyed."""
+    """This holds if ranks are in different numbers of groups, and after a group of the same ranks was destroyed."""
     for first in range(3):
         dist.new_group([first])
     if rank in (0, 4):

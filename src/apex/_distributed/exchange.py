@@ -1,7 +1,7 @@
-"""Sums, gatherings and parts of tensors over a group, as new tensors: what layers compute with that ranks share.
+"""Sums, gathers and splits of tensors over a group, for layers that ranks share. Results are new tensors.
 
-Under torch.compile they are PyTorch's functional collectives, which it can trace and overlap with other work. Without
-it a group of Gloo compares shapes before each exchange: Gloo itself ends a process that receives more than it expects.
+Under torch.compile these are PyTorch's functional collectives, which it can trace and overlap with other work. In eager
+mode a Gloo group compares shapes before each exchange, because Gloo ends a process that receives more than it expects.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from . import collectives
 from .collectives import Work
 from .comparison import ranks_of
 
-# Bytes of a description of dtype and shape, of which every rank sends as many.
-_DESCRIPTION = 256
+# Fixed length in bytes of a description of dtype and shape.
+_DESCRIPTION_BYTES = 256
 
 
 def check_alike(tensor: Tensor, group: Any, what: str) -> None:
-    """Raises, in all processes of a Gloo group, unless all of them pass the same dtype and shape.
+    """Raise in all processes of a Gloo group unless all of them pass the same dtype and shape.
 
-    Groups of other backends compare nothing: the numbers would have to come back from the device, in every layer.
+    Other backends compare nothing, because every layer would have to wait for the device.
     """
     if dist.get_backend(group) != dist.Backend.GLOO:
         return
-    text = _described(tensor).encode().ljust(_DESCRIPTION)[:_DESCRIPTION]
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everywhere = torch.empty(dist.get_world_size(group), _DESCRIPTION, dtype=torch.uint8, device=HOST)
+    description = _described(tensor).encode().ljust(_DESCRIPTION_BYTES)[:_DESCRIPTION_BYTES]
+    mine = torch.frombuffer(bytearray(description), dtype=torch.uint8)
+    everywhere = torch.empty(dist.get_world_size(group), _DESCRIPTION_BYTES, dtype=torch.uint8, device=HOST)
     collectives.all_gather(everywhere.view(-1), mine, group, f"comparing shapes for {_named(what, tensor)}").wait()
     if bool((everywhere == mine).all()):
         return
-    texts = [bytes(each.tolist()).decode().strip() for each in everywhere]
-    found = ", ".join(f"rank {rank} {each}" for rank, each in zip(ranks_of(group), texts, strict=True))
-    raise ValueError(f"{what}: all ranks must pass the same dtype and shape, got {found}")
+    texts = [bytes(row.tolist()).decode().strip() for row in everywhere]
+    by_rank = ", ".join(f"rank {rank} {text}" for rank, text in zip(ranks_of(group), texts, strict=True))
+    raise ValueError(f"{what}: all ranks must pass the same dtype and shape, got {by_rank}")
 
 
 def _described(tensor: Tensor) -> str:
@@ -48,18 +48,18 @@ def _named(what: str, tensor: Tensor) -> str:
 
 
 def start_sum(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The sum over the group, once the work is done."""
+    """Start the sum over the group; return the result, valid after the work is done, and the work."""
     return start_sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group, what)
 
 
 def start_sum_in_place(total: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The sum over the group in the memory of `total`, contiguous and not needed otherwise; see `start_sum`."""
+    """Start the sum over the group in the memory of `total`, which must be contiguous; see `start_sum`."""
     check_alike(total, group, what)
     return total, collectives.all_reduce(total, group, _named(what, total))
 
 
 def start_gather(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The tensors of all ranks one after the other along the first dimension, once the work is done."""
+    """Start concatenating the tensors of all ranks along the first dimension; return the result and the work."""
     check_alike(tensor, group, what)
     shape = (dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
     whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -68,7 +68,7 @@ def start_gather(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
 
 
 def start_sum_of_part(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """This rank's part, along the first dimension, of the sum over the group, once the work is done."""
+    """Start the reduce-scatter along the first dimension; return this rank's part of the sum and the work."""
     check_alike(tensor, group, what)
     rows = _part_size(tensor.shape[0], group, what)
     part = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
@@ -77,7 +77,7 @@ def start_sum_of_part(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Wo
 
 
 def sum_over(tensor: Tensor, group: Any, what: str) -> Tensor:
-    """The sum over the group."""
+    """Return the sum over the group."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
@@ -86,7 +86,7 @@ def sum_over(tensor: Tensor, group: Any, what: str) -> Tensor:
 
 
 def gather(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
-    """The tensors of all ranks one after the other along `dim`."""
+    """Return the tensors of all ranks, concatenated along `dim`."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
@@ -97,7 +97,7 @@ def gather(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
 
 
 def sum_of_part(tensor: Tensor, group: Any, what: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the group."""
+    """Return this rank's part, along the first dimension, of the sum over the group."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
@@ -106,7 +106,7 @@ def sum_of_part(tensor: Tensor, group: Any, what: str) -> Tensor:
 
 
 def part(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
-    """This rank's part of a tensor that all ranks have, along `dim`."""
+    """Return this rank's part, along `dim`, of a tensor that all ranks have."""
     size = _part_size(tensor.shape[dim], group, what)
     return tensor.narrow(dim, dist.get_rank(group) * size, size).contiguous()
 
