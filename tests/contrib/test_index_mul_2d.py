@@ -16,7 +16,7 @@ def inputs(device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 
 
 def energy_and_force(product, in1, in2, idx1):
-    """Upstream's own test: the loss holds the gradient of an energy."""
+    """Compute upstream's own test: the loss contains the gradient of an energy."""
     out = product(in1, in2, idx1)
     energy = (out.to(torch.promote_types(out.dtype, torch.float32)) ** 2).sum() / out.numel()
     (force,) = torch.autograd.grad(energy, in1, create_graph=True)

@@ -208,7 +208,7 @@ def test_gradients_have_the_dtypes_of_their_inputs(compiled: bool, route: Route)
 
 
 def test_dropout_of_inputs_of_which_one_is_double() -> None:
-    """No kernel takes h, although one takes f: it must not get the noise of a kernel."""
+    """A kernel accepts f but not h, so the dropout noise must not be a kernel's."""
     f, g, f_len, g_len = joint_tensors()
     joint = TransducerJoint(dropout=True, dropout_prob=0.5, probe_mask=True)
     choose = _library.runs_triton

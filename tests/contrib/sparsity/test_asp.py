@@ -1,4 +1,4 @@
-"""ASP: what is pruned, and that zeros stay zero through training, checkpoints and mixed precision."""
+"""ASP: the choice of parameters, and zeros that stay zero through training, checkpoints and mixed precision."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_checkpoints_go_on_elsewhere(tmp_path) -> None:
 
 
 def test_state_is_masked_and_permuted_with_the_weights() -> None:
-    """Training goes on as the unpermuted model would: moments belong to the channels that they were made for."""
+    """Training continues as the unpermuted model would: moments follow their channels."""
     torch.manual_seed(0)
     model = make(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
