@@ -1,4 +1,4 @@
-"""Dumps of a step: what is recorded, and which module two of them differ at first."""
+"""Dumps of a step: their contents, and the first module at which two of them differ."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def dump(path: Path, batch: Tensor = BATCH, *, fault: str = "", scale: float = 1.0, half: bool = False) -> str:
-    """The dump of one step of the model."""
+    """Return the path of a dump of one step of the model."""
     model, dumper = Model(fault), HookerAndDumper(f"{path}-")
     file = dumper.register_hooks(model, epoch=1, step=5, loss_scale=scale)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):

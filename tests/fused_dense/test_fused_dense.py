@@ -21,7 +21,7 @@ from tests.harness import Route, assert_close, routes
 
 
 def pair(kind: str, device: str) -> tuple[nn.Module, nn.Module]:
-    """One of our modules and the same in torch.nn, in float64."""
+    """Return one of our modules and its equivalent in torch.nn, in float64."""
     if kind == "gelu":
         ours = FusedDenseGeluDense(12, 20, 7)
         wide = nn.Sequential(nn.Linear(12, 20), nn.GELU("tanh"), nn.Linear(20, 7)).double()

@@ -190,7 +190,7 @@ def test_an_output_may_be_changed_in_place(route: Route, memory_efficient: bool,
     x = torch.randn(3, 16, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):
         output = norm(x)
-        if memory_efficient:  # the output is what was saved: autograd must notice, not compute from the wrong one
+        if memory_efficient:  # the output was saved, so autograd must raise instead of using the changed values
             output += 1
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 output.sum().backward()
@@ -348,7 +348,7 @@ def test_a_traced_module_follows_its_input(device: str, module) -> None:
 @pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_peak_memory_is_no_more_than_torchs(module, dtype: torch.dtype) -> None:
-    """Of a norm that stands inside a network: its input is needed by nobody else."""
+    """The norm stands inside a network, and nothing else needs its input."""
 
     def peak(norm: nn.Module) -> int:
         source = torch.randn(8192, 4096, device="cuda", dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Builders: apex's own at once, a user's compiled for real, errors that a user can read."""
+"""Builders: apex's own load at once, a user's compiles for real, and errors are readable."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class RNNCell(nn.Module):
         return tuple(self.hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, with detached hidden states: these accept no non-leaf tensors."""
+        """Return the state for copies and pickles, with detached hidden states, as both refuse non-leaf tensors."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
         return {**self.__dict__, "hidden": hidden}
 
