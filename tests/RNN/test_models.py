@@ -101,7 +101,7 @@ def test_bidirectional_is_two_stacks(name: str, collect: bool) -> None:
         compare(found, wanted)
 
 
-def test_one_bidirectional_layer_is_that_of_torch() -> None:
+def test_one_bidirectional_layer_equals_torchs() -> None:
     network = RNN.LSTM(INPUT, HIDDEN, 1, bidirectional=True).double()
     peer = nn.LSTM(INPUT, HIDDEN, 1, bidirectional=True).double()
     with torch.no_grad():

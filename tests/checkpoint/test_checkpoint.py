@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "checkpoint.pt"
     checkpoint.save(state_of(3), path)
     found = checkpoint.load(path, map_location="cpu")
@@ -147,7 +147,7 @@ def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
         checkpoint.load_sharded(state, tmp_path / "checkpoint")
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nothing\.pt"):
         checkpoint.load(tmp_path / "nothing.pt")
     assert checkpoint.latest(tmp_path / "nowhere") is None
@@ -188,7 +188,7 @@ def test_series(tmp_path: Path, sharded: bool) -> None:
     assert value(series.latest()) == 3
 
 
-def test_a_series_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
+def test_a_series_does_not_touch_other_files(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()  # not a name of ours
     under_way = tmp_path / ".step-00000009.pt.00000000-0123456789abcdef.tmp"
     under_way.write_text("of another machine")
@@ -203,7 +203,7 @@ def test_a_series_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
     assert files.load()["weights"].tolist() == [1.0, 1.0]
 
 
-def test_a_kill_while_a_sharded_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_a_sharded_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacement takes two renames; between them the old folder exists under another name."""
     series = checkpoint.Series(tmp_path, keep=2, sharded=True)
     path = series.save({"weights": torch.ones(2)}, 1)

@@ -83,7 +83,7 @@ def test_a_foreign_file_under_a_needed_name(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
 
 
-def test_what_users_write_while_a_save_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_users_write_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path)
     (path / "log").write_text("a")
@@ -119,7 +119,7 @@ def test_a_kill_between_the_renames_loses_nobodys_files(tmp_path: Path, monkeypa
     assert value_of(path) == 3.0
 
 
-def test_a_series_removes_only_what_it_wrote(tmp_path: Path) -> None:
+def test_a_series_removes_only_its_own_files(tmp_path: Path) -> None:
     series = checkpoint.Series(tmp_path, keep=1, sharded=True)
     (tmp_path / "step-00000000").mkdir()
     (tmp_path / "step-00000000" / "thesis.tex").write_text("years of work")
@@ -150,7 +150,7 @@ def test_permissions_are_kept(mode: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert {stat.S_IMODE(each.stat().st_mode) for each in path.iterdir()} == {0o600}
 
 
-def test_a_reader_stays_with_what_it_has_opened(tmp_path: Path) -> None:
+def test_a_reader_keeps_its_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path)
     with Generation(path) as before:

@@ -42,7 +42,7 @@ def test_the_package_reads_ours_and_we_read_the_packages(tmp_path: Path) -> None
     assert_same(checkpoint.load(tmp_path / "theirs"), state)
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     state = example()
     _files.write_state(state, tmp_path / "x", use_safetensors=True)
     checkpoint.verify(tmp_path / "x")

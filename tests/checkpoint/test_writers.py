@@ -89,7 +89,7 @@ def test_threads_that_save_to_one_series(sharded: bool, saves: int, tmp_path: Pa
         assert (weights_of(series.path_of(step), sharded) == step).all()
 
 
-def test_old_ones_are_removed_by_several_threads(tmp_path: Path) -> None:
+def test_several_threads_remove_old_checkpoints(tmp_path: Path) -> None:
     series = checkpoint.Series(tmp_path, keep=2, sharded=True)
     in_threads(3, lambda number: [series.save({"weights": torch.ones(2)}, 3 * i + number) for i in range(4)] and None)
     found = names(tmp_path)
@@ -145,7 +145,7 @@ def test_checksums_stay_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch)
     assert not on[0]
 
 
-def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
+def test_files_being_written_are_not_removed(tmp_path: Path) -> None:
     """Files being written in this or another process stay.
 
     A killed process's are removed, another machine's after a day.
@@ -165,7 +165,7 @@ def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "x.json").read_text() == "[1]"
 
 
-def test_a_new_name_where_the_first_was_taken_for_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_name_if_a_cleanup_removed_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another writer's cleanup may come between creation and lock."""
     lock = _atomic._lock
 
@@ -273,7 +273,7 @@ def test_a_full_disk_is_named(sharded: bool, tmp_path: Path, monkeypatch: pytest
     assert (weights_of(path, sharded) == 1).all()
 
 
-def test_what_cannot_be_saved_or_does_not_fit(tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_or_do_not_fit(tmp_path: Path) -> None:
     """PyTorch raises an exception that `except Exception` does not catch."""
     path = tmp_path / "checkpoint"
     with pytest.raises(RuntimeError, match=r"could not be written; rank 0 had \w+: .*(pickle|get) local object"):

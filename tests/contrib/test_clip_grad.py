@@ -122,7 +122,7 @@ def test_a_tensor_a_generator_and_nothing() -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @pytest.mark.parametrize("bad", [INF, float("nan")])
-def test_what_is_not_finite(bad: float, norm_type: float, route: Route) -> None:
+def test_nonfinite_gradients(bad: float, norm_type: float, route: Route) -> None:
     params = parameters(route, torch.float32)
     params[0].grad[3, 3] = bad
     before = [None if p.grad is None else p.grad.clone() for p in params]

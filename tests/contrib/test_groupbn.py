@@ -94,7 +94,7 @@ def test_half_input_and_float_parameters() -> None:
     )
 
 
-def test_state_and_copies_are_those_of_torch() -> None:
+def test_state_and_copies_equal_torchs() -> None:
     import copy
 
     ours, torchs = BatchNorm2d_NHWC(8), nn.BatchNorm2d(8)

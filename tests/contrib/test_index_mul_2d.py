@@ -91,7 +91,7 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
 
 
 @pytest.mark.gpu
-def test_deterministic_without_being_asked() -> None:
+def test_deterministic_by_default() -> None:
     in1, in2 = (torch.randn(rows, 64, device="cuda", requires_grad=True) for rows in (50, 40000))
     idx1 = torch.randint(50, (40000,), device="cuda")
     grad_out = torch.randn_like(in2)

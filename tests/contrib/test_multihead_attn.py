@@ -402,7 +402,7 @@ def test_functions_by_name(time_mask: bool) -> None:
             assert_right(output, expected, [x, kv, *encdec.parameters()])
 
 
-def test_a_functions_graph_can_be_used_twice_if_asked_for() -> None:
+def test_a_functions_graph_can_be_used_twice_with_retain_graph() -> None:
     x = torch.randn(LENGTH, BATCH, WIDTH, requires_grad=True)
     module = SelfMultiheadAttn(WIDTH, HEADS)
     weights = module.in_proj_weight, module.out_proj_weight, None, None

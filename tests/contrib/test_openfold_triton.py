@@ -95,7 +95,7 @@ def test_layer_norm_goes_to_the_norms() -> None:
     assert_close_by_table(output, norm.layer_norm(x.double(), (3, 8), weight.double(), bias.double()))
 
 
-def test_there_is_nothing_to_tune() -> None:
+def test_tuning_functions_do_nothing() -> None:
     """Clients load tuned launches before training and send them to the other ranks."""
     from apex.contrib.openfold_triton._layer_norm_config_ampere import _auto_tuned_config_ampere
     from apex.contrib.openfold_triton._layer_norm_config_hopper import _auto_tuned_config_hopper

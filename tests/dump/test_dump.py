@@ -151,7 +151,7 @@ def test_a_tensor_that_one_of_several_processes_lacks_is_named(tmp_path: Path) -
     assert found.only_in_first == [("second", "parameter", "grad", 0)]
 
 
-def test_what_is_not_finite_differs_from_what_is(tmp_path: Path) -> None:
+def test_nonfinite_values_differ_from_finite_ones(tmp_path: Path) -> None:
     files = []
     for name, values in (("a", [1.0, math.inf]), ("b", [1.0, 2.0]), ("c", [1.0, math.inf])):
         files.append(str(tmp_path / name))
@@ -181,7 +181,7 @@ def test_the_command_shows_and_draws_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "there is no dump"), (b"text", "is no HDF5 file"), ("other", "no module in common")]
 )
-def test_what_cannot_be_compared_is_said(tmp_path: Path, content: object, words: str) -> None:
+def test_dumps_that_cannot_be_compared_raise(tmp_path: Path, content: object, words: str) -> None:
     file = tmp_path / "b"
     if isinstance(content, bytes):
         file.write_bytes(content)

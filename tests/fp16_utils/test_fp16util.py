@@ -102,7 +102,7 @@ def unflat(masters: list[Tensor], params: list[Tensor], flat: bool) -> list[Tens
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("flat", [False, True])
-def test_masters_there_and_back(flat: bool, route: Route) -> None:
+def test_master_weights_round_trip(flat: bool, route: Route) -> None:
     with implementation(route.implementation):
         model = parameters(route.device)
         params, masters = prep_param_lists(model, flat_master=flat)

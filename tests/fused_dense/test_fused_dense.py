@@ -72,7 +72,7 @@ def test_parameters_are_named_and_initialised_as_upstream() -> None:
     assert "in_features=300, out_features=200, bias=True" in repr(layer)
 
 
-def test_functions_compute_what_modules_do() -> None:
+def test_functions_equal_modules() -> None:
     x = torch.randn(5, 12)
     layer, both = FusedDense(12, 7), FusedDenseGeluDense(12, 20, 7)
     assert torch.equal(fused_dense_function(x, layer.weight, layer.bias), layer(x))

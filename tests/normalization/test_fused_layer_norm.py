@@ -234,7 +234,7 @@ def test_ways_to_write_a_shape(shape) -> None:
         torch.testing.assert_close(fused_layer_norm.fused_layer_norm(x, shape, 1e-5, memory_efficient), expected)
 
 
-def test_integer_weights_are_refused_whatever_the_shape_looks_like() -> None:
+def test_integer_weights_are_refused_for_any_shape() -> None:
     for shape in ((16,), [16], 16):
         with pytest.raises(TypeError, match="weight must be floating-point"):
             fused_layer_norm.fused_rms_norm_affine(torch.randn(3, 16), torch.ones(16, dtype=torch.int32), shape)

@@ -226,7 +226,7 @@ def unused(**options: Any) -> Check:
     return check
 
 
-def buckets_are_those_of_the_first_rank(rank: int) -> None:
+def all_ranks_use_the_first_ranks_buckets(rank: int) -> None:
     """Gradients arrive in another order in rank 1, and the last layer has none in the first pass."""
     model = DistributedDataParallel(Parts(), message_size=1)
     assert model.needs_refresh
@@ -344,7 +344,7 @@ def recorded() -> Iterator[list[str]]:
         yield events
 
 
-def sends_while_backward_goes_on(rank: int) -> None:
+def sends_during_the_backward_pass(rank: int) -> None:
     for options, expected in (
         ({"message_size": 20}, ["sent", "2", "sent", "1", "sent", "0"]),
         ({"delay_allreduce": True}, ["2", "1", "0", "sent"]),
@@ -662,11 +662,11 @@ CHECKS: dict[str, Check] = {
             state_comes_from_the_first_rank,
             users_collectives_are_not_mixed_up,
             different_models_are_an_error,
-            buckets_are_those_of_the_first_rank,
+            all_ranks_use_the_first_ranks_buckets,
             sizes_of_buckets,
             types_do_not_mix,
             retained_buffers,
-            sends_while_backward_goes_on,
+            sends_during_the_backward_pass,
             several_backward_passes_of_one_forward_pass,
             gradients_of_inputs_send_nothing,
             checkpoints,

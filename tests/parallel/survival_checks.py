@@ -208,7 +208,7 @@ def gradients_live_in_buckets(rank: int) -> None:
     assert not _USES_ARE_KNOWN or addresses[1] == addresses[2] == addresses[3]
 
 
-def what_others_hold_stays(rank: int) -> None:
+def gradients_that_others_hold_stay(rank: int) -> None:
     model = DistributedDataParallel(small(), message_size=30)
     for look in (lambda grad: grad, lambda grad: grad.view(-1), lambda grad: grad.detach()):
         held, copies = [], []
@@ -221,7 +221,7 @@ def what_others_hold_stays(rank: int) -> None:
             assert all(map(torch.equal, tensors, expected))
 
 
-def gradients_of_ones_own_are_written_to(rank: int) -> None:
+def gradients_of_a_users_buffer_are_written_in_place(rank: int) -> None:
     net = small()
     own = torch.zeros(sum(param.numel() for param in net.parameters()))
     parts = own.split([param.numel() for param in net.parameters()])
@@ -375,8 +375,8 @@ CHECKS: dict[str, Check] = {
             replicas_of_other_kinds,
             replicas_in_a_loop,
             gradients_live_in_buckets,
-            what_others_hold_stays,
-            gradients_of_ones_own_are_written_to,
+            gradients_that_others_hold_stay,
+            gradients_of_a_users_buffer_are_written_in_place,
             hooks_come_before_the_reduction,
             other_shapes_are_named,
             gradients_with_a_graph_keep_it,

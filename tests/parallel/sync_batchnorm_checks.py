@@ -256,7 +256,7 @@ class Net(nn.Module):
         return self.last(self.layers(x))
 
 
-def training_is_that_of_one_process(rank: int) -> None:
+def training_equals_one_process(rank: int) -> None:
     """A converted model under DistributedDataParallel on halves equals the model on all of the data."""
     torch.manual_seed(1)
     whole = Net().double()
@@ -324,7 +324,7 @@ CHECKS: dict[str, Check] = {
             two_derivatives_are_an_error,
             autocast_and_checkpoints,
             compiled,
-            training_is_that_of_one_process,
+            training_equals_one_process,
             other_inputs_are_an_error,
         )
     },

@@ -59,7 +59,7 @@ def trained(wrap: Any, **options: Any) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_one_process_is_as_none(options: dict[str, Any]) -> None:
+def test_one_process_changes_no_gradient(options: dict[str, Any]) -> None:
     arguments = dict(options)
     if arguments.pop("communicators", False):
         groups = [torch.distributed.new_group() for _ in range(2)]
@@ -126,7 +126,7 @@ def test_gradients_live_in_buckets() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64], ids=str)
-def test_checksums_are_those_of_the_host(dtype: torch.dtype) -> None:
+def test_checksums_equal_the_hosts(dtype: torch.dtype) -> None:
     for size in (0, 1, 3, 1000, (1 << 22) + 5):
         tensor = torch.randint(0, 2 if dtype == torch.bool else 100, (size,)).to(dtype)
         assert checksum(tensor.cuda()).item() == checksum(tensor).item()

@@ -100,7 +100,7 @@ def test_run_is_torchrun(
 
 
 @pytest.mark.parametrize("given", [[], ["--nproc-per-node", "0", "s.py"], ["--nnodes", "2", "s.py"]])
-def test_run_explains_what_is_wrong(given: list[str], started: list[list[str]]) -> None:
+def test_run_explains_errors(given: list[str], started: list[list[str]]) -> None:
     result = CliRunner().invoke(app, ["run", *given])
     assert result.exit_code == 2
     assert "`apex run --help`" in result.stderr

@@ -163,7 +163,7 @@ def test_converting_takes_arguments_to_all_norms() -> None:
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
 
 
-def test_state_dicts_are_those_of_pytorch() -> None:
+def test_state_dicts_equal_pytorchs() -> None:
     norm = SyncBatchNorm(3)
     nn.BatchNorm2d(3).load_state_dict(norm.state_dict())
     norm.load_state_dict(nn.BatchNorm2d(3).state_dict())

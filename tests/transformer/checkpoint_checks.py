@@ -135,8 +135,7 @@ def errors(rank: int) -> None:
 
 
 def random_numbers(rank: int) -> None:
-    """Another layout seeds anew, reproducibly: tensor-parallel ranks share one stream and have one each of their own.
-    """
+    """Another layout seeds anew, reproducibly: tensor-parallel ranks share one stream, and each has its own stream."""
     drawn = []
     with split(4, 1):
         run = Run(4)

@@ -57,7 +57,7 @@ def test_a_killed_rank_ends_all_and_loses_nothing(phase: str, runs: Path) -> Non
     assert_same(path, runs / "alive" / "checkpoints" / path.name)
 
 
-def test_a_resumed_run_is_the_one_that_was_not_killed(runs: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(runs: Path) -> None:
     ends = json.loads((runs / "ends.json").read_text())
     assert ends["alive"] == ends["resumed"] == [0] * killed.RANKS, (runs / "resumed" / "rank0.txt").read_text()
     assert_same(*(runs / name / "checkpoints" / "step-00000003" for name in ("alive", "resumed")))

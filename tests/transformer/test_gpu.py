@@ -124,7 +124,7 @@ def test_weight_gradients_are_added_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_loaded_checkpoint_goes_on_to_the_bit(capturable: bool, tmp_path: Path) -> None:
+def test_a_loaded_checkpoint_continues_bitwise(capturable: bool, tmp_path: Path) -> None:
     """Random numbers of the device and its streams, and step counts on the device, are restored."""
     run = Run(2, training=True, capturable=capturable)
     run.train()

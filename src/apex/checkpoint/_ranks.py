@@ -89,7 +89,7 @@ def refusing_together() -> Iterator[None]:
             raise _SHARED.get(failed[0], RuntimeError)(f"rank {rank} cannot load a checkpoint: {failed[1]}")
 
 
-def check_same_everywhere(value: Any, message: str) -> None:
+def check_equal_on_all_ranks(value: Any, message: str) -> None:
     """Raise a RuntimeError in all processes unless all of them pass the same value."""
     if not is_connected():
         return

@@ -291,13 +291,13 @@ def _is_finite(loss: Any) -> bool:
     return value is None or math.isfinite(value)
 
 
-def _rescale(params: list[Tensor], present: float | None, wanted: float) -> float:
-    """Multiply gradients of scale `present` so that they have scale `wanted`, and return `wanted`."""
-    if present is not None and present != wanted:
+def _rescale(params: list[Tensor], current: float | None, target: float) -> float:
+    """Multiply gradients of scale `current` so that they have scale `target`, and return `target`."""
+    if current is not None and current != target:
         gradients = _gradients(params)
         if gradients:
-            scale_tensors(gradients, gradients, wanted / present)
-    return wanted
+            scale_tensors(gradients, gradients, target / current)
+    return target
 
 
 def _check_types(optimizer: Any) -> None:

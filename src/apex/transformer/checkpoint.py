@@ -19,7 +19,7 @@ from ..checkpoint._sharded import fill, open_checked, raising_everywhere, save_s
 from ..ops._host import HOST
 from ._resharding import random
 from ._resharding.model_parts import WholeModel
-from ._resharding.optimizer import add_state, groups_of, request_state
+from ._resharding.optimizer import add_state, parameter_groups, request_state
 from ._resharding.shards import PADDING, Entries, shard_locations
 from .pipeline_parallel.utils import listify_model, unwrap_model
 
@@ -123,7 +123,7 @@ def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module
     """Return the chunks without wrappers, and their description as parts of the whole model."""
     with raising_everywhere(failed):
         chunks = unwrap_model(listify_model(model))
-        described = WholeModel(chunks, groups_of(optimizer))
+        described = WholeModel(chunks, parameter_groups(optimizer))
     with raising_everywhere(failed):
         described.join()
     return chunks, described

@@ -15,14 +15,21 @@ import torch
 import torch.distributed as dist
 
 from .._distributed.groups import make_group
-from ._groups.layout import Sizes, check_stages, groups_of, mesh_of, ranks_of, sizes_of
+from ._groups.layout import (
+    ParallelSizes,
+    check_stages,
+    default_mesh,
+    mesh_from_device_mesh,
+    parallel_sizes,
+    rank_groups,
+)
 from ._groups.nccl_network import init_nccl_net as init_nccl_net
 from ._groups.nccl_network import new_nccl_ib_group as new_nccl_ib_group
 from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
 from ._groups.nccl_network import new_process_group as new_process_group
 from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
 from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
-from ._groups.process_groups import Groups, device_mesh_of, make_groups
+from ._groups.process_groups import ModelParallelGroups, device_mesh_of, make_groups
 
 
 class ExperimentalWarning(Warning):
@@ -33,8 +40,8 @@ class ExperimentalWarning(Warning):
 class _State:
     """The state that `initialize_model_parallel` and the setters keep; a new instance is the uninitialized state."""
 
-    groups: Groups = field(default_factory=Groups)
-    sizes: Sizes | None = None
+    groups: ModelParallelGroups = field(default_factory=ModelParallelGroups)
+    sizes: ParallelSizes | None = None
     mesh: torch.Tensor | None = None
     device_mesh: Any = None
     mpi_group: Any = None
@@ -82,12 +89,12 @@ def initialize_model_parallel(
     if device_mesh is None:
         tensor = _at_most(world, tensor_model_parallel_size_=tensor_model_parallel_size_)
         pipeline = _at_most(world, pipeline_model_parallel_size_=pipeline_model_parallel_size_)
-        sizes = sizes_of(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
-        mesh = mesh_of(sizes)
+        sizes = parallel_sizes(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
+        mesh = default_mesh(sizes)
     else:
-        mesh = ranks_of(device_mesh, world)
+        mesh = mesh_from_device_mesh(device_mesh, world)
         stages, _, context, tensor = mesh.shape
-        sizes = sizes_of(world, tensor, stages, context, expert_model_parallel_size)
+        sizes = parallel_sizes(world, tensor, stages, context, expert_model_parallel_size)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
     for backend in (default_backend, p2p_backend):
         _check_backend(backend)
@@ -97,7 +104,7 @@ def initialize_model_parallel(
     state = _State(sizes=sizes, mesh=mesh, split_rank=pipeline_model_parallel_split_rank_)
     if virtual_pipeline_model_parallel_size_ is not None:
         state.virtual_rank, state.virtual_size = 0, virtual_pipeline_model_parallel_size_
-    kinds = groups_of(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
+    kinds = rank_groups(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
     if not use_fp8_:
         del kinds["amax_reduction"]
     state.groups = make_groups(kinds, default_backend, p2p_backend, device_mesh)

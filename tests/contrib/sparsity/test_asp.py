@@ -414,7 +414,7 @@ def test_conversion_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_conversion_keeps_outputs_and_says_what_it_did(capsys: pytest.CaptureFixture) -> None:
+def test_conversion_keeps_outputs_and_reports(capsys: pytest.CaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10)).cuda().bfloat16()
     quiet(model)

@@ -85,7 +85,7 @@ def test_one_dense_sibling_is_permuted_with_the_pruned_ones() -> None:
     assert "right.weight" in Permutation.get_permutation_stats()[0]
 
 
-def test_what_cannot_be_traced_stays_and_says_so() -> None:
+def test_untraceable_models_stay_with_a_warning() -> None:
     class Branches(nn.Sequential):
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)
@@ -197,7 +197,7 @@ def test_sparse_models_are_left_alone() -> None:
     assert Permutation.get_permutation_stats() == ([], [], [])
 
 
-def test_the_same_model_is_permuted_alike(tmp_path) -> None:
+def test_a_permutation_is_reproducible(tmp_path) -> None:
     found = []
     for seed in (0, 1):
         torch.manual_seed(7)

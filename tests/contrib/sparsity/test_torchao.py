@@ -48,7 +48,7 @@ def test_the_same_weights_are_pruned(sparsity: Any) -> None:
     assert torch.equal(model[2].weight, other[2].weight)
 
 
-def test_what_torchao_has_pruned_stays(sparsity: Any) -> None:
+def test_weights_pruned_by_torchao_stay(sparsity: Any) -> None:
     model = make()
     sparsity.apply_fake_sparsity(model)
     before = [param.detach().clone() for param in model.parameters()]

@@ -162,7 +162,7 @@ def test_causal_without_a_mask_is_causal_in_either_form() -> None:
         check(softmax(scores, None), scores, causal_mask("cpu"), 0.5)
 
 
-def test_softmax_in_half_precision_where_asked_for() -> None:
+def test_softmax_in_half_precision_on_request() -> None:
     scores, mask = scores_and_mask("cpu", torch.bfloat16)
     softmax = module(scaled_masked_softmax_fusion=False, softmax_in_fp32=False, scale=None)
     assert torch.equal(softmax(scores, mask), torch.softmax(attention_mask_func(scores, mask), -1))

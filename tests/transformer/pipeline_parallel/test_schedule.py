@@ -11,7 +11,14 @@ import re
 
 import pytest
 
-from apex.transformer.pipeline_parallel._schedule import Action, Kind, Placement, Schedule, schedule, with_messages
+from apex.transformer.pipeline_parallel._schedule import (
+    Action,
+    ActionKind,
+    Placement,
+    Schedule,
+    schedule,
+    with_messages,
+)
 from apex.transformer.pipeline_parallel._simulate import COSTS, Deadlock, _needs, finish_times, report
 
 MOST_RANKS, MOST_CHUNKS, MOST_MICROBATCHES = 16, 4, 64
@@ -132,20 +139,20 @@ def test_placements() -> None:
 
 
 def test_orders_that_cannot_be_kept_are_found() -> None:
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    forward, backward = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
     with pytest.raises(Deadlock, match="rank 0 at"):
         finish_times(Placement(2), [[backward, forward], [forward, backward]])
 
 
 def test_messages_in_a_circle_are_found() -> None:
     placement, lists = schedule("1f1b", 2, 1, 4)
-    send = next(place for place, action in enumerate(lists[1]) if action.kind is Kind.SEND_BACKWARD)
+    send = next(place for place, action in enumerate(lists[1]) if action.kind is ActionKind.SEND_BACKWARD)
     swapped = [list(actions) for actions in lists]
     swapped[1].insert(0, swapped[1].pop(send))
     with pytest.raises(Deadlock, match=r"does not have|wait for each other"):
         walk(placement, swapped)
     # Each sends before it receives: nothing happens where messages wait for their receiver.
-    first, second = with_messages(Placement(2), [[Action(Kind.FORWARD, m, 0) for m in (0, 1)]] * 2)
+    first, second = with_messages(Placement(2), [[Action(ActionKind.FORWARD, m, 0) for m in (0, 1)]] * 2)
     crossed = [first, [second[1], second[0], *second[2:]]]
     with pytest.raises(Deadlock):
         walk(Placement(2), crossed)

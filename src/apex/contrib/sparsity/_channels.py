@@ -76,7 +76,7 @@ class Labelled:
 
 
 class Group(NamedTuple):
-    """Channels that can change places.
+    """ChannelGraph that can change places.
 
     `positions` lists, for every axis, the channels' indices in it: [times each channel appears, size].
     """
@@ -85,7 +85,7 @@ class Group(NamedTuple):
     positions: list[tuple[Axis, Tensor]]
 
 
-class Channels:
+class ChannelGraph:
     """All channels of a model, and which of them are joined and which frozen."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Channels:
         roots = self._roots()
         frozen = torch.zeros(self._count, dtype=torch.bool, device=HOST)
         frozen[roots[torch.cat(self._frozen)]] = True
-        # Each axis has a random number. Channels appear in the same axes if the sums of these numbers are equal.
+        # Each axis has a random number. ChannelGraph appear in the same axes if the sums of these numbers are equal.
         generator = torch.Generator(device=HOST).manual_seed(0)
         codes = torch.randint(-(2**62), 2**62, (len(axes),), generator=generator, dtype=torch.int64, device=HOST)
         signature = torch.zeros(self._count, dtype=torch.int64, device=HOST)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from ._channels import NUMBER, Axis, Channels, Labelled, Natural
+from ._channels import NUMBER, Axis, ChannelGraph, Labelled, Natural
 
 # Names of functions, methods and layers in lower case without underscores: `leaky_relu`, `LeakyReLU`, `relu_`.
 _ELEMENTWISE = frozenset({
@@ -92,7 +92,7 @@ def _arguments(node: fx.Node, **defaults: Any) -> list[Any]:
 class Walk:
     """A pass over a graph that fills `channels`. Its methods return None if they do not know an operation."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, channels: Channels) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, channels: ChannelGraph) -> None:
         self.channels = channels
         self.modules = dict(model.named_modules())
         self.values: dict[fx.Node, Any] = {}

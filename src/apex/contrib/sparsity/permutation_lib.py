@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from ...ops._host import HOST
-from ._channels import Channels, Group
+from ._channels import ChannelGraph, Group
 from ._graph import LAYERS, Walk, trace
 from .permutation_search_kernels import accelerated_search_for_good_permutation, sum_after_2_to_4
 from .sparse_masklib import as_matrix
@@ -96,7 +96,7 @@ class Permutation:
         examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
         if not cls.__saving[0]:
             return False
-        channels = Channels()
+        channels = ChannelGraph()
         try:
             with _evaluating(model):
                 graph = trace(model, examples)

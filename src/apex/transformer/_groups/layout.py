@@ -18,7 +18,7 @@ MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ParallelSizes:
     """The number of parts of a model in each dimension; `data` follows from the number of processes."""
 
     tensor: int = 1
@@ -28,7 +28,7 @@ class Sizes:
     expert: int = 1
 
 
-def sizes_of(world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1) -> Sizes:
+def parallel_sizes(world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1) -> ParallelSizes:
     """Return the sizes for `world` processes; raise a RuntimeError that names the size that does not fit."""
     requested = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
     for name, size in requested.items():
@@ -45,17 +45,17 @@ def sizes_of(world: int, tensor: int, pipeline: int, context: int = 1, expert: i
             f"expert_model_parallel_size ({expert}) must divide the {world // (tensor * pipeline)} ranks that hold the "
             "same part of the model"
         )
-    return Sizes(tensor, pipeline, world // model, context, expert)
+    return ParallelSizes(tensor, pipeline, world // model, context, expert)
 
 
-def mesh_of(sizes: Sizes) -> Tensor:
+def default_mesh(sizes: ParallelSizes) -> Tensor:
     """Return the mesh of ranks [pipeline, data, context, tensor], with tensor-parallel ranks adjacent."""
     shape = (sizes.pipeline, sizes.data, sizes.context, sizes.tensor)
     ranks = math.prod(shape)
     return torch.arange(ranks, dtype=torch.int64, device="cpu").view(shape)
 
 
-def ranks_of(device_mesh: Any, world: int) -> Tensor:
+def mesh_from_device_mesh(device_mesh: Any, world: int) -> Tensor:
     """Return the ranks of a DeviceMesh as [pp, dp, cp, tp]; a missing dimension has size 1."""
     names = tuple(device_mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in MESH_DIMENSIONS]
@@ -80,7 +80,7 @@ def check_stages(stages: int, virtual: int | None, split: int | None) -> None:
         raise ValueError(f"pipeline_model_parallel_split_rank_ must be a stage, 0 to {stages - 1}, got {split}")
 
 
-def groups_of(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[str, list[list[int]]]:
+def rank_groups(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[str, list[list[int]]]:
     """Return the groups of every kind as disjoint lists of ranks.
 
     A rank may be in none of the embedding groups. `split` is the stage where the decoder of an encoder-decoder begins.

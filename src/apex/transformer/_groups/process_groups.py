@@ -15,7 +15,7 @@ _MESH_KINDS = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
 
 
 @dataclass
-class Groups:
+class ModelParallelGroups:
     """The groups of this process by kind, their global ranks, and the list of groups to destroy at the end."""
 
     by_kind: dict[str, Any] = field(default_factory=dict)
@@ -25,14 +25,14 @@ class Groups:
 
 def make_groups(
     kinds: dict[str, list[list[int]]], backend: str | None, p2p_backend: str | None, device_mesh: Any
-) -> Groups:
+) -> ModelParallelGroups:
     """Create all groups, in the same order in all processes; groups that a DeviceMesh has are taken from it.
 
     Kinds with the same ranks share one group. Pipelines have groups of their own, because their messages would
     otherwise wait for collectives of other kinds.
     """
     me = dist.get_rank()
-    groups = Groups()
+    groups = ModelParallelGroups()
     shared: dict[tuple, Any] = {}
     mesh_names = {} if device_mesh is None else {_MESH_KINDS[name]: name for name in device_mesh.mesh_dim_names}
     for kind, lists in kinds.items():
@@ -49,7 +49,7 @@ def make_groups(
     return groups
 
 
-def device_mesh_of(mesh: Tensor, groups: Groups) -> Any:
+def device_mesh_of(mesh: Tensor, groups: ModelParallelGroups) -> Any:
     """Return a DeviceMesh over the ranks [pp, dp, cp, tp] on the existing groups; "cp" is omitted if its size is 1."""
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -17,7 +17,7 @@ from .shards import PADDING, Entries, ShardLocation, boxes_of_range, replicated_
 _OWN = ("params", "param_names")
 
 
-def groups_of(optimizer: Any) -> list[Group]:
+def parameter_groups(optimizer: Any) -> list[Group]:
     """Return each parameter group's options and its model parameters (not the master weights that amp made)."""
     if optimizer is None:
         return []

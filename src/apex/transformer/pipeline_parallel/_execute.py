@@ -22,9 +22,9 @@ from ..._distributed.comparison import check_settings
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
-from ._gradient_sync import GradientSync
+from ._gradient_sync import PipelineGradientSync
 from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
-from ._schedule import Action, Kind, schedule
+from ._schedule import Action, ActionKind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
 from .utils import get_kth_microbatch, get_model_type, get_num_microbatches
@@ -68,7 +68,7 @@ class StepOptions(TypedDict, total=False):
     batch_p2p_comm: bool
 
 
-class Options:
+class PassSettings:
     """Settings of a step that its passes and messages read.
 
     `shapes(stage)` returns the shapes that a stage sends, if the caller has declared them. If a rank has n forward
@@ -96,8 +96,8 @@ class Step:
         forward_step_func: FwdStepFunc,
         batch: Batch,
         model: Sequence[nn.Module],
-        options: Options,
-        sync: GradientSync,
+        options: PassSettings,
+        sync: PipelineGradientSync,
     ) -> None:
         self.microbatches, ranks, self.rank = get_num_microbatches(), 1, 0
         self.link: Link | None = None
@@ -110,7 +110,7 @@ class Step:
         self.placement, actions = schedule(name, ranks, len(model), self.microbatches, options.forward_only)
         self.actions = actions[self.rank]
         passes = (action.kind for action in self.actions if action.kind in _PASSES)
-        self.forwards_in_flight = len(list(itertools.takewhile(lambda kind: kind is Kind.FORWARD, passes)))
+        self.forwards_in_flight = len(list(itertools.takewhile(lambda kind: kind is ActionKind.FORWARD, passes)))
         self.forwards = itertools.count()
         self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
         self.options, self.sync = options, sync
@@ -119,7 +119,7 @@ class Step:
         if self.link is not None:
             self._start_communicator()
         # Tensors by (microbatch, chunk). `incoming` holds received inputs and gradients, or their transfers.
-        self.incoming: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
+        self.incoming: dict[tuple[ActionKind, int, int], list[Tensor | Transfer]] = {}
         self.inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
@@ -127,7 +127,7 @@ class Step:
         self.specs: dict[int, list[TensorSpec]] = {}  # shapes and dtypes that each stage sends forward
         self.synchronized: set[int] = set()
         self.backwards_left = Counter(
-            action.chunk for action in self.actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            action.chunk for action in self.actions if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         )
 
     def run(self, leave_sync_before: Action | None = None) -> list[Any]:
@@ -193,7 +193,7 @@ class Step:
         self._synchronize_parameters(chunk)
         inputs: list[Tensor | None] = [None]
         if stage:
-            inputs = self._received(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            inputs = self._received(ActionKind.RECEIVE_FORWARD, microbatch, chunk)
             if not self.options.forward_only:
                 for tensor in inputs:
                     if tensor is not None and tensor.is_floating_point():
@@ -212,7 +212,7 @@ class Step:
             num_microbatches=self.microbatches,
         )
         self.inputs[microbatch, chunk], self.outputs[microbatch, chunk] = inputs, outputs
-        sent = self._hand_over(Kind.RECEIVE_FORWARD, stage + 1, microbatch, outputs)
+        sent = self._hand_over(ActionKind.RECEIVE_FORWARD, stage + 1, microbatch, outputs)
         if self.options.forward_only:
             del self.inputs[microbatch, chunk]
             if not sent:
@@ -261,7 +261,7 @@ class Step:
         inputs, outputs = self.inputs.pop((microbatch, chunk)), self.outputs.pop((microbatch, chunk))
         gradients: list[Any] = [None]
         if self.placement.stage(self.rank, chunk) + 1 < self.placement.stages:
-            gradients = self._received(Kind.RECEIVE_BACKWARD, microbatch, chunk)
+            gradients = self._received(ActionKind.RECEIVE_BACKWARD, microbatch, chunk)
         return inputs, outputs, gradients
 
     def _keep_gradients(
@@ -275,7 +275,7 @@ class Step:
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(inputs, input_gradients, strict=True)
         ]
-        if self._hand_over(Kind.RECEIVE_BACKWARD, stage - 1, microbatch, gradients):
+        if self._hand_over(ActionKind.RECEIVE_BACKWARD, stage - 1, microbatch, gradients):
             self.gradients[microbatch, chunk] = gradients
 
     def _synchronize_parameters(self, chunk: int) -> None:
@@ -284,7 +284,7 @@ class Step:
                 self.options.param_sync(list(self.model[chunk_index].parameters()))
                 self.synchronized.add(chunk_index)
 
-    def _hand_over(self, kind: Kind, stage: int, microbatch: int, tensors: Sequence[Any]) -> bool:
+    def _hand_over(self, kind: ActionKind, stage: int, microbatch: int, tensors: Sequence[Any]) -> bool:
         """Pass tensors to a stage on this rank. Return True if the stage is on another rank and they must be sent."""
         if stage == self.placement.stages:
             return False
@@ -293,17 +293,20 @@ class Step:
             self.incoming[kind, microbatch, chunk] = [tensor.detach() for tensor in tensors]
         return rank != self.rank
 
-    def _received(self, kind: Kind, microbatch: int, chunk: int) -> list[Any]:
+    def _received(self, kind: ActionKind, microbatch: int, chunk: int) -> list[Any]:
         tensors = self.incoming.pop((kind, microbatch, chunk))
         return [tensor.wait() if isinstance(tensor, Transfer) else tensor for tensor in tensors]
 
-    def _route(self, kind: Kind, microbatch: int, chunk: int) -> tuple[int, int, str]:
+    def _route(self, kind: ActionKind, microbatch: int, chunk: int) -> tuple[int, int, str]:
         """Return a message's peer (global rank), its tag and its description for errors.
 
         The tensors of the message use the tags that follow.
         """
-        stage, sending = self.placement.stage(self.rank, chunk), kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        stage, sending = (
+            self.placement.stage(self.rank, chunk),
+            kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD),
+        )
+        forward = kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
         other = stage + 1 if forward == sending else stage - 1
         peer = dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), self.placement.holder(other)[0])
         verb, direction = ("sending", "to") if sending else ("receiving", "from")
@@ -314,7 +317,7 @@ class Step:
     def send_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
         stage, outputs = self.placement.stage(self.rank, chunk), self.outputs[microbatch, chunk]
-        peer, tag, what = self._route(Kind.SEND_FORWARD, microbatch, chunk)
+        peer, tag, what = self._route(ActionKind.SEND_FORWARD, microbatch, chunk)
         specs = [spec_of(tensor) for tensor in outputs]
         if stage not in self.specs:
             self.specs[stage] = specs
@@ -341,14 +344,14 @@ class Step:
         stage = self.placement.stage(self.rank, chunk) - 1
         if stage not in self.specs:
             announcement = self.link.receive_announcement(
-                parameter_device(), *self._route(Kind.RECEIVE_FORWARD, microbatch, chunk)
+                parameter_device(), *self._route(ActionKind.RECEIVE_FORWARD, microbatch, chunk)
             )
             self.link.flush()
             self.specs[stage] = read_announcement(announcement)
             self._check_shapes(stage, microbatch, self.specs[stage])
-        self._receive(Kind.RECEIVE_FORWARD, microbatch, chunk, self.specs[stage])
+        self._receive(ActionKind.RECEIVE_FORWARD, microbatch, chunk, self.specs[stage])
 
-    def _receive(self, kind: Kind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
+    def _receive(self, kind: ActionKind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
         assert self.link is not None
         peer, tag, what = self._route(kind, microbatch, chunk)
         self.incoming[kind, microbatch, chunk] = [
@@ -366,18 +369,18 @@ class Step:
 
     def send_backward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        peer, tag, what = self._route(Kind.SEND_BACKWARD, microbatch, chunk)
+        peer, tag, what = self._route(ActionKind.SEND_BACKWARD, microbatch, chunk)
         for index, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
             self.link.send(tensor, peer, tag + index, what)
 
     def receive_backward(self, microbatch: int, chunk: int) -> None:
         specs = self.specs[self.placement.stage(self.rank, chunk)]
-        self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, specs)
+        self._receive(ActionKind.RECEIVE_BACKWARD, microbatch, chunk, specs)
 
 
 # Pipeline groups whose first step has been compared.
 _compared: WeakSet[Any] = WeakSet()
-_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_PASSES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:

@@ -20,7 +20,7 @@ from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 Handler = Callable[[], Any]
 
 
-class GradientSync:
+class PipelineGradientSync:
     """Contexts that suppress gradient reduction during a step; `last_backward` wraps a chunk's last backward pass.
 
     With `per_chunk`, the caller's context is left for each chunk during its last backward pass. If `grad_sync` is

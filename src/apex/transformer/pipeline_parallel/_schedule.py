@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ._simulate import finish_times
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """The kind of an action."""
 
     FORWARD = "F"
@@ -38,7 +38,7 @@ class Kind(Enum):
 class Action(NamedTuple):
     """A pass or message of a rank for one microbatch and one of its chunks."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int
 
@@ -78,7 +78,7 @@ class Schedule(NamedTuple):
     actions: list[list[Action]]
 
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 Orders = list[list[Action]]
 
 
@@ -179,9 +179,9 @@ def zero_bubble_v(placement: Placement, microbatches: int) -> Orders:
     orders = []
     for rank in range(ranks):
         order: list[Action] = []
-        done: dict[tuple[Kind, int], int] = {(kind, chunk): 0 for kind in (F, I, W) for chunk in (0, 1)}
+        done: dict[tuple[ActionKind, int], int] = {(kind, chunk): 0 for kind in (F, I, W) for chunk in (0, 1)}
 
-        def run(*steps: tuple[Kind, int], order: list[Action] = order, done: dict = done) -> None:
+        def run(*steps: tuple[ActionKind, int], order: list[Action] = order, done: dict = done) -> None:
             for step in steps:
                 order.append(Action(step[0], done[step], step[1]))
                 done[step] += 1
@@ -247,10 +247,10 @@ def with_messages(placement: Placement, orders: Orders) -> list[list[Action]]:
         stage = placement.stage(rank, chunk)
         if kind is F and stage + 1 < placement.stages:
             other, other_chunk = placement.holder(stage + 1)
-            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+            send, receive = ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
         elif kind in (B, I) and stage > 0:
             other, other_chunk = placement.holder(stage - 1)
-            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+            send, receive = ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD
         else:
             continue
         if other != rank:

@@ -14,7 +14,7 @@ class Deadlock(RuntimeError):
     """Raised for an order of passes that makes ranks wait for each other."""
 
 
-class Report(NamedTuple):
+class ScheduleReport(NamedTuple):
     """The cost of a schedule.
 
     `span`: time until all passes are done. `bubbles`: each rank's idle time between its first and last pass. `peaks`:
@@ -66,7 +66,7 @@ def _needs(letter: str, microbatch: int, stage: int, stages: int) -> list[tuple[
     return [("F", microbatch, stage), *([("I", microbatch, stage + 1)] if stage + 1 < stages else [])]
 
 
-def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, float] = COSTS) -> Report:
+def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, float] = COSTS) -> ScheduleReport:
     """Return span, bubbles and peaks of the passes in `orders`; messages are ignored."""
     passes = [[action for action in order if action.kind.value in costs] for order in orders]
     times = finish_times(placement, passes, costs)
@@ -79,4 +79,4 @@ def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, 
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind.value, 0)
             peak = max(peak, held)
         peaks.append(peak)
-    return Report(max((ends[-1] for ends in times if ends), default=0.0), bubbles, peaks)
+    return ScheduleReport(max((ends[-1] for ends in times if ends), default=0.0), bubbles, peaks)

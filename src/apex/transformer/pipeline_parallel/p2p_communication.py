@@ -22,7 +22,7 @@ Shape: TypeAlias = "Sequence[int] | None"
 Dtype: TypeAlias = "torch.dtype | None"
 
 
-class Options(TypedDict, total=False):
+class ExchangeOptions(TypedDict, total=False):
     """Keyword options of all exchanges; `overlap_p2p_comm` only applies to exchanges around a ring.
 
     If `dtype` is None, the sender's dtype is used. The last four options are accepted for compatibility and have no
@@ -113,7 +113,10 @@ class _PostedReceive:
 
 
 def _communicate(
-    tensor_shape: Shape, options: Options, sent: tuple[Tensor | None, Tensor | None], received: tuple[bool, bool]
+    tensor_shape: Shape,
+    options: ExchangeOptions,
+    sent: tuple[Tensor | None, Tensor | None],
+    received: tuple[bool, bool],
 ) -> tuple[Any, Any, list[Any]]:
     """Exchange tensors with both neighbours; return the tensors from the previous and the next stage, and the handles.
 
@@ -158,38 +161,38 @@ def _keep_until_sent(handles: list[Any]) -> None:
         _being_sent.pop(0).wait()
 
 
-def _overlaps(options: Options) -> bool:
+def _overlaps(options: ExchangeOptions) -> bool:
     """Check the options of an exchange in a ring, and return True if the caller waits for the handles itself."""
-    _check_names(options, Options.__optional_keys__)
+    _check_names(options, ExchangeOptions.__optional_keys__)
     return options.get("overlap_p2p_comm", False)
 
 
-def _check_names(options: Options, known: Set[str]) -> None:
+def _check_names(options: ExchangeOptions, known: Set[str]) -> None:
     unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(f"got unexpected keyword arguments {', '.join(unknown)}")
 
 
-def _first(options: Options) -> bool:
+def _first(options: ExchangeOptions) -> bool:
     """Check the options of an exchange, and return True in the first stage."""
-    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
+    _check_names(options, ExchangeOptions.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_first_stage()
 
 
-def _last(options: Options) -> bool:
+def _last(options: ExchangeOptions) -> bool:
     """Check the options of an exchange, and return True in the last stage."""
-    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
+    _check_names(options, ExchangeOptions.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_last_stage()
 
 
 def recv_forward(
-    tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[Options]
+    tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[ExchangeOptions]
 ) -> Any:
     """Return the input from the previous stage, or None in the first stage."""
     return None if _first(options) else _communicate(tensor_shape, options, (None, None), (True, False))[0]
 
 
-def recv_backward(tensor_shape: Shape = None, **options: Unpack[Options]) -> Any:
+def recv_backward(tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> Any:
     """Return the gradient from the next stage, or None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (None, None), (False, True))[1]
 
@@ -198,31 +201,33 @@ def send_forward(
     output_tensor: Tensor,
     override_scatter_gather_tensors_in_pipeline: bool = False,
     tensor_shape: Shape = None,
-    **options: Unpack[Options],
+    **options: Unpack[ExchangeOptions],
 ) -> None:
     """Send the output to the next stage; does nothing in the last stage."""
     if not _last(options):
         _communicate(tensor_shape, options, (output_tensor, None), (False, False))
 
 
-def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[Options]) -> None:
+def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> None:
     """Send the gradient of the input to the previous stage; does nothing in the first stage."""
     if not _first(options):
         _communicate(tensor_shape, options, (None, input_tensor_grad), (False, False))
 
 
-def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
+def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]) -> Any:
     """Send the output to the next stage and return the gradient from there, or None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (output_tensor, None), (False, True))[1]
 
 
-def send_backward_recv_forward(input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
+def send_backward_recv_forward(
+    input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
+) -> Any:
     """Send the input's gradient to the previous stage and return an input from there, or None in the first stage."""
     return None if _first(options) else _communicate(tensor_shape, options, (None, input_tensor_grad), (True, False))[0]
 
 
 def send_forward_recv_forward(
-    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[Options]
+    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
     """Send an output to the next stage and return an input from the previous stage; the pipeline is a ring."""
     overlaps = _overlaps(options)
@@ -231,7 +236,7 @@ def send_forward_recv_forward(
 
 
 def send_backward_recv_backward(
-    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[Options]
+    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
     """Send a gradient to the previous stage and return a gradient from the next stage; the pipeline is a ring."""
     overlaps = _overlaps(options)
@@ -245,7 +250,7 @@ def send_forward_backward_recv_forward_backward(
     recv_prev: bool,
     recv_next: bool,
     tensor_shape: Shape,
-    **options: Unpack[Options],
+    **options: Unpack[ExchangeOptions],
 ) -> Any:
     """Send an output and a gradient, and return an input and a gradient, all at once."""
     overlaps = _overlaps(options)

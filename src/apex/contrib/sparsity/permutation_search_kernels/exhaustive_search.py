@@ -30,7 +30,7 @@ _LARGE = 1 << 16
 _BETWEEN_LOOKS = 0.1
 
 
-class Search:
+class PermutationSearch:
     """The state of a search over `columns`, float32 [C, R]: an order of the columns and the gain of every window."""
 
     def __init__(self, columns: Tensor, deadline: float, bar: Any) -> None:
@@ -127,7 +127,7 @@ def search(
 
             bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             bar.add_task(f"permutation search {len(matrix)}x{len(columns)}", total=time_budget)
-        state = Search(columns, time.monotonic() + time_budget, bar)
+        state = PermutationSearch(columns, time.monotonic() + time_budget, bar)
         state.escape(escape_attempts, torch.Generator(device=HOST).manual_seed(seed))
     return state.order.tolist()
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
-from .._schedule import Action, Kind
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
+from .._schedule import Action, ActionKind
 from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -23,6 +23,6 @@ def forward_backward_no_pipelining(
     that are used are `dtype`, `disable_autocast` and `grad_scaler` (see `StepOptions`).
     """
     chunks = listify_model(model)
-    sync = GradientSync(chunks, options.get("custom_sync_context_handler"))
-    step = Step("no_pipelining", forward_step_func, batch, chunks, Options(forward_only, options), sync)
-    return step.run(Action(Kind.FORWARD, step.microbatches - 1, 0))
+    sync = PipelineGradientSync(chunks, options.get("custom_sync_context_handler"))
+    step = Step("no_pipelining", forward_step_func, batch, chunks, PassSettings(forward_only, options), sync)
+    return step.run(Action(ActionKind.FORWARD, step.microbatches - 1, 0))

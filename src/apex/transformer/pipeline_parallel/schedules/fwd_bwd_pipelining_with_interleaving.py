@@ -8,8 +8,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ... import parallel_state
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -29,13 +29,13 @@ def _forward_backward_pipelining_with_interleaving(
     each chunk. `StepOptions` describes the other options.
     """
     chunks = listify_model(model)
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    chosen = Options(forward_only, options, same_shapes(options))
-    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
-    chosen.param_sync = options.get("custom_param_sync_func")
-    return Step("interleaved", forward_step_func, batch, chunks, chosen, sync).run()
+    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
+    settings.param_sync = options.get("custom_param_sync_func")
+    return Step("interleaved", forward_step_func, batch, chunks, settings, sync).run()
 
 
 def same_shapes(options: StepOptions) -> Callable[[int], list[tuple[int, ...]]] | None:

@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ... import parallel_state
 from ...enums import ModelType
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -63,10 +63,10 @@ def forward_backward_pipelining_without_interleaving(
             decoder_sequence_length=options.get("decoder_sequence_length"),
             sequence_parallel_enabled=options.get("sequence_parallel_enabled", False),
         )
-    chosen = Options(forward_only, options, shapes)
-    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
+    settings = PassSettings(forward_only, options, shapes)
+    settings.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
     first = parallel_state.get_pipeline_model_parallel_rank() == 0
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), early=first
     )
-    return Step("1f1b", forward_step_func, batch, chunks, chosen, sync).run()
+    return Step("1f1b", forward_step_func, batch, chunks, settings, sync).run()

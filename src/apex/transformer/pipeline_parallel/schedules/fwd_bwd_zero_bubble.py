@@ -7,8 +7,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ...enums import ModelType
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 from .fwd_bwd_pipelining_with_interleaving import same_shapes
@@ -26,10 +26,10 @@ def forward_backward_zero_bubble(
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
         raise ValueError("zero-bubble schedules are for models of one encoder or decoder: use the 1F1B schedule")
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    chosen = Options(forward_only, options, same_shapes(options))
-    chosen.param_sync = options.get("custom_param_sync_func")
+    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings.param_sync = options.get("custom_param_sync_func")
     name = "zb_h1" if len(chunks) == 1 else "zb_v"
-    return Step(name, forward_step_func, batch, chunks, chosen, sync).run()
+    return Step(name, forward_step_func, batch, chunks, settings, sync).run()
