@@ -201,10 +201,10 @@ class FP16_Optimizer:
             for _ in range(_ATTEMPTS):
                 if not self.overflow:
                     return loss
-                before = self.loss_scale
-                maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {before}")
+                old_scale = self.loss_scale
+                maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {old_scale}")
                 loss = closure()
-                if self.overflow and (self.loss_scale == before or not _is_finite(loss)):
+                if self.overflow and (self.loss_scale == old_scale or not _is_finite(loss)):
                     break
             raise RuntimeError(
                 f"gradients in the closure still overflow with loss scale {self.loss_scale}, and a lower one does not "

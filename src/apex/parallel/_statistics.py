@@ -55,7 +55,7 @@ class GroupExchange(NamedTuple):
         values = rank_stats.numel()
         gathered = rank_stats.new_empty(self.group.size() * values)  # flat, because Gloo requires it
         if torch.compiler.is_compiling():
-            # PyTorch 2.13 renamed it.
+            # PyTorch 2.13 renamed all_gather_into_tensor.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             all_gather(gathered, rank_stats, group=self.group)
             return gathered.view(-1, values)

@@ -30,7 +30,7 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
 
     `model` may be a list of a stage's chunks. `main_grad` is used if a parameter has one, otherwise `grad`. If layers
     without gradient_accumulation_fusion left a `grad`, it is added to `main_grad`. Afterwards `grad` is `main_grad` if
-    both have the parameter's dtype, for optimizers that only read `grad`. Modules in torch's or apex's
+    that has the parameter's dtype, for optimizers that only read `grad`. Modules in torch's or apex's
     DistributedDataParallel have already averaged `grad` over replicas, so it is not averaged again. With
     `data_parallel=False` nothing is averaged, for optimizers that do it themselves (ZeRO). Both leave experts out, so
     experts are always reduced here. Every process must call this function.

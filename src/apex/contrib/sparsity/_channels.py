@@ -76,7 +76,7 @@ class Labelled:
 
 
 class Group(NamedTuple):
-    """ChannelGraph that can change places.
+    """Channels that can be exchanged with each other.
 
     `positions` lists, for every axis, the channels' indices in it: [times each channel appears, size].
     """
@@ -132,7 +132,7 @@ class ChannelGraph:
         roots = self._roots()
         frozen = torch.zeros(self._count, dtype=torch.bool, device=HOST)
         frozen[roots[torch.cat(self._frozen)]] = True
-        # Each axis has a random number. ChannelGraph appear in the same axes if the sums of these numbers are equal.
+        # Each axis has a random number. Channels appear in the same axes if the sums of these numbers are equal.
         generator = torch.Generator(device=HOST).manual_seed(0)
         codes = torch.randint(-(2**62), 2**62, (len(axes),), generator=generator, dtype=torch.int64, device=HOST)
         signature = torch.zeros(self._count, dtype=torch.int64, device=HOST)

@@ -43,7 +43,7 @@ class HysteresisScaler(GradScaler):
         flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        if new_scale is not None or self._scale is None or not flags:  # PyTorch raises the error
+        if new_scale is not None or self._scale is None or not flags:  # PyTorch sets the scale or raises
             super().update(new_scale)
             return
         scale = self._scale

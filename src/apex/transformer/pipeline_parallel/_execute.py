@@ -37,9 +37,9 @@ class StepOptions(TypedDict, total=False):
 
     Each function documents the options that it uses and ignores the others.
 
-    - `tensor_shape`: shape of a microbatch between stages. If it is None, the sender announces the shape; otherwise
-      shapes are checked against it. For an encoder-decoder it is the encoder's shape, and `decoder_sequence_length`
-      gives the decoder's length. With `sequence_parallel_enabled` each rank holds a part of the sequence.
+    - `tensor_shape`: shape of a microbatch between stages; if it is given, sender and receiver check it. For an
+      encoder-decoder it is the encoder's shape, and `decoder_sequence_length` gives the decoder's length. With
+      `sequence_parallel_enabled` each rank holds a part of the sequence.
     - `dtype`: float16 or bfloat16 enables autocast, unless `disable_autocast` is set. `grad_scaler` scales the loss.
     - `deallocate_pipeline_outputs`: frees the memory of outputs after they have been sent.
     - `custom_sync_context_handler`: makes a context that suppresses gradient reduction; `custom_grad_sync_func` is

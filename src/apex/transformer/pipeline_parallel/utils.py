@@ -196,8 +196,8 @@ def report_memory(name: str) -> None:
     """Print the device memory in use, on data-parallel rank 0 of each group."""
     words = f"{name} memory (MB)"
     if torch.cuda.is_available():
-        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-            words += f" | {name.replace('memory_', '').replace('_', ' ')}: {getattr(torch.cuda, name)() / 2**20:.1f}"
+        for key in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            words += f" | {key.replace('memory_', '').replace('_', ' ')}: {getattr(torch.cuda, key)() / 2**20:.1f}"
     if parallel_state.is_unitialized() or parallel_state.get_data_parallel_rank() == 0:
         print(f"[rank {dist.get_rank() if dist.is_initialized() else 0}] {words}", flush=True)
 
@@ -228,7 +228,7 @@ def get_ltor_masks_and_position_ids(
     batch, length = data.shape
     indices = torch.arange(length, dtype=torch.long, device=data.device)
     ends = data == eod_token
-    # The number of ends before a token is its document; the token that ends one belongs to it.
+    # A token's document is the number of `eod_token`s before it; an `eod_token` belongs to the document that it ends.
     documents = ends.cumsum(1) - ends.long()
     hidden = (indices[None, :] > indices[:, None])[None]
     if reset_attention_mask:

@@ -46,8 +46,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     Each rank computes four numbers per row for its own classes: the largest logit, the sum of exponentials relative to
     it, the target's logit (0 if another rank has it) and the sum of logits. One all-gather of these numbers gives the
-    loss. The backward pass recomputes the probabilities from the logits, so only the logits are saved, in half
-    precision if they have it.
+    loss. The backward pass recomputes the probabilities from the logits, so no float32 copy of the logits is saved.
     """
 
     @staticmethod
