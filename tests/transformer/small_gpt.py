@@ -180,7 +180,7 @@ class Run:
 def whole(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint; called in all processes."""
     reader = open_checked(path)
-    saved = reader.found.state_dict_metadata
+    saved = reader.contents.state_dict_metadata
     found = {
         key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in saved.items() if hasattr(each, "size")
     }

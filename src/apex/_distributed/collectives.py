@@ -5,7 +5,7 @@ version, reduce-scatter and bfloat16. There, bytes are exchanged and added here,
 result has the same bits on every rank. Device tensors of a Gloo group (several processes that share one GPU) are copied
 through host memory.
 
-`what` describes the operation in the error that is raised if another process does not answer.
+`description` describes the operation in the error that is raised if another process does not answer.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Done:
 class _TorchWork:
     """A collective of torch.distributed in progress."""
 
-    def __init__(self, work: Any, what: str) -> None:
-        self._work, self._what = work, what
+    def __init__(self, work: Any, description: str) -> None:
+        self._work, self._what = work, description
 
     def wait(self) -> None:
         with explained(self._what):
@@ -61,10 +61,10 @@ class _TorchWork:
         return self._work.is_completed()
 
 
-def start(what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
+def start(description: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
     """Start a collective of torch.distributed."""
-    with explained(what):
-        return _TorchWork(collective(*args, **kwargs, async_op=True), what)
+    with explained(description):
+        return _TorchWork(collective(*args, **kwargs, async_op=True), description)
 
 
 class _WorkWithCallback:
@@ -119,7 +119,7 @@ def can_multiply_while_reducing() -> bool:
 
 
 def reduce_scatter(
-    output: Tensor, inputs: Tensor, group: Any, average: bool, what: str, factor: Tensor | None = None
+    output: Tensor, inputs: Tensor, group: Any, average: bool, description: str, factor: Tensor | None = None
 ) -> Work:
     """Write this rank's part of the sum (or mean) of `inputs` to `output`; `inputs` is `ranks` times as long.
 
@@ -128,47 +128,55 @@ def reduce_scatter(
     if _through_host(inputs, group):
         result = torch.empty_like(output, device=HOST)
         host_factor = None if factor is None else factor.cpu()
-        work = reduce_scatter(result, inputs.cpu(), group, average, what, host_factor)
+        work = reduce_scatter(result, inputs.cpu(), group, average, description, host_factor)
         return _WorkWithCallback(work, lambda: output.copy_(result))
     if not on_host(inputs):
         operation = _operation(average, factor, output.dtype, group)
-        return start(what, _reduce_scatter, output, inputs, op=operation, group=group)
+        return start(description, _reduce_scatter, output, inputs, op=operation, group=group)
     inputs = inputs if factor is None else inputs * factor
     received = torch.empty_like(inputs)
-    work = start(what, dist.all_to_all_single, _bits(received), _bits(inputs), group=group)
+    work = start(description, dist.all_to_all_single, _bits(received), _bits(inputs), group=group)
     return _host_sum(work, received.view(dist.get_world_size(group), -1), output, average)
 
 
-def all_gather(output: Tensor, inputs: Tensor, group: Any, what: str) -> Work:
+def all_gather(output: Tensor, inputs: Tensor, group: Any, description: str) -> Work:
     """Write the `inputs` of all ranks to `output`, in rank order. `inputs` may be this rank's part of `output`."""
     if _through_host(inputs, group):
         result = torch.empty_like(output, device=HOST)
-        return _WorkWithCallback(all_gather(result, inputs.cpu(), group, what), lambda: output.copy_(result))
+        return _WorkWithCallback(all_gather(result, inputs.cpu(), group, description), lambda: output.copy_(result))
     if not on_host(inputs):
-        return start(what, _all_gather, output, inputs, group=group)
+        return start(description, _all_gather, output, inputs, group=group)
     parts = list(_bits(output).view(dist.get_world_size(group), -1).unbind())
     # Gloo reads and writes at the same time, so inputs must not share memory with the output.
     shared = inputs.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
-    return start(what, dist.all_gather, parts, _bits(inputs.clone() if shared else inputs), group=group)
+    return start(description, dist.all_gather, parts, _bits(inputs.clone() if shared else inputs), group=group)
 
 
-def all_reduce(tensor: Tensor, group: Any, what: str, average: bool = False, factor: Tensor | None = None) -> Work:
+def all_reduce(
+    tensor: Tensor, group: Any, description: str, average: bool = False, factor: Tensor | None = None
+) -> Work:
     """Replace a tensor by its sum (or mean) over the group; each rank's tensor is first multiplied by its `factor`."""
     if _through_host(tensor, group):
         result = tensor.cpu()
-        work = all_reduce(result, group, what, average, None if factor is None else factor.cpu())
+        work = all_reduce(result, group, description, average, None if factor is None else factor.cpu())
         return _WorkWithCallback(work, lambda: tensor.copy_(result))
     if not on_host(tensor):
         operation = _operation(average, factor, tensor.dtype, group)
-        return start(what, dist.all_reduce, tensor, op=operation, group=group)
+        return start(description, dist.all_reduce, tensor, op=operation, group=group)
     inputs = tensor if factor is None else tensor * factor
     received = torch.empty(dist.get_world_size(group), tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    work = start(what, dist.all_gather, list(_bits(received).unbind()), _bits(inputs.reshape(-1)), group=group)
+    work = start(description, dist.all_gather, list(_bits(received).unbind()), _bits(inputs.reshape(-1)), group=group)
     return _host_sum(work, received, tensor.view(-1), average)
 
 
 def reduce_scatter_all_reduce(
-    output: Tensor, inputs: Tensor, groups: tuple[Any, Any], average: bool, what: str, stream: Any, factor: Any = None
+    output: Tensor,
+    inputs: Tensor,
+    groups: tuple[Any, Any],
+    average: bool,
+    description: str,
+    stream: Any,
+    factor: Any = None,
 ) -> Work:
     """Reduce-scatter over the first group, then all-reduce `output` over the second group (hosts or replicas).
 
@@ -176,12 +184,12 @@ def reduce_scatter_all_reduce(
     """
     shards, replicas = groups
     with on_stream(stream):
-        first = reduce_scatter(output, inputs, shards, average, what, factor)
+        first = reduce_scatter(output, inputs, shards, average, description, factor)
         if on_host(inputs):
             # On the host no stream starts the second collective, so `wait` does.
-            return _TwoStageWork(first, lambda: all_reduce(output, replicas, what, average).wait())
+            return _TwoStageWork(first, lambda: all_reduce(output, replicas, description, average).wait())
         first.wait()
-        return all_reduce(output, replicas, what, average)
+        return all_reduce(output, replicas, description, average)
 
 
 @contextlib.contextmanager
@@ -208,9 +216,9 @@ def wait_for(stream: Any) -> None:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
-def broadcast(tensor: Tensor, source: int, group: Any, what: str) -> None:
+def broadcast(tensor: Tensor, source: int, group: Any, description: str) -> None:
     """Copy `tensor` from the global rank `source` to all ranks of the group, in place, and wait."""
     buffer = tensor.cpu() if _through_host(tensor, group) else tensor
-    start(what, dist.broadcast, buffer, source, group=group).wait()
+    start(description, dist.broadcast, buffer, source, group=group).wait()
     if buffer is not tensor:
         tensor.copy_(buffer)

@@ -100,31 +100,34 @@ def _error(by_rank: list[Any], what: str, group: Any) -> RuntimeError:
     `by_rank` holds the described parameters and the options of each rank.
     """
     other = next(index for index, description in enumerate(by_rank) if description != by_rank[0])
-    ranks, (mine, others) = ranks_of(group), (by_rank[0], by_rank[other])
+    ranks, (first, second) = ranks_of(group), (by_rank[0], by_rank[other])
     counts = ""
-    if mine[0] or others[0]:
-        sizes = [sum(math.prod(shape) for _, shape, *_ in params) for params, _ in (mine, others)]
-        counts = f"{len(mine[0])} parameters with {sizes[0]} elements, and {len(others[0])} with {sizes[1]}. "
+    if first[0] or second[0]:
+        sizes = [sum(math.prod(shape) for _, shape, *_ in params) for params, _ in (first, second)]
+        counts = f"{len(first[0])} parameters with {sizes[0]} elements, and {len(second[0])} with {sizes[1]}. "
     return RuntimeError(
         f"the {what} of rank {ranks[0]} and rank {ranks[other]} differ: {counts}"
-        f"{_difference(ranks[0], mine, ranks[other], others)}"
+        f"{_difference(ranks[0], first, ranks[other], second)}"
     )
 
 
-def _difference(rank: int, mine: Any, other_rank: int, others: Any) -> str:
+def _difference(rank: int, first: Any, other_rank: int, second: Any) -> str:
     """Return a sentence about the first parameter, or the options, that differ between two ranks."""
-    for one, other in itertools.zip_longest(mine[0], others[0]):
-        if one != other:
-            return f"Rank {rank} has {_described(one)}, rank {other_rank} has {_described(other)}"
-    if not isinstance(mine[1], dict) or not isinstance(others[1], dict):
-        return f"Rank {rank} has the options {mine[1]}, rank {other_rank} {others[1]}"
-    options = [name for name in {**mine[1], **others[1]} if mine[1].get(name, _ABSENT) != others[1].get(name, _ABSENT)]
+    for parameter, other in itertools.zip_longest(first[0], second[0]):
+        if parameter != other:
+            return f"Rank {rank} has {_described(parameter)}, rank {other_rank} has {_described(other)}"
+    if not isinstance(first[1], dict) or not isinstance(second[1], dict):
+        return f"Rank {rank} has the options {first[1]}, rank {other_rank} {second[1]}"
+    pairs = {
+        name: [options.get(name, _ABSENT) for options in (first[1], second[1])] for name in {**first[1], **second[1]}
+    }
     differences = [
-        f"{name} is {mine[1].get(name, _ABSENT)} in rank {rank} and {others[1].get(name, _ABSENT)} in rank {other_rank}"
-        for name in options[:_MAX_OPTIONS]
+        f"{name} is {value} in rank {rank} and {other} in rank {other_rank}"
+        for name, (value, other) in pairs.items()
+        if value != other
     ]
-    more = f"; and {len(options) - _MAX_OPTIONS} more" if len(options) > _MAX_OPTIONS else ""
-    return "; ".join(differences) + more
+    more = f"; and {len(differences) - _MAX_OPTIONS} more" if len(differences) > _MAX_OPTIONS else ""
+    return "; ".join(differences[:_MAX_OPTIONS]) + more
 
 
 def _described(parameter: Any) -> str:
@@ -159,11 +162,11 @@ def check_same_order(named_params: Sequence[tuple[str, Tensor]], what: str, grou
             )
 
 
-def gather_integers(mine: Tensor, what: str, group: Any) -> list[list[int]]:
+def gather_integers(values: Tensor, what: str, group: Any) -> list[list[int]]:
     """Return the integers of every process of a group, by rank; `what` describes the comparison in errors."""
-    everywhere = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    everywhere = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
     with explained(f"comparing the {what} of all ranks"):
-        dist.all_gather(everywhere, mine, group=group)
+        dist.all_gather(everywhere, values, group=group)
     return [integers.tolist() for integers in everywhere]
 
 

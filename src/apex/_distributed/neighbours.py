@@ -28,10 +28,10 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ranks: Sequence[int], group: Any) -> None:
     """Send a halo to each of two ranks, and fill `received` with theirs; rank -1 is an outer edge and gives zeros."""
-    what = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
+    description = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
     through_host = group is not None and dist.get_backend(group) == dist.Backend.GLOO and not on_host(sent[0])
     if group is not None:
-        check_alike(sent[0], group, what)
+        check_alike(sent[0], group, description)
     operations, arrivals = [], []
     for rank, halo, target in zip(ranks, sent, received, strict=True):
         if rank < 0:
@@ -47,7 +47,7 @@ def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ran
         ]
         arrivals.append((target, arrival))
     if operations:
-        with explained(what):
+        with explained(description):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
     for target, arrival in arrivals:

@@ -41,9 +41,8 @@ def from_first(value: Any) -> Any:
     return box[0]
 
 
-def raise_everywhere(failure: BaseException | None, what: str, *, alone: bool = False) -> None:
-    """Raise in all processes if any of them failed; all must call this, and none continues before the last has called
-    it.
+def raise_everywhere(failure: BaseException | None, description: str, *, alone: bool = False) -> None:
+    """Raise in all processes if any of them failed; all must call this, and they wait for each other.
 
     Raises an OSError with the same number if the failure was one, otherwise a RuntimeError. With `alone` other
     processes are not asked.
@@ -61,7 +60,7 @@ def raise_everywhere(failure: BaseException | None, what: str, *, alone: bool = 
     for rank, failed in enumerate(reasons):
         if failed is not None:
             number, reason = failed
-            message = f"{what}; rank {rank} had {reason}"
+            message = f"{description}; rank {rank} had {reason}"
             raise (RuntimeError(message) if number is None else OSError(number, message)) from failure
 
 

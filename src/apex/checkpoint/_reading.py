@@ -35,7 +35,7 @@ _CLASSES: tuple[type, ...] = (
 # Objects that metadata may name: records, which call nothing, and plain values of PyTorch. Python moved its path
 # classes.
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(each.__module__, each.__name__): each for each in _CLASSES},
+    **{(record.__module__, record.__name__): record for record in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
         (module, name): pathlib.PurePath
@@ -89,10 +89,10 @@ def checked_metadata(generation: Generation) -> metadata.Metadata:
 def metadata_of(generation: Generation) -> metadata.Metadata:
     """Return the metadata of a folder."""
     with generation.reading(METADATA) as file:
-        found = _Unpickler(file).load()
-    if not isinstance(found, metadata.Metadata):
-        raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}")
-    return found
+        contents = _Unpickler(file).load()
+    if not isinstance(contents, metadata.Metadata):
+        raise pickle.UnpicklingError(f"{METADATA} holds a {type(contents).__name__}")
+    return contents
 
 
 class Reader(FileSystemReader):
@@ -101,7 +101,7 @@ class Reader(FileSystemReader):
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation.folder)
         self.generation = generation
-        self.found = metadata_of(generation)
+        self.contents = metadata_of(generation)
         self.fs = _Files(generation)
 
     def __enter__(self) -> Reader:
@@ -111,10 +111,10 @@ class Reader(FileSystemReader):
         self.generation.close()
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        if getattr(self.found, "storage_meta", None) is None:
-            self.found.storage_meta = metadata.StorageMeta()
-        self.found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return self.found
+        if getattr(self.contents, "storage_meta", None) is None:
+            self.contents.storage_meta = metadata.StorageMeta()
+        self.contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return self.contents
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Open the needed files, and check values that are not tensors.

@@ -120,7 +120,7 @@ def fill(state: dict[str, Any], reader: Reader) -> None:
 
 
 @contextlib.contextmanager
-def raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[None]:
+def raising_everywhere(description: str, written_to: Path | None = None) -> Iterator[None]:
     """Raise in all processes if the block fails in any of them."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -133,7 +133,7 @@ def raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[No
         failure = error
     if written_to is not None and isinstance(failure, RuntimeError):
         failure = disk_error(written_to) or failure
-    raise_everywhere(failure, what)
+    raise_everywhere(failure, description)
 
 
 @contextlib.contextmanager

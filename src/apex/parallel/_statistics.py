@@ -93,8 +93,8 @@ def compare_first(norm: torch.nn.Module, exchange: GroupExchange, channels: int,
     check_settings(settings, f"inputs of a {type(norm).__name__}", exchange.group, [input])
 
 
-def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
-    """Run a collective of a backend; name `what` in the error if other processes do not answer."""
+def _run(description: str, collective: Callable[..., Any], *arguments: Any) -> None:
+    """Run a collective of a backend; name `description` in the error if other processes do not answer."""
     try:
         work = collective(*arguments)
         if work is not None:
@@ -102,7 +102,7 @@ def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
     except OWN:
         raise
     except RuntimeError as error:
-        raise unanswered(what, error) from error
+        raise unanswered(description, error) from error
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:

@@ -85,7 +85,7 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
 
 
 def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) -> dict[str, Any]:
-    saved = reader.found.state_dict_metadata
+    saved = reader.contents.state_dict_metadata
     if "values" not in saved:
         raise ValueError(f"{reader.path} was not written by apex.transformer.checkpoint: it has no entry 'values'")
     state: dict[str, Any] = {"values": None}

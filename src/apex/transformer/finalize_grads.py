@@ -131,10 +131,10 @@ def _sum_over(group: Any, parameters: Iterable[nn.Parameter], divisor: int = 1) 
         by_kind[gradient.dtype, gradient.device].append(gradient)
     for gradients in by_kind.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        what = "the sum of gradients after a step's last backward pass"
-        exchange.check_alike(flat, group, what)
+        description = "the sum of gradients after a step's last backward pass"
+        exchange.check_alike(flat, group, description)
         if not average and divisor > 1:
             flat.div_(divisor)  # before the sum, which could overflow in half precision
-        collectives.all_reduce(flat, group, what, average).wait()
+        collectives.all_reduce(flat, group, description, average).wait()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

@@ -9,15 +9,15 @@ from .._distributed import exchange
 from .parallel_state import get_tensor_model_parallel_group
 
 
-def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
-    """Raise an AssertionError unless `denominator` divides `numerator`; `what` describes the numbers."""
+def ensure_divisibility(numerator: int, denominator: int, description: str = "") -> None:
+    """Raise an AssertionError unless `denominator` divides `numerator`; `description` describes the numbers."""
     if numerator % denominator:
-        raise AssertionError(f"{what}{': ' if what else ''}{numerator} is not divisible by {denominator}")
+        raise AssertionError(f"{description}{': ' if description else ''}{numerator} is not divisible by {denominator}")
 
 
-def divide(numerator: int, denominator: int, what: str = "") -> int:
-    """Return the quotient, or raise an AssertionError if there is a remainder; `what` describes the numbers."""
-    ensure_divisibility(numerator, denominator, what)
+def divide(numerator: int, denominator: int, description: str = "") -> int:
+    """Return the quotient, or raise an AssertionError if there is a remainder; `description` describes the numbers."""
+    ensure_divisibility(numerator, denominator, description)
     return numerator // denominator
 
 

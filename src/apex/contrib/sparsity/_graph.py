@@ -159,12 +159,12 @@ class Walk:
         if name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
             return NUMBER
         if name in _ELEMENTWISE:
-            return self.channels.elementwise([self.values[each] for each in node.all_input_nodes])
+            return self.channels.elementwise([self.values[input_node] for input_node in node.all_input_nodes])
         if name == "getitem" and not isinstance(value, Labelled):
             return NUMBER if value is NUMBER else value[node.args[1]] if isinstance(value, tuple) else None
         if name in ("cat", "concat"):
             (dim,) = _arguments(node, dim=0)
-            values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
+            values = [self._value(input_node) for input_node in node.args[0]]  # type: ignore[union-attr]
             return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
         if name == "expand":  # only along dimensions of length 1
             return value if isinstance(value, Natural) and value.tensor is not None else None
@@ -286,7 +286,7 @@ class Walk:
             order = [dim for dim in order if keepdim or dim not in gone]
         elif name == "getitem":  # only integers and slices that keep all channels
             entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
+            if len(entries) > value.rank or not all(isinstance(entry, int | slice) for entry in entries):
                 return None
             if entries[value.positive_dim : value.positive_dim + 1] not in ((), (slice(None),)):
                 return None

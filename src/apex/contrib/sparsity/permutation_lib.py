@@ -193,8 +193,9 @@ def _outputs(model: nn.Module, examples: tuple) -> list[Tensor]:
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(
-        float((one.double() - other.double()).abs().max()) <= _TOLERANCES.get(one.dtype, 0.0) * float(one.abs().max())
-        for one, other in zip(first, second, strict=True)
+        float((expected.double() - actual.double()).abs().max())
+        <= _TOLERANCES.get(expected.dtype, 0.0) * float(expected.abs().max())
+        for expected, actual in zip(first, second, strict=True)
     )
 
 

@@ -41,7 +41,7 @@ def _patterns(m: int, n: int, height: int) -> Tensor:
     partial_patterns: list[tuple[float, ...]] = [()]
     for _ in range(height):
         longer = [(*above, *row) for above in partial_patterns for row in rows]
-        partial_patterns = [each for each in longer if all(sum(each[column::m]) <= n for column in range(m))]
+        partial_patterns = [pattern for pattern in longer if all(sum(pattern[column::m]) <= n for column in range(m))]
     return torch.tensor(partial_patterns, dtype=torch.float32, device=HOST).view(-1, height, m)
 
 

@@ -310,18 +310,18 @@ class Step:
         other = stage + 1 if forward == sending else stage - 1
         peer = dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), self.placement.holder(other)[0])
         verb, direction = ("sending", "to") if sending else ("receiving", "from")
-        what = ("output" if other > stage else "input") + ("" if forward else "'s gradient")
-        words = f"pipeline stage {stage}: {verb} the {what} of microbatch {microbatch} {direction} stage {other}"
+        description = ("output" if other > stage else "input") + ("" if forward else "'s gradient")
+        words = f"pipeline stage {stage}: {verb} the {description} of microbatch {microbatch} {direction} stage {other}"
         return peer, 8 * (2 * (microbatch * self.placement.stages + min(stage, other)) + forward), words
 
     def send_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
         stage, outputs = self.placement.stage(self.rank, chunk), self.outputs[microbatch, chunk]
-        peer, tag, what = self._route(ActionKind.SEND_FORWARD, microbatch, chunk)
+        peer, tag, description = self._route(ActionKind.SEND_FORWARD, microbatch, chunk)
         specs = [spec_of(tensor) for tensor in outputs]
         if stage not in self.specs:
             self.specs[stage] = specs
-            announcement = self.link.announce(specs, outputs[0].device, peer, tag, what)
+            announcement = self.link.announce(specs, outputs[0].device, peer, tag, description)
             self.link.flush()
             try:
                 self._check_shapes(stage, microbatch, specs)
@@ -334,7 +334,7 @@ class Step:
                 f"microbatches {_listed(self.specs[stage])}: all microbatches of a step must have the same shape"
             )
         for index, tensor in enumerate(outputs, 1):
-            self.link.send(tensor, peer, tag + index, what)
+            self.link.send(tensor, peer, tag + index, description)
         free_output_tensor(outputs, self.options.deallocate)
         if self.options.forward_only:
             del self.outputs[microbatch, chunk]
@@ -353,9 +353,10 @@ class Step:
 
     def _receive(self, kind: ActionKind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
         assert self.link is not None
-        peer, tag, what = self._route(kind, microbatch, chunk)
+        peer, tag, description = self._route(kind, microbatch, chunk)
         self.incoming[kind, microbatch, chunk] = [
-            self.link.receive(spec, parameter_device(), peer, tag + index, what) for index, spec in enumerate(specs, 1)
+            self.link.receive(spec, parameter_device(), peer, tag + index, description)
+            for index, spec in enumerate(specs, 1)
         ]
 
     def _check_shapes(self, stage: int, microbatch: int, specs: list[TensorSpec]) -> None:
@@ -369,9 +370,9 @@ class Step:
 
     def send_backward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        peer, tag, what = self._route(ActionKind.SEND_BACKWARD, microbatch, chunk)
+        peer, tag, description = self._route(ActionKind.SEND_BACKWARD, microbatch, chunk)
         for index, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
-            self.link.send(tensor, peer, tag + index, what)
+            self.link.send(tensor, peer, tag + index, description)
 
     def receive_backward(self, microbatch: int, chunk: int) -> None:
         specs = self.specs[self.placement.stage(self.rank, chunk)]

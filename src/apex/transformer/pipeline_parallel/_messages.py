@@ -48,10 +48,10 @@ class Transfer:
     """A tensor that is being sent or received."""
 
     def __init__(
-        self, link: Link, operation: Any, tensor: Tensor, buffer: Tensor, peer: int, tag: int, what: str
+        self, link: Link, operation: Any, tensor: Tensor, buffer: Tensor, peer: int, tag: int, description: str
     ) -> None:
         # The backend reads or writes `buffer`: the tensor itself, or its copy in host memory.
-        self.tensor, self.buffer, self.what = tensor, buffer, what
+        self.tensor, self.buffer, self.description = tensor, buffer, description
         self.operation = dist.P2POp(operation, buffer, peer, link.group, tag)
         self.work: Any = None
         self._link = link
@@ -64,7 +64,7 @@ class Transfer:
         """Wait for the transfer and return the tensor; on a device only the current stream waits."""
         if self.work is None:
             self._link.flush()
-        with explained(self.what):
+        with explained(self.description):
             self.work.wait()
         if self.buffer is not self.tensor and self.operation.op is dist.irecv:
             self.tensor.detach().copy_(self.buffer)
@@ -84,20 +84,20 @@ class Link:
         """Return True if the backend can read the tensor on its device."""
         return on_host(tensor) or self.backend != dist.Backend.GLOO
 
-    def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> Transfer:
+    def send(self, tensor: Tensor, peer: int, tag: int, description: str) -> Transfer:
         """Post a send to the global rank `peer`; the tensor stays alive until it is sent."""
         tensor = tensor.detach().contiguous()
         buffer = tensor if self._sends_directly(tensor) else tensor.to(HOST)
-        transfer = Transfer(self, dist.isend, tensor, buffer, peer, tag, what)
+        transfer = Transfer(self, dist.isend, tensor, buffer, peer, tag, description)
         self._posted.append(transfer)
         self._sends.append(transfer)
         return transfer
 
-    def receive(self, spec: TensorSpec, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+    def receive(self, spec: TensorSpec, device: torch.device, peer: int, tag: int, description: str) -> Transfer:
         """Post a receive from the global rank `peer`."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         buffer = tensor if self._sends_directly(tensor) else torch.empty_like(tensor, device=HOST)
-        transfer = Transfer(self, dist.irecv, tensor, buffer, peer, tag, what)
+        transfer = Transfer(self, dist.irecv, tensor, buffer, peer, tag, description)
         self._posted.append(transfer)
         return transfer
 
@@ -105,7 +105,7 @@ class Link:
         """Start all posted messages."""
         posted, self._posted = self._posted, []
         if posted:
-            with explained(posted[0].what):
+            with explained(posted[0].description):
                 works = dist.batch_isend_irecv([transfer.operation for transfer in posted])
             # NCCL returns one work object for the whole batch.
             for transfer, work in zip(posted, works if len(works) == len(posted) else works * len(posted), strict=True):
@@ -119,11 +119,13 @@ class Link:
         while self._sends:
             self._sends.popleft().wait()
 
-    def announce(self, specs: Sequence[TensorSpec], device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+    def announce(
+        self, specs: Sequence[TensorSpec], device: torch.device, peer: int, tag: int, description: str
+    ) -> Transfer:
         """Send the shapes and dtypes of the tensors that follow, as a message of fixed size."""
         if len(specs) > MAX_TENSORS or any(len(spec.shape) > MAX_DIMENSIONS for spec in specs):
             raise ValueError(
-                f"{what}: at most {MAX_TENSORS} tensors of {MAX_DIMENSIONS} dimensions can be sent at once, got "
+                f"{description}: at most {MAX_TENSORS} tensors of {MAX_DIMENSIONS} dimensions can be sent at once, got "
                 f"{', '.join(map(str, specs))}"
             )
         numbers = [len(specs)]
@@ -132,13 +134,13 @@ class Link:
             numbers += [DTYPES.index(spec.dtype), len(spec.shape), *dimensions]
         numbers += [0] * (_ANNOUNCEMENT_LENGTH - len(numbers))
         return self.send(
-            torch.tensor(numbers, dtype=torch.int64, device=self._announcement_device(device)), peer, tag, what
+            torch.tensor(numbers, dtype=torch.int64, device=self._announcement_device(device)), peer, tag, description
         )
 
-    def receive_announcement(self, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
+    def receive_announcement(self, device: torch.device, peer: int, tag: int, description: str) -> Transfer:
         """Post a receive of an announcement; `read_announcement` decodes it."""
         return self.receive(
-            TensorSpec((_ANNOUNCEMENT_LENGTH,), torch.int64), self._announcement_device(device), peer, tag, what
+            TensorSpec((_ANNOUNCEMENT_LENGTH,), torch.int64), self._announcement_device(device), peer, tag, description
         )
 
     def _announcement_device(self, device: torch.device) -> torch.device:

@@ -79,6 +79,6 @@ def _header_rows(
 
 
 def _broadcast(tensor: Tensor) -> None:
-    group, what = get_tensor_model_parallel_group(), "the broadcast of a batch"
-    exchange.check_alike(tensor, group, what)
-    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, what)
+    group, description = get_tensor_model_parallel_group(), "the broadcast of a batch"
+    exchange.check_alike(tensor, group, description)
+    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, description)

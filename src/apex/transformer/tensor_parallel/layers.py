@@ -120,8 +120,8 @@ class _SplitWeight(nn.Module):
         keep_master_weight: bool = False,
     ) -> None:
         shape = [rows, columns]
-        what = f"{('output_size', 'input_size')[partition_dim]} over the tensor-parallel ranks"
-        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size(), what)
+        description = f"{('output_size', 'input_size')[partition_dim]} over the tensor-parallel ranks"
+        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size(), description)
         device = HOST if use_cpu_initialization else parameter_device()
         self.weight = Parameter(torch.empty(shape, dtype=params_dtype, device=device))
         self.master_weight: Tensor | None = None
@@ -230,11 +230,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if needs_input:
             grad_input = grad_output @ weight
             if ctx.all_reduce:
-                what = "the all-reduce of an input's gradient"
-                grad_input, exchanged = exchange.start_sum_in_place(grad_input.contiguous(), group, what)
+                description = "the all-reduce of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_in_place(grad_input.contiguous(), group, description)
             elif ctx.sequence_parallel:
-                what = "the reduce-scatter of an input's gradient"
-                grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, what)
+                description = "the reduce-scatter of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, description)
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_weight:
             if gathered is not None:

@@ -17,10 +17,10 @@ from ..._distributed import exchange
 from ..parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_world_size
 
 
-def _over_ranks(run: Callable[..., Tensor], input_: Tensor, what: str, *dim: int) -> Tensor:
+def _over_ranks(run: Callable[..., Tensor], input_: Tensor, description: str, *dim: int) -> Tensor:
     if get_tensor_model_parallel_world_size() == 1:
         return input_
-    return run(input_, get_tensor_model_parallel_group(), what, *dim)
+    return run(input_, get_tensor_model_parallel_group(), description, *dim)
 
 
 def _reduce(input_: Tensor) -> Tensor:

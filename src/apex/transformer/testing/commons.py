@@ -183,8 +183,9 @@ def set_random_seed(seed: int) -> None:
 
 
 def initialize_distributed(backend: str = "nccl") -> None:
-    """Start the default process group from the launcher's environment and select a GPU; gloo replaces nccl without
-    GPUs.
+    """Start the default process group from the launcher's environment and select a GPU.
+
+    Without GPUs, gloo replaces nccl.
     """
     if backend == "ucc":
         parallel_state.check_torch_ucc_availability()

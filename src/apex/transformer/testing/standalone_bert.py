@@ -47,8 +47,9 @@ class BertLMHead(nn.Module):
         self.layernorm = config.norm()
 
     def forward(self, x: Tensor, weight: Tensor, parallel_output: bool) -> Tensor:
-        """Map [s, b, h] to logits [s, b, words] of the embedding `weight`; if `parallel_output`, this rank's words
-        only.
+        """Map [s, b, h] to logits [s, b, words] of the embedding `weight`.
+
+        With `parallel_output` they are this rank's words only.
         """
         x = self.layernorm(F.gelu(self.dense(x), approximate="tanh"))
         return parallel_lm_logits(x, weight, parallel_output, self.bias, config=self.config)

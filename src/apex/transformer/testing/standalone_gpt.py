@@ -29,8 +29,7 @@ class GPTModel(LanguageModelStage):
         reduction: str = "none",
         checkpoint_activations_micro_batch: bool | None = None,
     ) -> Tensor:
-        """Map words [batch, sequence] to logits [batch, sequence, words], or to losses [batch, sequence] if `labels` is
-        given.
+        """Map words [batch, sequence] to logits [batch, sequence, words], or to losses [batch, sequence] with `labels`.
 
         Without a mask attention is causal. `reduction="mean"` returns the mean loss; if one rank holds all words, the
         logits are then never materialised as a whole.
