@@ -216,6 +216,19 @@ def wait_for(stream: Any) -> None:
         torch.accelerator.current_stream(stream.device).wait_stream(stream)
 
 
+def gather_objects(value: Any, description: str, group: Any = None) -> list[Any]:
+    """Return the small objects that all processes of a group (None: all) passed, by rank.
+
+    Without a process group the result is `[value]`.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    with explained(description):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def broadcast(tensor: Tensor, source: int, group: Any, description: str) -> None:
     """Copy `tensor` from the global rank `source` to all ranks of the group, in place, and wait."""
     buffer = tensor.cpu() if _through_host(tensor, group) else tensor

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._failures import explained
 from ..ops._host import HOST
 from ..ops._library import is_stand_in
+from .collectives import gather_objects
 
 # Number of 8-byte words that are summed at once; each needs 16 bytes of memory.
 _CHUNK = 1 << 22
@@ -87,9 +88,7 @@ def differing(described: Any, tensors: Sequence[Tensor], what: str, group: Any) 
     checksums_by_rank = gather_integers(torch.tensor(checksums, dtype=torch.int64, device=device), what, group)
     if checksums_by_rank.count(checksums_by_rank[0]) == len(checksums_by_rank):
         return []
-    by_rank: list[Any] = [None] * len(checksums_by_rank)
-    with explained(f"comparing the {what} of all ranks"):
-        dist.all_gather_object(by_rank, described, group=group)
+    by_rank = gather_objects(described, f"comparing the {what} of all ranks", group)
     # 100 and 100.0 are equal, though their representations differ.
     return [] if by_rank.count(by_rank[0]) == len(by_rank) else by_rank
 

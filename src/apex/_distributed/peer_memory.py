@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .._failures import explained
 from ..ops._host import HOST
+from .collectives import gather_objects
 from .neighbours import group_of
 
 logger = logging.getLogger("apex.peer_memory")
@@ -49,10 +50,7 @@ class PeerMemory:
 
     def _all(self, value: Any) -> list[Any]:
         """Return the values that all ranks passed, by rank."""
-        values: list[Any] = [None] * len(self.ranks)
-        with explained("setting up memory that ranks share"):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_objects(value, "setting up memory that ranks share", self.group)
 
     def _check_machine(self, machines: Sequence[str]) -> None:
         if len(set(machines)) > 1:

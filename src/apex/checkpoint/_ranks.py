@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._distributed.collectives import gather_objects
 from .._failures import explained
 from ._damage import DamagedCheckpoint
 
@@ -50,11 +51,8 @@ def raise_everywhere(failure: BaseException | None, description: str, *, alone: 
     own_failure = None
     if failure is not None:
         own_failure = getattr(failure, "errno", None), f"{type(failure).__name__}: {failure}"
-    reasons: list[tuple[int | None, str] | None] = [own_failure]
-    if is_connected() and not alone:
-        reasons = [None] * dist.get_world_size()
-        with explained("asking whether all ranks are done with a checkpoint"):
-            dist.all_gather_object(reasons, own_failure)
+    asking = "asking whether all ranks are done with a checkpoint"
+    reasons = [own_failure] if alone else gather_objects(own_failure, asking)
     if failure is not None and not isinstance(failure, Exception):
         raise failure  # for example a KeyboardInterrupt
     for rank, failed in enumerate(reasons):
@@ -75,12 +73,8 @@ def refusing_together() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    reasons: list[tuple[str, str] | None] = [None if failure is None else (type(failure).__name__, str(failure))]
-    if is_connected():
-        own_failure = reasons[0]
-        reasons = [None] * dist.get_world_size()
-        with explained("asking whether all ranks can load a checkpoint"):
-            dist.all_gather_object(reasons, own_failure)
+    own_failure = None if failure is None else (type(failure).__name__, str(failure))
+    reasons = gather_objects(own_failure, "asking whether all ranks can load a checkpoint")
     if failure is not None:
         raise failure
     for rank, failed in enumerate(reasons):
@@ -90,11 +84,7 @@ def refusing_together() -> Iterator[None]:
 
 def check_equal_on_all_ranks(value: Any, message: str) -> None:
     """Raise a RuntimeError in all processes unless all of them pass the same value."""
-    if not is_connected():
-        return
-    values: list[Any] = [None] * dist.get_world_size()
-    with explained("asking whether all ranks load the same checkpoint"):
-        dist.all_gather_object(values, value)
+    values = gather_objects(value, "asking whether all ranks load the same checkpoint")
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     if others:
         raise RuntimeError(f"{message}: rank {others[0]} has another one than rank 0")

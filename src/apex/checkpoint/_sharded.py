@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from .._atomic import make_folder, unfinished_folder
-from .._failures import explained
+from .._distributed.collectives import gather_objects
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
 from ._folders import METADATA, Generation, prepare, publish, size_and_checksum
@@ -52,11 +50,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
                 for name in _names(temporary)
                 if _writer_of(name) == this_rank()
             }
-        checksums_by_rank = [checksums]
-        if is_connected():
-            checksums_by_rank = [{}] * dist.get_world_size()
-            with explained("gathering what all ranks have written"):
-                dist.all_gather_object(checksums_by_rank, checksums)
+        checksums_by_rank = gather_objects(checksums, "gathering what all ranks have written")
         with raising_everywhere(failed):
             if is_first():
                 written = {

@@ -18,6 +18,7 @@ import torch.distributed as distributed
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from ..._distributed.collectives import gather_objects
 from ...ops._host import HOST
 from ._channels import ChannelGraph, Group
 from ._graph import LAYERS, Walk, trace
@@ -135,11 +136,9 @@ class Permutation:
     def __search(cls, groups: Sequence[Group], sparse: set[int]) -> list[Tensor | None]:
         """Return an order of each group's channels, or None; ranks with the same groups share the work."""
         rank, world = 0, 1
-        if distributed.is_available() and distributed.is_initialized():
-            sizes_by_rank: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(sizes_by_rank, [group.size for group in groups])
-            if all(sizes == sizes_by_rank[0] for sizes in sizes_by_rank):
-                rank, world = distributed.get_rank(), len(sizes_by_rank)
+        sizes_by_rank = gather_objects([group.size for group in groups], "sharing searches for permutations")
+        if len(sizes_by_rank) > 1 and all(sizes == sizes_by_rank[0] for sizes in sizes_by_rank):
+            rank, world = distributed.get_rank(), len(sizes_by_rank)
         deadline = time.monotonic() + cls.time_budget
         orders: dict[int, Tensor | None] = {}
         for number in range(rank, len(groups), world):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._failures import explained
+from ..._distributed.collectives import gather_objects
 from ...ops._host import HOST
 from .. import parallel_state
 
@@ -36,10 +36,7 @@ def gather_from_stages(value: Any) -> list[Any]:
     group = pipeline_group()
     if group is None:
         return [value]
-    stages: list[Any] = [None] * dist.get_world_size(group)
-    with explained("telling other pipeline stages what this one holds"):
-        dist.all_gather_object(stages, value, group=group)
-    return stages
+    return gather_objects(value, "telling other pipeline stages what this one holds", group)
 
 
 def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
