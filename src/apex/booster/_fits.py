@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..amp._checks import checked_number, checked_scale
-from ..transformer._resharding.gathered import whole_shape
+from ..transformer._resharding.gathered import full_shape
 from .wrappers import OptimizerWrapper
 
 # Options that tell algorithms apart, for state dicts of PyTorch's optimizers, which do not name theirs.
@@ -67,7 +67,7 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
         for name, value in values.items():
             present = here.get(name)
             if isinstance(value, Tensor) and (isinstance(present, Tensor) or name in _ELEMENTWISE):
-                expected = whole_shape(param, param)
+                expected = full_shape(param, param)
                 if isinstance(present, Tensor) and present.shape != param.shape:
                     expected = present.shape
                 if value.shape != expected:

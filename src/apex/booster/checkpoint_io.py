@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
-from ..checkpoint._ranks import check_same_everywhere, is_first, raise_everywhere, refusing_together, restoring
+from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
 from ._whole import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper, check_model
@@ -169,7 +169,7 @@ class CheckpointIO:
 def _check_same(found: _huggingface.Checkpoint, names: list[str]) -> None:
     """Raise in all processes if they have opened a checkpoint before and after it was replaced."""
     message = f"the checkpoint {found.path} was replaced while it was read; load it again"
-    check_same_everywhere((names, found.fingerprint(names)), message)
+    check_equal_on_all_ranks((names, found.fingerprint(names)), message)
 
 
 def _check_gathered(gather_dtensor: bool) -> None:
