@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is imported when one of them runs."""
+"""The commands of `apex` and their options. The code of a command is imported when it runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(
     help="Mixed precision, fused optimizers, norms and kernels for PyTorch, without a compiler.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Help in frames is for terminals; in a pipe it is plain text.
+    # Help has frames in a terminal and is plain text in a pipe.
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
 )
 
@@ -240,7 +240,7 @@ def memory(
     measured: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
 ) -> None:
-    """Tell what a training step needs of a GPU's memory.
+    """Estimate the GPU memory that a training step needs.
 
     Parameters, gradients, masters, optimizer state, activations and the peak, for each opt level.
     Nothing is computed and no GPU is needed.
@@ -258,18 +258,18 @@ def jit_module(
         bool, typer.Option(prompt="Has it CUDA or HIP sources?", help="Whether it has such sources.")
     ] = True,
     source: Annotated[
-        str, typer.Option(prompt="Sources, separated by commas", help="Its sources, separated by commas.")
+        str, typer.Option(prompt="Sources, separated by commas", help="The source files, separated by commas.")
     ] = "",
     folder: Annotated[Path, typer.Option(help="Where to write the files; sources are relative to it.")] = Path("."),
 ) -> None:
     """Write a builder and a loader for an extension of yours.
 
-    C++, CUDA or HIP sources become a module that is compiled at its first use. Asks for what is not given.
+    C++, CUDA or HIP sources become a module that is compiled at its first use. Asks for options that are missing.
     """
     from .jit_module import write_module
 
     try:
-        paths = write_module(name, [each.strip() for each in source.split(",")], gpu=cuda, folder=folder)
+        paths = write_module(name, [path.strip() for path in source.split(",")], gpu=cuda, folder=folder)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo("\n".join(f"wrote {path}" for path in paths))
@@ -291,8 +291,8 @@ def migrate(
 ) -> None:
     """Rewrite scripts between apex.amp, torch.amp and the Booster.
 
-    Prints a diff. What has no exact counterpart is named with file, line and advice, and left as it is; the exit status
-    is then 2.
+    Prints a diff. Code without an exact counterpart is not changed, but listed with file, line and advice; the exit
+    status is then 2.
     """
     options = locals()
     from .migrate.command import run_migrate

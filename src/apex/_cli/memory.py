@@ -1,4 +1,4 @@
-"""`apex memory`: what a training run needs of a GPU's memory, by opt level, beside what it takes if there is one."""
+"""`apex memory`: estimate the GPU memory of a training step at each opt level, and measure it if asked to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_memory(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Prints the table, or JSON."""
+    """Print the estimates, and measurements if asked for, as a table or as JSON."""
     try:
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
@@ -39,10 +39,10 @@ def run_memory(
         rows = []
         for level in levels:
             settings = Settings(opt_level=level, **options)
-            found = estimate(task, settings)
+            estimated = estimate(task, settings)
             fits = None if limit is None else largest_batch(task, settings, limit)
             real = measure(task, settings, torch.device("cuda", torch.cuda.current_device())) if measured else None
-            rows.append((settings, found, fits, real))
+            rows.append((settings, estimated, fits, real))
     except (ValueError, TypeError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from error
     if as_json:
@@ -63,16 +63,15 @@ def parse_size(text: str) -> int:
 
 
 def gpu_memory() -> int | None:
-    """The memory of this machine's current GPU, if it has one."""
-    return (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if torch.cuda.is_available()
-        else None
-    )
+    """Return the memory of the current GPU in bytes, or None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured | None) -> dict[str, Any]:
-    estimated = {**dataclasses.asdict(found), "margin": found.margin, "total": found.total}
+def _as_dict(settings: Settings, memory: Memory, fits: int | None, real: Measured | None) -> dict[str, Any]:
+    """Return a row as plain data for JSON."""
+    estimated = {**dataclasses.asdict(memory), "margin": memory.margin, "total": memory.total}
     measured = None if real is None else dataclasses.asdict(real)
     return {**dataclasses.asdict(settings), "estimated": estimated, "largest_batch": fits, "measured": measured}
 
@@ -80,22 +79,18 @@ def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured
 def _print(rows: Sequence[tuple[Settings, Memory, int | None, Measured | None]], limit: int | None) -> None:
     console = make_console()
     settings = rows[0][0]
-    shown = {
-        "batch": settings.batch,
-        **{name: v for name, v in list(vars(settings).items())[1:] if v not in (False, 1)},
-    }
-    levels = [each.opt_level for each, *_ in rows]
+    shown = {name: value for name, value in list(vars(settings).items())[1:] if value not in (False, 1)}
+    shown = {"batch": settings.batch, **shown}
     console.print(f"a training step: {', '.join(f'{name} {value}' for name, value in shown.items())}\n")
+    levels = [settings.opt_level for settings, *_ in rows]
     table = make_table(console, None, "MiB", *levels, right=tuple(levels))
     for name in (*_ROWS, "workspace", "margin", "total"):
-        table.add_row(name, *(f"{getattr(found, name) / (1 << 20):.1f}" for _, found, *_ in rows))
+        table.add_row(name, *(f"{getattr(memory, name) / (1 << 20):.1f}" for _, memory, *_ in rows))
     for name in ("fixed", "activations", "peak", "reserved"):
         if rows[0][3] is not None:
             table.add_row(f"measured {name}", *(f"{getattr(real, name) / (1 << 20):.1f}" for *_, real in rows))
     if limit is not None:
-        table.add_row(
-            f"largest batch in {limit / (1 << 30):.1f} GiB",
-            *("any" if fits is None else str(fits) for _, _, fits, _ in rows),
-        )
+        batches = ["any" if fits is None else str(fits) for _, _, fits, _ in rows]
+        table.add_row(f"largest batch in {limit / (1 << 30):.1f} GiB", *batches)
     print_table(console, table)
     console.print(f"margin: {CONTEXT >> 20} MiB for the driver's context and {GAPS:.0%} of the peak for gaps")

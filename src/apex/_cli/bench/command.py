@@ -42,12 +42,13 @@ def run_bench(
 ) -> int:
     """Run the benchmark and return an exit status.
 
-    `families` empty means all. `output` is the JSON file, or a folder for it; the chart goes beside it. Without it
-    results are printed and nothing is written. `filter` keeps the cases whose name contains all of its words.
-    `list_only` prints names and measures nothing. With `all_cores` the process is not kept on one core while a GPU is
-    timed. `sweep` names families, or all of them, of which `cases` random cases are measured instead (see sweep.py).
-    The status is 0; 1 if a result of ours was wrong or failed or a file could not be written; 130 when interrupted (the
-    cases measured so far are printed and written). A request that cannot be met is a `typer.BadParameter`.
+    An empty list of `families` means all. `output` is a JSON file, or a folder for it; the chart is written beside it.
+    Without it results are only printed. `filter` keeps the cases whose name contains all of its words. `list_only`
+    prints names and measures nothing. `all_cores` does not pin the process to one core while a GPU is timed. `sweep`
+    names families, or "all", and measures `cases` random cases of each instead (see sweep.py).
+
+    The status is 1 if a result of ours was wrong or failed, or a file could not be written. It is 130 if interrupted;
+    the cases measured so far are then printed and written. A request that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
     try:
@@ -99,14 +100,14 @@ def run_bench(
 def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path | None:
     """Return the JSON file to write, or None without an `output`.
 
-    Its folder is made and found writable before minutes are spent on measuring.
+    The folder is created and checked first, because measuring takes minutes.
     """
     if output is None:
         return None
     name = describe(device)["device"]["name"]
-    what = "-".join(families) if families and len(families) < len(known_families()) else "all"
+    selection = "-".join(families) if families and len(families) < len(known_families()) else "all"
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    default_name = f"{device_stem(name)}-{what}-{stamp}.json"
+    default_name = f"{device_stem(name)}-{selection}-{stamp}.json"
     if output.is_dir() or not output.suffix:
         path = output / default_name
     elif output.suffix == ".json":
@@ -120,7 +121,7 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
 
 
 def _publish(report: Report, path: Path | None, plot: bool, console: Console, messages: Console) -> int:
-    """Write the JSON, print the table, draw the chart, in this order: a failure loses nothing before it."""
+    """Write the JSON file, print the table and draw the chart; a failure of one loses none of the earlier ones."""
     status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
     try:
         if path is not None:
