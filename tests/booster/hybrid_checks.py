@@ -298,7 +298,7 @@ def is_refused(rank: int) -> None:
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
             NotImplementedError,
-            "sequence_parallelism_mode='ring' is not there",
+            "sequence_parallelism_mode='ring' is not supported",
         ),
         ({"no_such": 1}, TypeError, "no_such"),
         ({"sp_size": 2}, ValueError, "sp_size=2 needs enable_sequence_parallelism"),

@@ -354,7 +354,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sequence_parallelism_mode": [
             Warns("split_gather", "no effect of sequence_parallelism_mode='split_gather'"),
             *[
-                Raises(mode, NotImplementedError, f"mode='{mode}' is not there", {"enable_sequence_parallelism": True})
+                Raises(mode, NotImplementedError, f"mode='{mode}' is not supported", {"enable_sequence_parallelism": True})
                 for mode in ("ring", "all_to_all", "ring_attn")
             ],
         ],

@@ -23,7 +23,7 @@ from apex._fuse.rule import RULES, FusedModule
 from apex.booster import plugin as plugins
 from apex.booster.mixed_precision import FP8MixedPrecision
 from apex.booster.plugin import GradientCheckpointConfig, PipelineGradientCheckpointConfig, _arguments
-from apex.booster.plugin._fusing import HEAD
+from apex.booster.plugin._fusion_arguments import HEAD
 from apex.booster.plugin._gradient_checkpoints import checkpoint_layers, chosen_layers
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.booster.plugin._fusing import Fusing
+from apex.booster.plugin._fusion_arguments import FusionArguments
 from apex.booster.plugin._gradient_checkpoints import GradientCheckpointConfig, checkpoint_layers, chosen_layers
 
 from .problem import booster as make
@@ -55,7 +55,7 @@ def test_layers_are_checkpointed_and_fused_as_plugins_ask() -> None:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(copy.deepcopy(config)).train()
         if changes:
-            Fusing(True, False, False, False).apply(model)
+            FusionArguments(True, False, False, False).apply(model)
             checkpoint_layers(chosen_layers(model, GradientCheckpointConfig(0.5), 0))
             assert model.config._attn_implementation == "sdpa"
         calls = []
