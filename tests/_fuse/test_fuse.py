@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import apex
 from apex import amp
-from apex._fuse import Looked, Report, vision
+from apex._fuse import Report, ReportRow, vision
 from apex._fuse.rule import compare, random_input
 
 
@@ -269,7 +269,7 @@ def test_random_numbers_of_the_training_stay_the_same() -> None:
 def test_alike_modules_share_a_line_of_the_table() -> None:
     names = {"block_0.norm_1": "block_*.norm_1", "norm_2": "norm_2", "layers.3": "layers.*"}
     for name, pattern in names.items():
-        assert f"\n{pattern} " in str(Report([Looked(name, "LayerNorm", "layer norm", "")]))
+        assert f"\n{pattern} " in str(Report([ReportRow(name, "LayerNorm", "layer norm", "")]))
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)))
     text = str(apex.fuse(model, verbose=False, choose=lambda name, module: name != "1.0"))
     assert text.splitlines() == [
