@@ -28,7 +28,7 @@ def _complete(environment: dict[str, str]) -> dict[str, str]:
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same in a process that imports everything, with stdout and stderr in pipes."""
+    """Run Python in a new process with stdout and stderr in pipes."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""`apex demo`: what it prints, what it draws and what it refuses."""
+"""`apex demo`: tables, JSON, plots and errors."""
 
 from __future__ import annotations
 

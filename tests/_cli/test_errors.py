@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a command, the last line is a hint; and what `apex` alone shows."""
+"""Errors of all commands, which end with a hint, and the screen of `apex` without a command."""
 
 from __future__ import annotations
 

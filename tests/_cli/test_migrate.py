@@ -248,7 +248,7 @@ TORCH = {name: IMPORTS + code for name, code in [("recipe", RECIPE), ("passed-on
 
 
 def rewritten(source: str, folder: Path, to: str, refused: tuple[str, ...] = ()) -> str:
-    """What a script becomes; a second rewrite changes nothing."""
+    """Return a rewritten script; check that a second rewrite changes nothing."""
     path = folder / "script.py"
     path.write_text(source)
     result = migrate(path, to=to, device="cpu")
@@ -462,7 +462,7 @@ optimizer.step()
 """
 
 
-# The type is that of a part of the model alone.
+# Autocast decorates only a part of the model.
 DECORATED_PART = NATIVE.replace(
     "\nmodel", "\nclass Part(Module):\n    @autocast('cuda')\n    def forward(self, x): pass\nmodel"
 )

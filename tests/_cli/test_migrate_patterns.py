@@ -1,4 +1,4 @@
-"""`apex migrate --to apex`: the forms in which published scripts use torch.amp, run before and after."""
+"""`apex migrate --to apex`: scripts with the forms of torch.amp that published code uses, run before and after."""
 
 from __future__ import annotations
 

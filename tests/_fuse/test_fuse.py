@@ -1,4 +1,4 @@
-"""`apex.fuse` of modules that are not of transformers: norms, convolutional networks, losses; and what it says."""
+"""`apex.fuse` of norms, convolutional networks and losses, and its report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PlusOne(nn.LayerNorm):
 
 
 class GatedMLP(nn.Module):
-    """As models of transformers have it."""
+    """A gated MLP like the ones in transformers."""
 
     def __init__(self, activation: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Bottleneck(nn.Module):
 
 
 class PreActivation(Bottleneck):
-    """The same names in another order."""
+    """A block with a Bottleneck's names in another order."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(x)
@@ -373,7 +373,7 @@ def test_a_gated_unit_follows_what_happens_to_its_activation(activation: Any) ->
 
 
 def test_modules_that_share_weights_hooks_or_parents() -> None:
-    """Tied weights stay tied, a module at two places is fused once, hooks see what they saw, frozen weights stay so."""
+    """Check tied weights, a module at two places, hooks and frozen weights."""
     shared = nn.LayerNorm(8)
     model = nn.Sequential(shared, nn.Linear(8, 8), nn.LayerNorm(8), shared, nn.RMSNorm(8))
     model[2].weight = shared.weight

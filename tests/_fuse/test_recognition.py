@@ -1,4 +1,4 @@
-"""Modules that look like one that `apex.fuse` knows: what they compute with it is what they computed without it.
+"""Modules that resemble a kind that `apex.fuse` knows: they compute the same numbers after it as before.
 
 Causal language models and attentions are stand-ins with the structure of those in transformers, which these tests
 do not need.

@@ -1,4 +1,4 @@
-"""What is estimated beside what a GPU takes: within 5% of the fixed state and 15% of the peak."""
+"""Estimates compared with a GPU's memory: within 5% for the fixed state and 15% for the peak."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def amp_lines(model: nn.Module, optimizer: Any, step: int, bad: tuple[int, ...] 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
 def test_closures(level: str, kind: Any) -> None:
-    """A closure with the amp lines in it does what they do before a step, overflow included."""
+    """Check that amp's lines in a closure act as before a step, also after an overflow."""
     bad = (1,) if level in ("O1", "O2") else ()
     results = []
     for with_closure in (False, True):
@@ -149,7 +149,7 @@ def test_lbfgs(level: str, third_party: bool) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("bad", "clears"), [(0, "model"), (1, "optimizer"), (5, "model")])
 def test_lbfgs_goes_on_after_an_overflow(level: str, bad: int, clears: str) -> None:
-    """An overflow in any call of the closure undoes the step: the ones after it do what they would do without it."""
+    """Check that an overflow in any call of the closure undoes the step, so that later steps are unaffected."""
     results = []
     for overflows in (True, False):
         factors = iter([1.0] * bad + [torch.inf] * overflows)

@@ -45,7 +45,7 @@ class FrozenSlots:
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):
-    """Like those of Hugging Face: items are attributes too, and the methods of dicts that change it are closed."""
+    """A container like Hugging Face's: items are attributes too, and dict methods that change it raise."""
 
     loss: Any = None
     logits: Any = None
@@ -95,7 +95,7 @@ class MovableData:
 
 Point = namedtuple("Point", "x y")
 
-# What is made of two tensors, and how to get at them again.
+# Functions that put two tensors into a container, and functions that take them out.
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "dict": (lambda a, b: {"a": a, "b": [b]}, lambda c: (c["a"], c["b"][0])),
     "OrderedDict": (lambda a, b: OrderedDict(b=b, a=a), lambda c: tuple(c.values())[::-1]),

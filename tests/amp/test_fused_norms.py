@@ -19,7 +19,7 @@ from tests.harness import Route, routes
 
 
 class Plain(nn.BatchNorm2d):
-    """The same norm of PyTorch's operators."""
+    """A batch norm with ReLU made of PyTorch's operators."""
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         y = super().forward(x)

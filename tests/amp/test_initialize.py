@@ -1,4 +1,4 @@
-"""What `amp.initialize` takes, returns and refuses."""
+"""Arguments, results and errors of `amp.initialize`."""
 
 import copy
 import inspect
@@ -207,7 +207,7 @@ def test_a_disabled_amp_asks_for_nothing_else() -> None:
 
 
 def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
-    """`initialize` raises, and a session that was there before goes on as if nothing had been tried."""
+    """Check that `initialize` raises and that an existing session continues unchanged."""
     model = small_model(seed=5)
     model, optimizer = quiet(model, FusedAdam(model.parameters(), lr=0.01), opt_level="O2", num_losses=2)
     twin = small_model(seed=5)
@@ -356,7 +356,7 @@ def test_a_scripted_model() -> None:
 @pytest.mark.parametrize("second", LEVELS)
 @pytest.mark.parametrize("first", ["O1", "O2", "O3"])
 def test_a_second_initialize_replaces_the_first(first: str, second: str) -> None:
-    """Numbers are those of a pair that was only ever initialized the second way."""
+    """Compare with a model and optimizer that were only initialized the second way."""
     model = small_model()
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     model, optimizer = quiet(model, optimizer, opt_level=first)

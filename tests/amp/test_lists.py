@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     ),
 }  # fmt: skip
 
-# What follows the tensors.
+# Arguments after the tensors.
 OTHERS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
     **dict.fromkeys(("pow", "__pow__", "__rpow__"), lambda m: (2,)),
     **dict.fromkeys(("cumprod", "cumsum", "logsumexp", "softmax", "log_softmax", "softmin"), lambda m: (1,)),
@@ -162,7 +162,7 @@ def softmax() -> torch.dtype:
 
 
 def test_a_function_that_was_moved_to_half_precision() -> None:
-    """What Tacotron 2 does before it calls initialize."""
+    """Do as Tacotron 2 before it calls initialize."""
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
     original = F.softmax

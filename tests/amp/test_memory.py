@@ -30,7 +30,7 @@ WIDTH, WORDS, LENGTH = 32, 128, 256
 
 
 class Language(nn.Module):
-    """A stream of activations to which every block adds, and many outputs: what takes memory in a transformer."""
+    """A residual stream and many outputs, which take most of a transformer's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def peak(level: str, name: str, make: Callable[[Any], Any]) -> int:
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O4", "O5")], ids="-".join)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_masters_cost_no_more_than_casting(name: str, levels: tuple[str, str]) -> None:
-    """Where activations are most of it, O2 is below O1 or level: half-precision weights are there in both."""
+    """Check that O2 takes at most as much as O1 if activations dominate: both have half-precision weights."""
     casting, masters = (peak(level, name, OPTIMIZERS["FusedAdam"][1]) for level in levels)
     assert masters <= casting + SMALL
     if name == "language":  # the stream is in float32 under autocast
@@ -122,7 +122,7 @@ def test_masters_cost_no_more_than_casting(name: str, levels: tuple[str, str]) -
 
 
 def test_outputs_in_half_precision_take_less() -> None:
-    """What `cast_model_outputs` is for: the model's own float32 copy of many outputs."""
+    """Check that `cast_model_outputs` avoids the model's float32 copy of many outputs."""
     sizes = []
     for outputs in (None, torch.float16):
         data = PROBLEMS["language"][1]()

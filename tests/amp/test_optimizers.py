@@ -107,7 +107,7 @@ def test_an_overflow_changes_nothing(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", ["torch.SGD", "torch.Adam", "apex.FusedAdam", "apex.FusedSGD", "apex.FusedLAMB"])
 def test_other_levels(level: str, name: str) -> None:
-    """Losses follow those of float32."""
+    """Check that the losses are close to float32's."""
     if (level, name) == ("O3", "torch.Adam"):
         pytest.skip("its second moments and its eps do not fit in float16; FusedAdam keeps them in float32")
     losses = {}
@@ -227,7 +227,7 @@ UNSCALING = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLARS", "FusedNovoGr
     [*((kind, "O2", 1) for kind in UNSCALING), ("FusedSGD", "O2", 3), ("FusedAdam", "O5", 1)],
 )
 def test_without_materialized_master_gradients(kind: str, level: str, passes: int) -> None:
-    """The same numbers, up to the rounding of sums in half precision; no float32 gradients of half parameters."""
+    """Compare numbers, up to rounding of sums in half precision; half parameters get no float32 gradients."""
     results = []
     for materialize in (True, False):
         model = small_model()

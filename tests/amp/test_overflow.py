@@ -1,4 +1,4 @@
-"""What is said about skipped steps, and what happens when the scale cannot be lowered any further."""
+"""Messages about skipped steps, and the error when the scale cannot be lowered any further."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What docs/amp.md says about weights in O2 and O5, one test for each sentence."""
+"""Statements of docs/amp.md about weights in O2 and O5, one test for each."""
 
 import copy
 from typing import Any
@@ -182,7 +182,7 @@ def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> Non
 @kinds
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_an_inner_scale_loss_that_does_not_unscale(level: str, kind: Any) -> None:
-    """The outer one unscales what both have added, once, and keeps the gradients that were there before."""
+    """Check that the outer scale_loss unscales the sum once and keeps earlier gradients."""
     results = []
     for nests in (False, True):
         model = small_model()

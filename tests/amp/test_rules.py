@@ -1,6 +1,6 @@
-"""Which function runs in which type between initialize and shutdown: upstream's lists, on a CPU and on a GPU.
+"""Dtypes of functions between initialize and shutdown: upstream's lists, on a CPU and on a GPU.
 
-The GPU's rules are held without one: with fake tensors, operators go through the same autocast kernels.
+The GPU's rules are checked without a GPU: fake tensors go through the same autocast kernels.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ def test_equal_of_mixed_types() -> None:
 
 
 def test_the_numbers_are_float32_numbers() -> None:
-    """What is cast up is computed there, not rounded on the way."""
+    """Check that a function cast to float32 computes in float32 without rounding in between."""
     quiet(nn.Linear(1, 1), opt_level="O1")
     x = torch.linspace(0.1, 0.9, 50).half()
     assert torch.equal(torch.exp(x), torch.exp(x.float()))

@@ -131,7 +131,7 @@ def test_attributes_that_clients_read_and_write() -> None:
     scaler._scale_seq_len = 1
     assert scaler.update_scale() is False
     assert scaler._loss_scale == 128.0
-    # As NVIDIA's BERT does after reducing gradients itself: an integer flag in the place of amp's.
+    # NVIDIA's BERT reduces gradients itself and replaces amp's flag by an integer.
     flag, scaler._overflow_buf = scaler._overflow_buf, torch.tensor([1], dtype=torch.int32)
     assert scaler.update_scale()
     assert scaler._loss_scale == 64.0

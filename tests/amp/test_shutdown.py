@@ -139,12 +139,12 @@ def test_autocast_of_the_users_own_is_restored() -> None:
 
 
 def product() -> torch.dtype:
-    """What a thread's autocast makes of a product."""
+    """Return the dtype of a product under the thread's autocast."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def in_thread(function: Any) -> Any:
-    """What a function returns in a thread of its own."""
+    """Return the result of a function that runs in a new thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

@@ -143,7 +143,7 @@ def equality(precision: str, **options: Any) -> Check:
 
 
 def resumes(precision: str, shard: bool, **options: Any) -> Check:
-    """To the bit, with the same layout; what was saved is that of a whole model, and every other layout loads it."""
+    """Return a check that a run resumes bit for bit, and that every other layout loads its whole checkpoint."""
 
     def check(rank: int) -> None:
         with ended():
@@ -330,7 +330,7 @@ def ranks_that_differ(rank: int) -> None:
 
 
 def checkpoints_layers(rank: int) -> None:
-    """Stage 0 has two layers, of which it computes one twice; stage 1 has four and computes none twice."""
+    """Check that stage 0 computes one of its two layers twice, and stage 1 none of its four."""
     _, after, _ = plain(STEPS, False)
     with ended():
         config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0])

@@ -13,7 +13,7 @@ from tests.parallel.processes import Check
 
 
 class Mixture(nn.Module):
-    """A dense weight that all ranks share and an expert, each of which gets the gradient x."""
+    """A model of a dense weight that all ranks share and an expert; the gradient of both is x."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs of the Booster of which one rank kills itself in a step or in a save; started by test_processes.py.
+"""Runs of the Booster in which one rank kills itself, in a step or in a save; started by test_processes.py.
 
 Argument: a folder. This process imports everything and divides, into the ranks of every run. Each run has a folder of
 its own with what its ranks printed and the checkpoints of its cases; `ends.json` has the exit codes of its ranks.
@@ -28,7 +28,7 @@ from tests.booster.problem import adam, net, train
 from tests.booster.process_checks import PLUGINS, needs_fsdp
 from tests.forked_ranks import die, start
 
-# What each killed run trains, plugin and precision, and the rank that dies.
+# The plugin, the precision and the rank that dies, of each killed run.
 KILLED = {
     "backward": ("zero 1", "fp16_naive", 1),
     "save": ("ddp", "fp16", 0),
@@ -72,7 +72,7 @@ def arm(name: str, model: nn.Module) -> None:
 
 
 def save(booster: Booster, parts: tuple[Any, ...], folder: Path, use_async: bool) -> None:
-    """The optimizer last: where it is there, so is the rest."""
+    """Save all parts, the optimizer last: a checkpoint with an optimizer is complete."""
     booster.save_lr_scheduler(parts[4], folder / "scheduler")
     booster.save_model(parts[0], folder / "model", use_async=use_async)
     booster.save_optimizer(parts[1], folder / "optimizer", shard=True, size_per_shard=0, use_async=use_async)

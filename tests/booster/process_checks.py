@@ -44,7 +44,7 @@ needs_fsdp = torch.__version__ >= "2.7"  # 2.6 has none for a CPU
 
 
 def precision_of(name: str) -> Any:
-    """As an object, for plugins whose own names mean something else."""
+    """Return a precision object, because some plugins give the names another meaning."""
     if name == "fp16_apex":
         return FP16ApexMixedPrecision("O2", verbosity=0)
     return FP8MixedPrecision(smallest_weight=0) if name == "fp8" else mixed_precision_factory(name)
@@ -62,7 +62,7 @@ if needs_fsdp:
         "fsdp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchFSDPPlugin()),
         "gemini": lambda name: make(plugin=GeminiPlugin(precision=_or_fp32(name), offload_optim_frac=1.0)),
     }
-# Those that few checks are of.
+# Plugins that few checks use.
 OTHERS: dict[str, Callable[[str], Booster]] = {
     "ddp in order": lambda name: make(plugin=TorchDDPPlugin(find_unused_parameters=True)),
     "none": lambda name: make(),
@@ -212,9 +212,9 @@ def _train(booster: Booster, parts: tuple[Any, ...], steps: range, rank: int, ra
 
 
 def goes_on_elsewhere(rank: int) -> None:
-    """What each plugin saved in two processes: the same bits in any number of processes and in other plugins.
+    """Check that a checkpoint of each plugin loads bit for bit in any number of processes and in other plugins.
 
-    Whoever trains on has the weights of one process without a plugin, but for roundings.
+    Training continued from it gives the weights of one process without a plugin, up to rounding.
     """
     for plugin in PLUGINS:
         ways = []
@@ -304,7 +304,7 @@ def refuses_a_checkpoint_together(rank: int) -> None:
 
 
 def only_the_first_process_writes(rank: int) -> None:
-    """Each process gives a path of its own, and of these only that of the first is written, beside training or not."""
+    """Check that only the first process's path is written, whether asynchronously or not."""
     booster, model = make(plugin=TorchDDPPlugin()), net()
     model, optimizer, *_ = booster.boost(model, adam(model))
     for use_async in (False, True):
@@ -402,7 +402,7 @@ def refuses_plain_backward_passes(rank: int) -> None:
 
 
 def loads_into_a_model_that_was_trained(rank: int) -> None:
-    """The weights in ZeRO's state are loaded too, file by file; those of earlier files stay exact."""
+    """Check that ZeRO's float32 weights are loaded too, and that the next file keeps earlier ones exact."""
     for precision in ("fp32", "fp16_naive"):
         with ended():
             booster, model, folder = PLUGINS["zero 1"](precision), net(), Path(f"loaded again {precision}")
@@ -451,7 +451,7 @@ class Wider(Net):
 
 
 class Reordered(Net):
-    """The same layers in another order."""
+    """A Net with its layers in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ class Reordered(Net):
 
 
 def ranks_that_differ(plugin: str) -> Check:
-    """What the last rank has otherwise is named in all ranks, by `boost`, which changes nothing, or the first step."""
+    """Return a check that all ranks name the last rank's difference in `boost` or in the first step."""
 
     def check(rank: int) -> None:
         last = dist.get_world_size() - 1

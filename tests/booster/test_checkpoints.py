@@ -38,7 +38,7 @@ def test_every_format_gives_back_the_bits(shard: bool, use_safetensors: bool, us
     booster.save_model(parts[0], path, use_safetensors=use_safetensors, **options)
     booster.save_optimizer(parts[1], tmp_path / "optimizer", **options)
     expected = whole_model(parts[0], copies=True), whole_optimizer(parts[1], copies=True)
-    train(booster, parts, range(2, 3))  # what is being written does not change
+    train(booster, parts, range(2, 3))  # the save in progress must not see this
     booster.wait_for_saves()
     other, loaded = trained(seed=1)
     other.load_model(loaded[0], path, low_cpu_mem_mode=not shard, num_threads=1 + use_async)

@@ -40,7 +40,7 @@ def value_of(model: nn.Module) -> float:
 
 
 class Config:
-    """What a model of transformers has as `config`."""
+    """A `config` like the ones of transformers."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -67,7 +67,7 @@ def test_the_manifest_lists_what_saves_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*sorted(WRITTEN), "manifest.json", "config.json"])
 def test_a_foreign_file_under_a_needed_name(name: str, tmp_path: Path) -> None:
-    """As in a folder that came from Hugging Face."""
+    """Save into a folder with files from Hugging Face."""
     model = net()
     model.config = Config("{}")
     folder = tmp_path / "folder"

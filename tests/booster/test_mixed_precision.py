@@ -1,4 +1,4 @@
-"""What each of the five precisions does to weights, activations, gradients and states, on one device."""
+"""The five precisions: dtypes of weights, activations, gradients and state on one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = (
     FP8MixedPrecision,
     FP16NaiveMixedPrecision,
 )
-# Of the way that weights go: gradients have errors of 2^-11 in float16 and of 2^-8 in bfloat16, times a few layers.
+# Relative to the change of the weights. Gradients have errors of 2^-11 in float16 and 2^-8 in bfloat16 per layer.
 TOLERANCE = {"fp16": 0.005, "fp16_apex": 0.005, "fp16_naive": 0.005, "bf16": 0.03, "fp8": 0.2}
 
 

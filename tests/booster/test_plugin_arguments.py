@@ -200,7 +200,7 @@ def test_another_value_acts_warns_is_logged_or_raises(
 
 
 def _entry(seen: dict[str, Any], key: str) -> Any:
-    """Return an entry, an attribute of one, or the number of what is in it."""
+    """Return an entry of the observations, an attribute of an entry, or its length."""
     if key in seen:
         return seen[key]
     first, *names = key.split(".")
@@ -287,7 +287,7 @@ def test_heads_of_language_models_keep_their_logits() -> None:
     assert [rule.name for rule in RULES].count(HEAD) == 1
     head = next(rule for rule in RULES if rule.name == HEAD)
     place, model = RULES.index(head), Model()
-    # As if apex.fuse took this model for a language model whose head it can fuse.
+    # Makes apex.fuse treat this model as a language model whose head it can fuse.
     RULES[place] = head._replace(matches=lambda module: isinstance(module, Model), reason=lambda module: "")
     try:
         make(plugin=plugins.HybridParallelPlugin(enable_all_optimization=True)).boost(model)
@@ -311,7 +311,7 @@ class Config:
 
 
 class Attending(nn.Linear):
-    """As a model of Hugging Face's."""
+    """A model with an attention implementation like Hugging Face's."""
 
     def __init__(self, knows: bool) -> None:
         super().__init__(2, 2)

@@ -51,7 +51,7 @@ def test_gradients_of_a_plain_backward_pass_are_refused(name: str, call: str) ->
     booster.backward(loss_of(parts), optimizer)
     optimizer.step()
     assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"])
-    if name == "fp16":  # the gradients are there still, unscaled
+    if name == "fp16":  # the gradients still exist, unscaled
         with pytest.raises(RuntimeError, match="do not come from a scaled loss"):
             optimizer.step()
 

@@ -27,7 +27,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What became of the checks of each run; folders are named like it."""
+    """Return the results of the checks of each run, which has a folder of its name."""
     folder = Path(tmp_path_factory.mktemp("booster"))
     results = {}
     for name, (module, processes) in RUNS.items():
@@ -81,7 +81,7 @@ def test_another_number_of_processes_goes_on_with_the_same_bits(plugin: str, run
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What a checkpoint of `killed` holds."""
+    """Return the content of a checkpoint of `killed`."""
     optimizer: dict[Any, Any] = {}
     for path in sorted((folder / "optimizer").glob("*.bin")):
         optimizer |= torch.load(path)

@@ -44,7 +44,7 @@ def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: b
 
 
 def test_layers_are_checkpointed_and_fused_as_plugins_ask() -> None:
-    """Gradients stay, a layer's cache is not filled twice, and logits are there."""
+    """Check that gradients do not change, that a layer's cache is filled once, and that logits are returned."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     config = transformers.LlamaConfig(
         **sizes, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager"

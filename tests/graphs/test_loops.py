@@ -308,7 +308,7 @@ def inputs_that_are_written_to(device: str, way: Way) -> list[Any]:
 
 @loop(graphs=2)
 def tensors_that_are_only_left_behind(device: str, way: Way) -> list[Any]:
-    """With graphs of two shapes, each of which must put its own."""
+    """Use graphs of two shapes; each must store its own results."""
     model, optimizer = linear(device)
     train = trainer(device, model, optimizer)
     place = SimpleNamespace(outputs=None)

@@ -79,7 +79,7 @@ def test_opt_levels(level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "NpuFusedBertAdam", "torch.optim.SGD"])
 def test_overflows_skip_steps_on_the_device(name: str, level: str) -> None:
-    """Also steps of an optimizer that knows nothing of flags: what it did is put back."""
+    """Check also an optimizer without an overflow flag, whose step is undone."""
     makers = {**OPTIMIZERS, "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
     schedule = name != "torch.optim.SGD"
     compare(18, (1, 6, 7, 12), level=level, make=makers[name], schedule=schedule)
@@ -123,7 +123,7 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_inputs_outputs_and_kinds() -> None:
-    """Graphs by shape, layout, dtype and the values of what is no tensor; results are written over."""
+    """Check that shapes, layouts, dtypes and other values select a graph, and that a replay overwrites results."""
     calls = deque()  # the length of a list would be noticed
 
     def step(batch: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def test_an_optimizer_that_makes_state_late_is_not_captured() -> None:
 
 
 def test_gradients_that_python_sets_to_none_or_replaces() -> None:
-    """What a graph reads is brought to its memory; what it makes anew may be anything."""
+    """Check that gradients which a graph reads are copied to its memory, and that others may be anything."""
 
     def run(way: Any) -> Training:
         training = Training(way, device="cpu", schedule=False)
@@ -341,7 +341,7 @@ def test_other_memory_where_there_are_no_more_graphs_runs_eagerly_once() -> None
 
 
 def test_a_replay_that_ends_with_an_error_is_a_whole_step() -> None:
-    """As where gradients overflow for too long."""
+    """Raise the error of gradients that overflow for too long."""
     training = Training(None, device="cpu", schedule=False)
 
     errors: deque[Exception] = deque()
