@@ -260,7 +260,7 @@ def rewritten(source: str, folder: Path, to: str, refused: tuple[str, ...] = ())
 
 
 def losses_of(source: str) -> list[float]:
-    """Runs a script; the losses that it collects."""
+    """Run a script and return the losses that it collects."""
     names: dict = {"__name__": "__main__"}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -402,7 +402,7 @@ def test_constructors_and_their_defaults(tmp_path: Path) -> None:
 
 
 def test_every_number_of_the_loss_scale_keeps_its_meaning(tmp_path: Path) -> None:
-    """Arguments of `amp.initialize` and of `GradScaler`, which differ in names and in order, there and back."""
+    """Convert arguments of `amp.initialize` and `GradScaler`, whose names and order differ, in both directions."""
     numbers = {"dynamic_init_scale": 1024.0, "scale_growth_factor": 3.0, "scale_backoff_factor": 0.25}
     numbers["scale_window"] = 7
     theirs = {"init_scale": 1024.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}

@@ -119,7 +119,7 @@ class StandardisedConv(nn.Conv2d):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_computes_something_else_stays(make: Callable[[], nn.Module], reason: str, training: bool) -> None:
+def test_modules_with_another_formula_are_not_fused(make: Callable[[], nn.Module], reason: str, training: bool) -> None:
     model = make().train(training)
     kind, flags = type(model), [module.training for module in model.modules()]
     (row,) = apex.fuse(model, verbose=False)

@@ -57,7 +57,7 @@ NETWORK = task_of(Network, NETWORK_INPUTS)
 
 
 def real_state(settings: Settings) -> dict[str, int]:
-    """The bytes of real objects before the update of a second step."""
+    """Return the bytes of real objects before the update of the second step."""
     found: dict[str, int] = {}
     torch.manual_seed(0)
     with trained(NETWORK, settings, CPU) as training:
@@ -119,7 +119,7 @@ def test_peak_is_that_of_a_real_step(level: str) -> None:
     assert found.peak == pytest.approx(storages.peak, rel=0.05)
 
 
-def test_fused_ops_keep_what_their_kernels_keep() -> None:
+def test_fused_ops_save_the_tensors_of_their_kernels() -> None:
     rows, width = 64, 256
 
     def loss(model: nn.Module, batch: int, device: torch.device) -> Tensor:

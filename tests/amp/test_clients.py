@@ -151,7 +151,7 @@ def test_a_model_in_channels_last() -> None:
 
 
 def test_gradients_zeroed_through_the_model() -> None:
-    """`model.zero_grad()` in the place of the optimizer's: no old gradient stays on the masters."""
+    """Call `model.zero_grad()` instead of the optimizer's: no old gradient stays on the masters."""
     results = []
     for through_model in (False, True):
         model = small_model()
@@ -167,7 +167,7 @@ def test_gradients_zeroed_through_the_model() -> None:
 
 
 def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
-    """Written for upstream, whose FusedLAMB and FusedAdam keep the kernel in an attribute."""
+    """The subclass was written for upstream, whose FusedLAMB and FusedAdam keep the kernel in an attribute."""
     from apex.optimizers import FusedAdam
 
     class Own(FusedAdam):
@@ -200,7 +200,7 @@ def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
 
 
 def test_hooks_that_a_script_replaces() -> None:
-    """Scripts put methods of upstream's arguments in their place: none before, the scaler after the backward pass."""
+    """Scripts replace the hooks by methods with upstream's arguments: none, and after the backward pass a scaler."""
     model = small_model()
     model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
     called = []
@@ -214,7 +214,7 @@ def test_hooks_that_a_script_replaces() -> None:
 
 
 def test_small_functions_that_scripts_import() -> None:
-    """By accident, it seems, and without calling them; a script must not stop at the import."""
+    """Scripts import them without calling them; the import must work."""
     from apex.amp.compat import filter_attrs
     from apex.amp.rnn_compat import has_old_rnns
     from apex.amp.utils import is_fp_tensor

@@ -31,7 +31,7 @@ def prepared(level: str, kind: Any = FusedSGD, model: nn.Module | None = None, *
 @kinds
 @levels
 def test_accumulation(level: str, kind: Any) -> None:
-    """Several backward passes per step are one of the mean, with delay_unscale and without."""
+    """Several backward passes per step equal one pass over the mean, with delay_unscale and without."""
 
     def run(delay: bool) -> list[Tensor]:
         model, optimizer = prepared(level, kind, model=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
@@ -109,7 +109,7 @@ def test_clipping(level: str, kind: Any) -> None:
 
 @levels
 def test_evaluation_between_steps(level: str) -> None:
-    """Looking changes nothing, and sees the weights of now."""
+    """An evaluation changes nothing and uses the current weights."""
 
     def run(look: bool) -> list[Tensor]:
         model, optimizer = prepared(level, FusedAdam)

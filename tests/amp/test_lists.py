@@ -91,7 +91,7 @@ def call(overrides: ModuleType, kind: str, name: str, make: Make) -> Any:
 
 
 def wrong(make: Make, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The functions on the lists whose result has another type than their list says."""
+    """Return the listed functions whose result has another dtype than their list requires."""
     found = {}
     half = "FP16_FUNCS" if make.low == torch.float16 else "BFLOAT16_FUNCS"
     expected = {half: make.low, "FP32_FUNCS": torch.float32, "CASTS": torch.float32, "SEQUENCE_CASTS": torch.float32}
@@ -115,7 +115,7 @@ def test_every_name_is_cast_as_its_list_says(low: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["O1", "O4"])
-def test_and_on_a_gpu_that_is_not_there(low: torch.dtype) -> None:
+def test_every_name_is_cast_with_fake_gpu_tensors(low: torch.dtype) -> None:
     with pretended_gpu(low) as make:
         assert wrong(make, without=(*NEED_A_GPU, "equal", "pdist")) == {}
 

@@ -60,7 +60,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_look_through() -> None:
-    """Tests here collect garbage several times, which takes 0.3 s among all that other tests have imported."""
+    """Freeze existing objects: collecting garbage among them takes 0.3 s each time."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # imports PyTorch's compiler
     gc.collect()
     gc.freeze()
@@ -76,8 +76,8 @@ def step(model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_stays_between_steps(name: str, level: str) -> None:
-    """Weights, their masters and the optimizer's state: no gradient, no third copy of a weight."""
+def test_memory_between_steps(name: str, level: str) -> None:
+    """Only weights, masters and optimizer state remain: no gradient, no third copy of a weight."""
     data = PROBLEMS["language"][1]()
     gc.collect()
     with LiveStorages(lambda tensor: True) as live:
@@ -96,7 +96,7 @@ def test_what_stays_between_steps(name: str, level: str) -> None:
 
 
 def peak(level: str, name: str, make: Callable[[Any], Any]) -> int:
-    """The most bytes at once in steps after the first."""
+    """Return the peak memory of steps after the first."""
     new_model, new_data = PROBLEMS[name]
     data = new_data()
     gc.collect()

@@ -159,7 +159,7 @@ def test_numbers_that_do_not_fit() -> None:
 @kinds
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> None:
-    """Where gradients are scaled they can be neither unscaled twice nor used; nothing changes, and training goes on."""
+    """Scaled gradients can neither be unscaled twice nor used; the error changes nothing, and training continues."""
     model = small_model()
     model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
     train(model, optimizer, 1)

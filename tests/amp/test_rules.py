@@ -195,7 +195,7 @@ def test_on_a_cpu(name: str, low: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def pretended_gpu(low: torch.dtype) -> Iterator[Make]:
-    """Autocast for GPUs with apex's kernels, on tensors without memory."""
+    """Yield with autocast for GPUs and apex's rules, for fake tensors."""
     kernels = RuleKernels()
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", low)
@@ -212,7 +212,7 @@ NEED_A_GPU = ("grid_sample", "ctc_loss")
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NEED_A_GPU])
-def test_on_a_gpu_that_is_not_there(name: str) -> None:
+def test_rules_of_a_gpu_with_fake_tensors(name: str) -> None:
     with pretended_gpu(torch.float16) as make:
         check(*CALLS[name], make)
 
@@ -284,7 +284,7 @@ def test_the_advice_for_banned_functions_works() -> None:
 
 
 def test_in_place_where_casts_are_off() -> None:
-    """In a backward pass, an optimizer's step, or disable_casts; and for types that amp does not cast."""
+    """Casts are off in backward passes, optimizer steps and disable_casts, and for dtypes that amp does not cast."""
     quiet(nn.Linear(1, 1), opt_level="O1")
     half = torch.zeros(2).half()
     with amp.disable_casts():

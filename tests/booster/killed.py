@@ -41,7 +41,7 @@ EXACT_LAST = 3
 
 
 def train_case(name: str, plugin: str, precision: str, folder: Path, victim: bool) -> None:
-    """Trains from the newest checkpoint to the last step, and saves after every step; a victim dies after `SAVED`."""
+    """Train from the newest checkpoint to the last step and save after every step; a victim dies after `SAVED`."""
     booster, model = PLUGINS[plugin](precision), net()
     optimizer = adam(model)
     parts = booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, LinearWarmupLR(optimizer, 8, 2))
@@ -57,7 +57,7 @@ def train_case(name: str, plugin: str, precision: str, folder: Path, victim: boo
 
 
 def arm(name: str, model: nn.Module) -> None:
-    """Has this process die in the next step, or in the save after it with half of the optimizer written."""
+    """Make this process die in the next step, or in the save after it with half of the optimizer written."""
     if name == "backward":
         next(model.parameters()).register_hook(die)
         return
@@ -79,7 +79,7 @@ def save(booster: Booster, parts: tuple[Any, ...], folder: Path, use_async: bool
 
 
 def load_newest(booster: Booster, parts: tuple[Any, ...], folder: Path) -> int:
-    """Loads the newest whole checkpoint; the step that it was saved after."""
+    """Load the newest complete checkpoint; return the step that it was saved after."""
     step = max((int(path.parent.name) for path in folder.glob("*/optimizer")), default=0)
     if step:
         booster.load_model(parts[0], folder / str(step) / "model")

@@ -139,7 +139,7 @@ ARGUMENTS = [(name, argument) for name in ORIGINAL for argument in signature(nam
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
-def test_arguments_are_those_of_the_original_in_its_order(name: str) -> None:
+def test_arguments_and_their_order_match_the_original(name: str) -> None:
     found = signature(name)
     assert list(found) == [*ORIGINAL[name], *OURS.get(name, [])]
     differ = {"sync_module_states"}  # without it processes would train different models
@@ -259,7 +259,7 @@ def test_groups_in_another_order_are_warned_of() -> None:
     assert dist.get_process_group_ranks(plugin.pg_mesh.get_group_along_axis(0)) == [0, 2]
 
 
-def test_fusing_warns_if_there_is_nothing_to_fuse() -> None:
+def test_fusing_warns_without_modules_to_fuse() -> None:
     for argument in ("enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"):
         with pytest.warns(UserWarning, match=f"{argument}=True changes nothing"):
             make(plugin=plugins.HybridParallelPlugin(**{argument: True})).boost(nn.Linear(2, 2))
@@ -370,8 +370,8 @@ def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
-def test_layers_are_those_of_the_longest_list() -> None:
-    """A model's short lists (heads, embeddings) are not what a ratio or a count of layers is about."""
+def test_layers_come_from_the_longest_module_list() -> None:
+    """A ratio or a count of layers does not refer to a model's short lists (heads, embeddings)."""
     model = nn.Module()
     model.heads, model.blocks, model.more = (nn.ModuleList([nn.Identity() for _ in range(size)]) for size in (1, 4, 2))
     assert chosen_layers(model, GradientCheckpointConfig(0.5), 0) == list(model.blocks)[:2]

@@ -96,7 +96,7 @@ def test_skipped_steps_are_told_with_the_names_of_parameters(name: str, capsys: 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_steps_that_can_only_be_skipped_are_an_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After as many steps as amp allows with the scale at its floor; the scale is not zero, and training can go on."""
+    """The error comes after as many steps at the smallest scale as amp allows; training can continue after it."""
     booster, parts = boosted(SCALED[name])
     optimizer = parts[1]
     assert optimizer.overflow_patience == 100

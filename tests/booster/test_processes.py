@@ -50,8 +50,8 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", killed.KILLED)
-def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, killed_runs: Path) -> None:
-    """SIGKILL in a step and in saves: the last whole checkpoint is the one before, the end is the same to the bit."""
+def test_a_killed_run_resumes_bit_for_bit(case: str, killed_runs: Path) -> None:
+    """After SIGKILL in a step or a save the previous checkpoint is complete, and a resumed run ends equally."""
     ends = json.loads((killed_runs / "ends.json").read_text())
     victim = killed.KILLED[case][2]
     assert ends[case] == [-signal.SIGKILL if rank == victim else 1 for rank in range(2)]
@@ -65,8 +65,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, killed_runs: Path
 
 @pytest.mark.parametrize("run", ["exact alone", "exact in four"])
 @pytest.mark.parametrize("plugin", killed.EXACT)
-def test_another_number_of_processes_goes_on_with_the_same_bits(plugin: str, run: str, killed_runs: Path) -> None:
-    """Where no sum is rounded: float64 comes to the same numbers."""
+def test_another_number_of_processes_resumes_with_the_same_bits(plugin: str, run: str, killed_runs: Path) -> None:
+    """Sums of these float64 numbers are not rounded, so that all results are equal."""
     ends = json.loads((killed_runs / "ends.json").read_text())
     assert ends["exact"] == [-signal.SIGKILL] * 2
     assert ends[run] == [0] * killed.RUNS[run], (killed_runs / run / "rank0.txt").read_text()

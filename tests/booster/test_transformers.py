@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not a
 
 @pytest.mark.parametrize("use_safetensors", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
-def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: bool, tmp_path: Path) -> None:
+def test_from_pretrained_reads_a_saved_folder(precision: str, use_safetensors: bool, tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)  # the embedding and the head share a weight

@@ -30,7 +30,7 @@ def network(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def rounded(matrix: torch.Tensor, rows: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers of a format under a scale per matrix, or per row, in float64."""
+    """Return the nearest numbers of a format, with a scale per matrix or per row, in float64."""
     amax = matrix.abs().amax(1, keepdim=True) if rows else matrix.abs().amax()
     limit = torch.full_like(amax.float(), torch.finfo(dtype).max)
     return (matrix.float() * (limit / amax)).to(dtype).double() * (amax / limit).double()
@@ -85,7 +85,7 @@ def test_gradients_that_nobody_wants():
         gradient.sum().backward()
 
 
-def test_convert_says_what_it_did():
+def test_convert_reports_on_each_layer():
     model = network("cpu")
     before = model.state_dict()
     report = fp8.convert(model, smallest_weight=128 * 64, choose=lambda name, layer: True, emulate=True)
@@ -146,7 +146,7 @@ def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
     assert torch.equal(perceptron(x), usual)
 
 
-def test_what_is_no_model_is_refused():
+def test_arguments_that_are_no_model_are_refused():
     for call in (fp8.convert, fp8.revert):
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not \[Linear"):
             call([torch.nn.Linear(16, 16)])

@@ -149,7 +149,7 @@ def far_away(device: str) -> tuple[Any, ...]:
 
 
 @case
-def what_is_put_into_a_variable_first(device: str) -> tuple[Any, ...]:
+def a_value_in_a_local_variable(device: str) -> tuple[Any, ...]:
     trainer = types.SimpleNamespace(config=Config())
 
     def step(x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def results(name: str, way: Callable[[Step], Step], device: str) -> list[Any]:
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_changed_between_calls_is_noticed(name: str, device: str) -> None:
+def test_changes_between_calls_are_noticed(name: str, device: str) -> None:
     steps: list[CapturedStep] = []
 
     def way(function: Step) -> CapturedStep:
@@ -304,7 +304,7 @@ def test_outputs_that_are_objects_have_no_gradients() -> None:
         assert (found.outputs.requires_grad, found.name) == (False, "one")
 
 
-def test_what_a_capture_does_to_tensors_of_the_host_is_refused_and_undone() -> None:
+def test_writes_to_host_tensors_in_a_capture_are_refused_and_undone() -> None:
     count, device = torch.zeros(2), torch.device("meta")
     before = Snapshot([], References(lambda: count), device)
     State(before, CaptureContext(True, device))
@@ -420,7 +420,7 @@ class Refuses(Tensor):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_many_parameters_beside_tensors_that_refuse_everything() -> None:
-    """Python has numbers up to 256 once, and others as often as they are counted."""
+    """Python shares integers up to 256 and makes larger ones anew at every count."""
     refusing = torch.ones(1).as_subclass(Refuses)
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
     optimizer = torch.optim.SGD(weights, lr=1.0)

@@ -134,7 +134,7 @@ def test_every_closure_of_one_function_is_looked_at() -> None:
     assert {location.read() for location in locations if location.name == "factors[0]"} == {3.0, 4.0}
 
 
-def test_what_has_no_code() -> None:
+def test_callables_without_code() -> None:
     assert names(abs) == names(torch.add) == set()
     assert names(nn.Identity()) == {"self", "the length of kwargs"}
 

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.text import Text
 
 from ..dump import Comparison, compare
 from .console import make_console, make_table, print_json_document, print_table
+from .errors import as_bad_parameter
 
 _AROUND = 5  # rows printed before and after the first difference
 
@@ -26,11 +26,9 @@ def run_compare(
 ) -> int:
     """Compare two dumps and print the first difference; return the exit status, 1 if they differ."""
     console, messages = make_console(), make_console(stderr=True)
-    try:
+    with as_bad_parameter(ValueError, OSError, ModuleNotFoundError):
         comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
         unplotted = None if as_json else draw(comparison, plot)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
     difference, tensors = comparison.first, comparison.rows
     if as_json:  # JSON has no infinity
         rows = [{name: None if value == math.inf else value for name, value in vars(row).items()} for row in tensors]

@@ -6,11 +6,13 @@ ends with status 2, like a package that does not import. Any other exception is 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,15 @@ _OPTION_HINTS = {
     "--gpu": "--gpu sm_90 compiles for an H100 or H200, with no GPU here; `apex doctor` says why there is none",
     "APEX_IMPL": "unset APEX_IMPL, or set it to auto; `apex doctor` says what runs here and why",
 }
+
+
+@contextlib.contextmanager
+def as_bad_parameter(*kinds: type[Exception], option: str | None = None) -> Iterator[None]:
+    """Turn exceptions of these kinds into a `typer.BadParameter`, of an option if it is given."""
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 class Commands(TyperGroup):

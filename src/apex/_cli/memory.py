@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import typer
 
 from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
 from .._memory.tasks import find_task, parse_shape
 from .._memory.training import OPT_LEVELS, Settings
 from .console import make_console, make_table, print_json_document, print_table
+from .errors import as_bad_parameter
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "fixed", "activations", "peak")
@@ -30,7 +30,7 @@ def run_memory(
     **options: Any,
 ) -> None:
     """Print the estimates, and measurements if asked for, as a table or as JSON."""
-    try:
+    with as_bad_parameter(ValueError, TypeError, RuntimeError):
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU, and PyTorch finds none here")
@@ -43,8 +43,6 @@ def run_memory(
             fits = None if limit is None else largest_batch(task, settings, limit)
             real = measure(task, settings, torch.device("cuda", torch.cuda.current_device())) if measured else None
             rows.append((settings, estimated, fits, real))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
     if as_json:
         print_json_document({"model": model, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
     else:

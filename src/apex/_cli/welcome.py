@@ -43,8 +43,8 @@ def print_welcome(context: Any) -> None:
     console.print()
     console.print(table)
     examples = make_table(console, None, "for example", "")
-    for line, what in EXAMPLES:
-        examples.add_row(Text(line, style="bold"), what)
+    for line, purpose in EXAMPLES:
+        examples.add_row(Text(line, style="bold"), purpose)
     console.print()
     console.print(examples)
     console.print("\n`apex COMMAND --help` shows the options of a command.")

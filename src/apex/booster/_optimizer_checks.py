@@ -97,18 +97,18 @@ def _check_scaler(state: Any) -> None:
     """Raise unless `state` is a valid state of a GradScaler-like loss scaler; amp checks its own states."""
     if not state:
         return
-    what = "of the loss scale in the checkpoint"
+    owner = "of the loss scale in the checkpoint"
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state {what} must be a dict, not {type(state).__name__}")
+        raise TypeError(f"the state {owner} must be a dict, not {type(state).__name__}")
     if "scale" not in state:  # a state of amp, whose load_state_dict checks it before changing anything
         return
     lacking = {"growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
     if lacking:
-        raise ValueError(f"the state {what} lacks {', '.join(sorted(lacking))}")
-    checked_scale(f"scale {what}", state["scale"])
-    checked_number(f"growth_factor {what}", state["growth_factor"], 1.0, 2.0**127, "a finite number of at least 1")
-    checked_number(f"backoff_factor {what}", state["backoff_factor"], 2.0**-126, 1.0, "a positive number up to 1")
+        raise ValueError(f"the state {owner} lacks {', '.join(sorted(lacking))}")
+    checked_scale(f"scale {owner}", state["scale"])
+    checked_number(f"growth_factor {owner}", state["growth_factor"], 1.0, 2.0**127, "a finite number of at least 1")
+    checked_number(f"backoff_factor {owner}", state["backoff_factor"], 2.0**-126, 1.0, "a positive number up to 1")
     for name, low in (("growth_interval", 1), ("_growth_tracker", 0), ("overflows", 0)):
         accepted = f"an integer of at least {low}"
-        if not checked_number(f"{name} {what}", state.get(name, low), low, math.inf, accepted).is_integer():
-            raise ValueError(f"{name} {what} must be {accepted}, not {state[name]}")
+        if not checked_number(f"{name} {owner}", state.get(name, low), low, math.inf, accepted).is_integer():
+            raise ValueError(f"{name} {owner} must be {accepted}, not {state[name]}")

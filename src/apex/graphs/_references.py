@@ -121,13 +121,15 @@ class References:
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
                     # Norms store statistics of the last batch for callers. They compute with them only if
                     # `BatchStatistics.asked` is set.
-                    is_kept = isinstance(entries[key], BatchStatistics)
-                    location = StateLocation(f"{type(module).__name__}.{key}", entries, (key,), is_kept, variable=True)
+                    is_statistics = isinstance(entries[key], BatchStatistics)
+                    location = StateLocation(
+                        f"{type(module).__name__}.{key}", entries, (key,), is_statistics, variable=True
+                    )
                     parts = parts_of(location, few=_FEW_ITEMS)
                     locations += [part for part in parts if _is_tensor(part.read())]
-                    if is_kept:  # other shapes may use another kernel, which keeps other statistics
-                        kept = location.item(BatchStatistics._fields.index("inverted"))
-                        locations.append(kept._replace(temporary=False))
+                    if is_statistics:  # other shapes may use another kernel, which keeps other statistics
+                        inverted = location.item(BatchStatistics._fields.index("inverted"))
+                        locations.append(inverted._replace(temporary=False))
         return locations
 
     def entries(self) -> list[Mapping[str, Any]]:

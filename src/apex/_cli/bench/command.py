@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import typer
 from rich.console import Console
 
 from ..._bench import cores, timing
@@ -20,6 +19,7 @@ from ..._bench.runner import run_case
 from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
 from ..console import make_console, with_progress
 from ..devices import pick_device
+from ..errors import as_bad_parameter
 from .chart import write_chart
 from .table import print_report
 
@@ -51,15 +51,13 @@ def run_bench(
     the cases measured so far are then printed and written. A request that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
-    try:
+    with as_bad_parameter(ValueError, option="--device"):
         target = pick_device(device)
         if target.type not in ("cpu", "cuda"):
             raise ValueError(f"device {str(target)!r} cannot be measured; use cpu, cuda or cuda:<index>")
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    try:
+    with as_bad_parameter(ValueError, OSError):
         if sweep is not None:
             if families:
                 raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
@@ -77,8 +75,6 @@ def run_bench(
         if sweep is not None:
             about = {"sweep": sweep, "cases": cases, "seed": seed}
             return run_sweep(with_progress(drawn, "cases"), target, path, console, about, all_cores=all_cores)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
     environment = describe(target)
     if target.type == "cuda":

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..console import make_console
 from ..devices import pick_device
+from ..errors import as_bad_parameter
 from .plot import FORMATS, draw
 from .report import Comparison, ModelFacts, print_comparison, print_json
 from .tasks import RECIPES, Task, make_task
@@ -24,14 +25,12 @@ _STEPS_ON_GPU = 200
 def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, as_json: bool, plot: Path) -> int:
     """Train, draw and print; return the exit status.
 
-    The status is 1 if the plot cannot be written, or if a loss is not finite at a level with a loss scale.
+    The status is 1 if the plot cannot be written, or if a loss is not finite at a level other than O3.
     """
     chosen_levels = _parse_levels(levels)
     _check_plot_path(plot)
-    try:
+    with as_bad_parameter(ValueError, option="--device"):
         target = pick_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from None
     implementation = _implementation(target)
     if steps is None:
         steps = _STEPS_ON_CPU if target.type == "cpu" else _STEPS_ON_GPU
@@ -84,10 +83,8 @@ def _implementation(device: torch.device) -> str:
     """Return the implementation that apex's ops choose on `device`, with the reason."""
     from ...ops import explain, norm
 
-    try:
+    with as_bad_parameter(RuntimeError, ValueError, option="APEX_IMPL"):  # it may be unknown or impossible here
         choice = explain(norm.FAMILY, device, torch.float32)
-    except (RuntimeError, ValueError) as error:  # a request of APEX_IMPL that is unknown or cannot be met
-        raise typer.BadParameter(str(error), param_hint="APEX_IMPL") from None
     return f"{choice.implementation} ({choice.reason})"
 
 

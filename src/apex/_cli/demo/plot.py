@@ -31,8 +31,9 @@ def draw(comparison: Comparison, path: Path) -> str | None:
     axes = figure.subplots(3, columns, squeeze=False, sharex="col", height_ratios=(2, 1, 1))
     for column, model in enumerate(comparison.models):
         for row, draw_panel in enumerate((_draw_losses, _draw_distances, _draw_scales)):
-            draw_panel(axes[row, column], comparison, model)
-            axes[row, column].grid(alpha=0.3)
+            panel: Any = axes[row, column]
+            draw_panel(panel, comparison, model)
+            panel.grid(alpha=0.3)
     figure.suptitle(f"The same models at every opt level, on {comparison.device}")
     figure.savefig(path, dpi=130)
     return None

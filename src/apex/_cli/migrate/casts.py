@@ -48,7 +48,7 @@ class Casts:
             return None
         dtype = self._dtype(use, arguments)
         condition = self._remove(call)
-        conditions = [each for each in (condition, enabled) if each != "True"]
+        conditions = [text for text in (condition or "", enabled) if text != "True"]
         if condition is None or len(conditions) > 1:
             return code.refuse(use.node, "autocast-form")
         self.casts.append(Cast(use.node, dtype, "".join(conditions) or "True"))

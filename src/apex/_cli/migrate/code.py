@@ -50,7 +50,7 @@ class Code:
         self.text: Callable[[Node], str] = self.module.code_for_node
         providers = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
         facts: Any = wrapper.resolve_many(providers)
-        self._parents, self._positions, self._qualified = (facts[each] for each in providers)
+        self._parents, self._positions, self._qualified = (facts[provider] for provider in providers)
         self.refusals: list[Refusal] = []
         # Nodes by type. LibCST's own search walks through the whole file each time, which takes half a second.
         self._nodes: dict[str, list[Node]] = {}

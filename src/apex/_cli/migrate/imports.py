@@ -91,7 +91,9 @@ class _Remover(cst.CSTTransformer):
         name = alias.evaluated_alias or (alias.evaluated_name if path else alias.evaluated_name.partition(".")[0])
         full = f"{path}{alias.evaluated_name}."
         relative = bool(getattr(statement, "relative", ()))
-        return name in self._names and not relative and full.startswith(tuple(f"{each}." for each in self._packages))
+        return (
+            name in self._names and not relative and full.startswith(tuple(f"{package}." for package in self._packages))
+        )
 
     def _without_try(self, updated: cst.Try) -> Any:
         """Replace a `try` that has lost its import by its other statements, if these only assign constants."""

@@ -24,17 +24,17 @@ class Backward:
 
 def backward_pass(code: Code, use: Use) -> Backward | None:
     """Return the backward pass of an `amp.scale_loss`, or refuse and return None if its form is not supported."""
-    given = None if use.call is None else bound(use.call, SCALE_LOSS)
+    arguments = None if use.call is None else bound(use.call, SCALE_LOSS)
     item: Node = code.parent(use.call)
     if (
-        given is None
-        or not {"loss", "optimizers"} <= given.keys()
+        arguments is None
+        or not {"loss", "optimizers"} <= arguments.keys()
         or not m.matches(item, m.WithItem(asname=m.AsName()))
     ):
         code.refuse(use.node, "call-form", function="amp.scale_loss", problem="not `with amp.scale_loss(...) as ...`")
         return None
     for name in ("delay_unscale", "delay_overflow_check"):
-        if name in given and literal(given[name].value) is not False:
+        if name in arguments and literal(arguments[name].value) is not False:
             code.refuse(use.node, "delayed", name=name)
             return None
     statement, name = code.parent(item), code.text(item.asname.name)
@@ -45,9 +45,9 @@ def backward_pass(code: Code, use: Use) -> Backward | None:
     if len(statement.items) > 1 or len(body) != 1 or not m.matches(body[0], pattern) or elsewhere:
         code.refuse(use.node, "scaled-loss")
         return None
-    arguments = [code.text(arg).rstrip(", \n") for arg in body[0].value.args]
-    loss_id = code.text(given["loss_id"].value) if "loss_id" in given else "0"
-    return Backward(statement, given["loss"].value, code.parts(given["optimizers"].value), arguments, loss_id)
+    options = [code.text(arg).rstrip(", \n") for arg in body[0].value.args]
+    loss_id = code.text(arguments["loss_id"].value) if "loss_id" in arguments else "0"
+    return Backward(statement, arguments["loss"].value, code.parts(arguments["optimizers"].value), options, loss_id)
 
 
 _SCALED = m.With(items=[m.WithItem(item=m.Call(func=m.Name("scale_loss") | m.Attribute(attr=m.Name("scale_loss"))))])

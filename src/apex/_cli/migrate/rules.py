@@ -38,7 +38,7 @@ ADVICE = {
     "fallback": "{name} is defined here for want of apex: use that, and remove the import of apex",
     "no-equivalent": "{name} has no counterpart in torch; it works beside torch.amp too",
     "autocast-form": "autocast in a form that cannot be followed: write `with autocast(...)` around the model's call",
-    "autocast-type": "autocast to {found}: all of a file must be to one type, known where the optimizer is made",
+    "autocast-type": "autocast to {dtype}: all of a file must be to one type, known where the optimizer is made",
     "autocast-elsewhere": "a GradScaler without autocast in this file: rewrite both files by hand",
     "autocast-only": "autocast without a backward pass in this file: rewrite the file that trains first, by hand",
     "scaler-use": "`{use}` uses the GradScaler for something that apex.amp has not, or not there: remove it",
@@ -144,8 +144,10 @@ def matching(call: cst.Call, name: str, choices: tuple[Counterpart, ...]) -> Cou
     """
     misfit = ("*args", "...")
     arguments = bound(call, parameters_of(f"apex.{name}"))
-    for choice in choices if arguments is not None else ():
-        values = {parameter: code_of(arg.value) for parameter, arg in arguments.items()}
+    if arguments is None:
+        return misfit
+    values = {parameter: code_of(arg.value) for parameter, arg in arguments.items()}
+    for choice in choices:
         unfit = [(parameter, value) for parameter, value in values.items() if not _fits(parameter, value, choice)]
         if not unfit:
             return choice

@@ -95,7 +95,7 @@ class TorchToAmp:
         if len(canonical) > 1:
             other = list(canonical)[1]
             if name == "dtype":
-                code.refuse(canonical[other].node, "autocast-type", found=other)
+                code.refuse(canonical[other].node, "autocast-type", dtype=other)
             else:
                 code.refuse(canonical[other].node, "not-literal", name=name, value=" and ".join(canonical))
             return None
@@ -107,7 +107,7 @@ class TorchToAmp:
         visible = [text for text, node in ways if is_visible(code, text, node, statement)]
         if not visible:
             rule = "autocast-type" if name == "dtype" else "not-literal"
-            code.refuse(self._first, rule, name=name, value=ways[0][0], found=ways[0][0])
+            code.refuse(self._first, rule, name=name, value=ways[0][0], dtype=ways[0][0])
         return visible[0] if visible else "True"
 
     def _is_flag_of_scaler(self, flag: list[tuple[str, Node]]) -> bool:

@@ -27,14 +27,14 @@ def convert(code: Code) -> Edits:
 def _boost(code: Code, edits: Edits, use: Use, _: list[Use]) -> None:
     """Replace `amp.initialize` by a Booster and `booster.boost`."""
     call = use.call or use.node
-    statement, given = code.statement(call), bound(call, INITIALIZE) if isinstance(call, cst.Call) else None
+    statement, arguments = code.statement(call), bound(call, INITIALIZE) if isinstance(call, cst.Call) else None
     target = statement.targets[0].target if isinstance(statement, cst.Assign) and statement.value is call else None
-    if given is None or "models" not in given or target is None:
+    if arguments is None or "models" not in arguments or target is None:
         problem = "not `model, optimizer = amp.initialize(...)`"
         return code.refuse(call, "call-form", function="amp.initialize", problem=problem)
-    model, *optimizer = [given.pop(name).value for name in ("models", "optimizers") if name in given]
+    model, *optimizer = [arguments.pop(name).value for name in ("models", "optimizers") if name in arguments]
     texts = [code.text(argument) for argument in (model, *optimizer) if literal(argument) is not None]
-    enabled = given.pop("enabled", None)
+    enabled = arguments.pop("enabled", None)
     if enabled is not None and literal(enabled.value) is not True:
         value = code.text(enabled.value)
         return code.refuse(enabled, "argument", name="enabled", value=value, function="amp.initialize")
@@ -42,10 +42,12 @@ def _boost(code: Code, edits: Edits, use: Use, _: list[Use]) -> None:
     taken = [name for name in ("booster", "Booster") if code.is_taken(name)]
     if taken:
         return code.refuse(call, "names-taken", names=" and ".join(taken))
-    if len(targets) != len(texts) or any(isinstance(each, cst.List | cst.Tuple) for each in (model, *optimizer)):
+    if len(targets) != len(texts) or any(
+        isinstance(argument, cst.List | cst.Tuple) for argument in (model, *optimizer)
+    ):
         return code.refuse(call, "several-models")
-    level = [code.text(given.pop("opt_level").value)] if "opt_level" in given else []
-    options = ", ".join([*level, *(f"{name}={code.text(arg.value)}" for name, arg in given.items())])
+    level = [code.text(arguments.pop("opt_level").value)] if "opt_level" in arguments else []
+    options = ", ".join([*level, *(f"{name}={code.text(arg.value)}" for name, arg in arguments.items())])
     precision = f"mixed_precision=FP16ApexMixedPrecision({options})"
     edits.replaced[statement] = [
         f"booster = Booster(next({texts[0]}.parameters()).device, {precision})",

@@ -148,7 +148,7 @@ class AmpToTorch:
             if not self._is_alternative(other, backwards):
                 code.refuse(other, "several-losses")
         wrapped = {} if self._dtype is None else self._cast(statement, backwards, steps)
-        users = [*(each.statement for each in backwards), *steps, *(use.node for use in state)]
+        users = [*(backward.statement for backward in backwards), *steps, *(use.node for use in state)]
         users += wrapped if self._enabled else []  # autocast is then written with `enabled=scaler.is_enabled()`
         scaler, is_global = self._scaler_name(statement, users)
         if is_global and (self._enabled or code.end_of_imports() is None):
@@ -294,7 +294,8 @@ class AmpToTorch:
         after the step, which unscales them itself.
         """
         code, levels = self._code, list(self._code.levels(node))
-        losses = [each.statement for each in backwards if code.function(each.statement) is code.function(node)]
+        losses = [backward.statement for backward in backwards]
+        losses = [loss for loss in losses if code.function(loss) is code.function(node)]
         for block, statement in levels:
             members = code.members(block)
             here = members.index(statement)

@@ -17,9 +17,9 @@ def changed(init: Callable[..., None], values: Mapping[str, Any]) -> dict[str, A
     return {name: values[name] for name, default in defaults.items() if name != "self" and values[name] != default}
 
 
-def written(given: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return "name=value, ..." for the arguments in `given` that `names` lists."""
-    return ", ".join(f"{name}={given[name]!r}" for name in names if name in given)
+def written(overrides: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return "name=value, ..." for the arguments in `overrides` that `names` lists."""
+    return ", ".join(f"{name}={overrides[name]!r}" for name in names if name in overrides)
 
 
 def warn(message: str) -> None:
@@ -28,21 +28,21 @@ def warn(message: str) -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def warn_of(given: Mapping[str, Any], names: str, why: str) -> None:
+def warn_of(overrides: Mapping[str, Any], names: str, why: str) -> None:
     """Warn in the first process if any of the named arguments was changed; `names` are separated by spaces."""
-    unused = written(given, names.split())
+    unused = written(overrides, names.split())
     if unused and is_first():
         warnings.warn(f"no effect of {unused}: {why}", stacklevel=3)
 
 
-def note(given: Mapping[str, Any], names: str, why: str) -> None:
+def note(overrides: Mapping[str, Any], names: str, why: str) -> None:
     """Log a debug line in the first process if any of the named arguments was changed."""
-    unused = written(given, names.split())
+    unused = written(overrides, names.split())
     if unused:
         get_dist_logger().debug(f"no effect of {unused}: {why}", ranks=[0])
 
 
-def refuse(given: Mapping[str, Any], name: str, instead: str) -> None:
+def refuse(overrides: Mapping[str, Any], name: str, instead: str) -> None:
     """Raise NotImplementedError if the argument `name` was changed."""
-    if name in given:
-        raise NotImplementedError(f"{name}={given[name]!r} is not supported: {instead}")
+    if name in overrides:
+        raise NotImplementedError(f"{name}={overrides[name]!r} is not supported: {instead}")

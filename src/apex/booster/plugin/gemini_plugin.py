@@ -81,8 +81,8 @@ class GeminiPlugin(TorchFSDPPlugin):
         verbose: bool = False,
         fp8_communication: bool = False,
     ) -> None:
-        given = changed(GeminiPlugin.__init__, locals())
-        fractions = {name: given[name] for name in _FRACTIONS if name in given}
+        overrides = changed(GeminiPlugin.__init__, locals())
+        fractions = {name: overrides[name] for name in _FRACTIONS if name in overrides}
         if placement_policy not in ("static", "auto"):
             raise ValueError(
                 f"placement_policy={placement_policy!r} is not known; use 'static', with offload_optim_frac=1.0 and "
@@ -90,8 +90,8 @@ class GeminiPlugin(TorchFSDPPlugin):
             )
         if any(not 0 <= fraction <= 1 for fraction in fractions.values()):
             raise ValueError(f"{fractions} must be from 0 to 1")
-        refuse(given, "tp_size", "HybridParallelPlugin has tensor parallelism")
-        refuse(given, "fp8_communication", "FSDP2 sends parameters in the precision's type; use precision='bf16'")
+        refuse(overrides, "tp_size", "HybridParallelPlugin has tensor parallelism")
+        refuse(overrides, "fp8_communication", "FSDP2 sends parameters in the precision's type; use precision='bf16'")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
         self.fusion = FusionArguments.of(locals())
@@ -111,9 +111,11 @@ class GeminiPlugin(TorchFSDPPlugin):
             )
         elif any(0 < fraction < 1 for fraction in fractions.values()):
             warn(f"{fractions}: FSDP2 divides nothing between two memories, so that fractions above 0 act as 1.0")
-        warn_of(given, "master_weights force_outputs_fp32", "weights of the optimizer and outputs are float32")
-        warn_of(given, "enable_sequence_parallelism", "it is for tensor parallelism, which HybridParallelPlugin has")
-        note(given, _CHUNK_ARGUMENTS, "FSDP2 has no chunks of memory")
+        warn_of(overrides, "master_weights force_outputs_fp32", "weights of the optimizer and outputs are float32")
+        warn_of(
+            overrides, "enable_sequence_parallelism", "it is for tensor parallelism, which HybridParallelPlugin has"
+        )
+        note(overrides, _CHUNK_ARGUMENTS, "FSDP2 has no chunks of memory")
         self.max_norm, self.copies, self.extra_dp_size = max_norm, extra_dp_size, extra_dp_size
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:

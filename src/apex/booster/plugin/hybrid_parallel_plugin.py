@@ -134,7 +134,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         enable_sequence_overlap: bool = False,
         ddp_options: dict[str, Any] | None = None,
     ) -> None:
-        given = changed(HybridParallelPlugin.__init__, locals())
+        overrides = changed(HybridParallelPlugin.__init__, locals())
         super().__init__()
         world = dist.get_world_size()
         if tp_size < 1 or pp_size < 1 or world % (tp_size * pp_size):
@@ -151,10 +151,10 @@ class HybridParallelPlugin(PipelinePluginBase):
             )
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(given, "cpu_offload", NO_OFFLOAD)
-        refuse(given, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
-        refuse(given, "inner_ring_size", "there is no ring attention")
-        _check_sequences(given, tp_size)
+        refuse(overrides, "cpu_offload", NO_OFFLOAD)
+        refuse(overrides, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
+        refuse(overrides, "inner_ring_size", "there is no ring attention")
+        _check_sequences(overrides, tp_size)
         self.precision = own_precision("HybridParallelPlugin", locals())
         self.tp_size, self.pp_size, self.zero_stage, self.max_norm = tp_size, pp_size, zero_stage, max_norm
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
@@ -167,7 +167,7 @@ class HybridParallelPlugin(PipelinePluginBase):
             zero_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather
         )
         self.ddp_options = {**make_ddp_options(locals(), ddp_bucket_cap_mb), **(ddp_options or {})}
-        _warn_of_unused(given, tp_size, pp_size, zero_stage)
+        _warn_of_unused(overrides, tp_size, pp_size, zero_stage)
         self._join_groups(dp_outside, enable_sequence_parallelism)
 
     def _join_groups(self, dp_outside: bool, sequences: bool) -> None:
@@ -374,13 +374,13 @@ class HybridParallelPlugin(PipelinePluginBase):
         return size
 
 
-def _check_sequences(given: dict[str, Any], tp_size: int) -> None:
+def _check_sequences(overrides: dict[str, Any], tp_size: int) -> None:
     """Raise for unsupported arguments of sequence parallelism; warn of arguments that have no effect."""
-    mode, size = given.get("sequence_parallelism_mode"), given.get("sp_size", 1)
-    if "enable_sequence_parallelism" not in given:
+    mode, size = overrides.get("sequence_parallelism_mode"), overrides.get("sp_size", 1)
+    if "enable_sequence_parallelism" not in overrides:
         if size != 1:
             raise ValueError(f"sp_size={size} needs enable_sequence_parallelism=True")
-        warn_of(given, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
+        warn_of(overrides, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
         return
     if mode not in (None, "split_gather"):
         raise NotImplementedError(f"sequence_parallelism_mode={mode!r} is not supported; 'split_gather' is")
@@ -395,7 +395,7 @@ def _check_sequences(given: dict[str, Any], tp_size: int) -> None:
         warn(f"no effect of sp_size={size}: with 'split_gather' sequences have tp_size={tp_size} parts")
 
 
-def _warn_of_unused(given: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:
+def _warn_of_unused(overrides: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:
     """Warn of arguments that have no effect in this configuration; log the ones that never have an effect."""
     decided = "the layers of the model decide"
     pipelines = "overlap_p2p pp_style num_model_chunks num_layers_per_stage custom_policy"
@@ -411,8 +411,8 @@ def _warn_of_unused(given: dict[str, Any], tp_size: int, pp_size: int, zero_stag
         (zero_stage == 0, zero, "they are for ZeRO, and zero_stage=0"),
     ):
         if applies:
-            warn_of(given, names, why)
-    note(given, "scheduler_nodes enable_metadata_cache", "schedules are made here, shapes travel with each tensor")
+            warn_of(overrides, names, why)
+    note(overrides, "scheduler_nodes enable_metadata_cache", "schedules are made here, shapes travel with each tensor")
 
 
 class _Stage(ModelWrapper):

@@ -71,14 +71,16 @@ class LowLevelZeroPlugin(DPPluginBase):
         use_fp8: bool = False,
         extra_dp_size: int = 1,
     ) -> None:
-        given = changed(LowLevelZeroPlugin.__init__, locals())
+        overrides = changed(LowLevelZeroPlugin.__init__, locals())
         super().__init__()
         if stage not in (1, 2):
             raise ValueError(f"stage={stage} is not known; 1 and 2 are, and TorchFSDPPlugin is stage 3")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(given, "cpu_offload", NO_OFFLOAD)
-        refuse(given, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it")
+        refuse(overrides, "cpu_offload", NO_OFFLOAD)
+        refuse(
+            overrides, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it"
+        )
         if extra_dp_size < 1 or dist.get_world_size() % extra_dp_size:
             raise ValueError(
                 f"extra_dp_size={extra_dp_size} must divide the number of processes, {dist.get_world_size()}"

@@ -223,8 +223,10 @@ class PipelinePluginBase(DPPluginBase):
 
 
 # Arguments of a plugin's constructor for the loss scale of "fp16".
-_SCALING = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-_SCALING += ("max_scale", "verbose")
+_SCALING = (
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
+    *("max_scale", "verbose"),
+)
 
 
 def own_precision(plugin: str, arguments: Mapping[str, Any]) -> MixedPrecision:

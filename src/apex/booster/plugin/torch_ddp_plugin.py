@@ -47,13 +47,13 @@ class TorchDDPPlugin(DPPluginBase):
         ddp: str = "torch",
         sync_batch_norm: bool = True,
     ) -> None:
-        given = changed(TorchDDPPlugin.__init__, locals())
+        overrides = changed(TorchDDPPlugin.__init__, locals())
         super().__init__()
-        refuse(given, "fp8_communication", "gradients travel in their own type; use fp8_communication=False")
+        refuse(overrides, "fp8_communication", "gradients travel in their own type; use fp8_communication=False")
         if ddp not in ("torch", "apex"):
             raise ValueError(f"ddp={ddp!r} is not known; use 'torch' or 'apex'")
         if ddp == "apex":
-            warn_of(given, DDP_ARGUMENTS, "apex's DistributedDataParallel chooses its buckets itself")
+            warn_of(overrides, DDP_ARGUMENTS, "apex's DistributedDataParallel chooses its buckets itself")
         self.ddp, self.sync_batch_norm = ddp, sync_batch_norm
         self.ddp_kwargs = ddp_options(locals(), bucket_cap_mb)
 

@@ -61,11 +61,13 @@ class TorchFSDPPlugin(DPPluginBase):
         sync_module_states: bool = True,
         fp8_communication: bool = False,
     ) -> None:
-        given = changed(TorchFSDPPlugin.__init__, locals())
+        overrides = changed(TorchFSDPPlugin.__init__, locals())
         super().__init__()
-        refuse(given, "param_init_fn", "FSDP2 shards models that are on a device; initialise the model before boost")
-        refuse(given, "fp8_communication", "FSDP2 sends parameters in the precision's type; use bf16")
-        warn_of(given, "backward_prefetch", "FSDP2 gathers the next parameters during a backward pass by itself")
+        refuse(
+            overrides, "param_init_fn", "FSDP2 shards models that are on a device; initialise the model before boost"
+        )
+        refuse(overrides, "fp8_communication", "FSDP2 sends parameters in the precision's type; use bf16")
+        warn_of(overrides, "backward_prefetch", "FSDP2 gathers the next parameters during a backward pass by itself")
         self.process_group = process_group
         strategy = str(getattr(sharding_strategy, "name", sharding_strategy or "FULL_SHARD"))
         if strategy not in STRATEGIES:
