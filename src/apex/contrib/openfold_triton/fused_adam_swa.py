@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops._host import HOST
 from ...ops.multi_tensor import rules
 from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
-from ...optimizers._buckets import Bucket
+from ...optimizers._buckets import Group, UpdateBucket
 
 # The key of a parameter's average in its optimizer state during a step.
 _AVERAGE = "swa_param"
@@ -156,7 +156,7 @@ class FusedAdamSWA(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq", _AVERAGE
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
         hyper = adam_hyperparameters(group, step, decoupled=decoupled, average_decay=self.swa_decay_rate)
         bucket.lists.apply(

@@ -140,7 +140,6 @@ def _backward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
     return launch, False, layout
 
@@ -172,7 +171,6 @@ def _forward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=not gradient,
     )
 
 
@@ -189,7 +187,6 @@ def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize
         BLOCK=chosen.block,
         MULTIPLE=math.gcd(row_stride, classes, 16 // itemsize),
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
 
 
