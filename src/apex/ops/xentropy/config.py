@@ -133,6 +133,14 @@ def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None 
     return weight_dtype
 
 
+def sizes(
+    rows: int, weight: torch.Tensor, chunk_rows: int | None, asked: torch.dtype | None
+) -> tuple[int, torch.dtype]:
+    """Return the rows per chunk and the dtype of the sums of the weight's gradient over the chunks."""
+    size = chunk_size(rows, weight.shape[0], chunk_rows)
+    return size, sum_dtype(weight.dtype, -(-rows // size), asked)
+
+
 def parts_of_products(classes: int, dtype: torch.dtype, on_gpu: bool) -> list[slice]:
     """Return the slices of classes that matrix products take at a time."""
     whole = classes // CLASS_MULTIPLE * CLASS_MULTIPLE
