@@ -153,7 +153,8 @@ def test_outputs(route: Route, dtype: torch.dtype, keep_logits: bool, transform:
             assert actual.requires_grad == (name in ("log_probs", "entropy"))
             assert_near(actual, wanted.detach(), dtype, name, 2)
         assert not actual[labels == -100].any()
-    for actual, wanted in zip(gradients, with_gradients(lambda *w: both(exact_outputs(*w, labels, **transform)), wide)):
+    wanted_gradients = with_gradients(lambda *w: both(exact_outputs(*w, labels, **transform)), wide)
+    for actual, wanted in zip(gradients, wanted_gradients, strict=True):
         assert_near(actual, wanted, dtype, "a gradient", 3)
 
 
@@ -216,7 +217,7 @@ def test_excluded_classes_have_no_part_in_the_entropy() -> None:
 
 def test_kept_logits_save_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     input, weight, _, labels = tensors("cpu", torch.float32)
-    stride = chunks.row_stride(CLASSES)
+    size = ROWS * chunks.row_stride(CLASSES) * 4
     seen = []
     original = chunks.walk
     monkeypatch.setattr(chunks, "walk", lambda *a, **k: seen.append(k.get("filled", False)) or original(*a, **k))
