@@ -221,12 +221,7 @@ def test_kept_logits_save_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     original = chunks.walk
     monkeypatch.setattr(chunks, "walk", lambda *a, **k: seen.append(k.get("filled", False)) or original(*a, **k))
-    for keep_logits, kept in (
-        ("auto", True),
-        (False, False),
-        (ROWS * stride * 4, True),
-        (ROWS * stride * 4 - 1, False),
-    ):
+    for keep_logits, kept in (("auto", True), (False, False), (size, True), (size - 1, False)):
         seen.clear()
         found = linear_log_probs(input, weight, labels, keep_logits=keep_logits).log_probs
         first = torch.autograd.grad(found.sum(), (input, weight), retain_graph=True)

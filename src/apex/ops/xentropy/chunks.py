@@ -201,7 +201,7 @@ def linear_xentropy(
     exchange = rows.exchange_of(group)
     input = _whole_input(input, exchange, sequence_parallel)
     classes = rows.own_classes(labels, class_weight, weight.shape[0], ignore_index, exchange)
-    names = statistic_names(settings[0], class_weight, outputs, group)
+    names = statistic_names(settings[0], class_weight, outputs)
     dtype, count = _library.compute_dtype(input), input.shape[0]
     losses = torch.empty(count, dtype=dtype, device=input.device)
     top = torch.empty(count if "top" in outputs.split() else 0, dtype=torch.int64, device=input.device)
@@ -243,12 +243,10 @@ def linear_xentropy(
     return losses, first, *gradients[1:], table, top
 
 
-def statistic_names(smoothing: float, class_weight: Tensor | None, outputs: str, group: str) -> tuple[str, ...]:
+def statistic_names(smoothing: float, class_weight: Tensor | None, outputs: str) -> tuple[str, ...]:
     """Return the names of the statistics that a cross-entropy computes: its own first, then those of `outputs`."""
-    own, wanted = rows.loss_statistics(smoothing, class_weight), outputs.split()
-    if group and "top" in wanted:
-        wanted = [*wanted, "peak"]
-    return *own, *(name for name in wanted if name not in (*own, "top"))
+    own = rows.loss_statistics(smoothing, class_weight)
+    return *own, *(name for name in outputs.split() if name not in (*own, "top"))
 
 
 def linear_rows(
@@ -337,7 +335,7 @@ def _fake_gradients(input: Tensor, weight: Tensor, wanted: Sequence[bool], dtype
 def _fake_xentropy(input, weight, bias, labels, class_weight, z_factor, settings, transform, ignore_index, outputs,
                    wanted, accumulation_dtype, chunk_rows, group, sequence_parallel):  # type: ignore[no-untyped-def] # fmt: skip
     losses = input.new_empty(labels.shape, dtype=_library.compute_dtype(input))
-    names = statistic_names(settings[0], class_weight, outputs, group)
+    names = statistic_names(settings[0], class_weight, outputs)
     table = losses.new_empty((len(names), labels.shape[0]))
     top = labels.new_empty(labels.shape if "top" in outputs.split() else 0, dtype=torch.int64)
     return losses, *_fake_gradients(input, weight, wanted, accumulation_dtype), table, top

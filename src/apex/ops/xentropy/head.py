@@ -66,9 +66,10 @@ _STATISTICS = {
 }
 
 
-def needed_statistics(outputs: Sequence[str]) -> list[str]:
+def needed_statistics(outputs: Sequence[str], group: str) -> list[str]:
     """Return the names of the statistics that the outputs are made of."""
-    return list(dict.fromkeys(name for output in outputs for name in _STATISTICS[output]))
+    names = list(dict.fromkeys(name for output in outputs for name in _STATISTICS[output]))
+    return [*names, "peak"] if group and "top" in names else names  # ranks compare their greatest logits
 
 
 def token_outputs(

@@ -91,16 +91,14 @@ def linear_cross_entropy(
             own = class_weight[labels.long().clamp(0, len(class_weight) - 1)]
             count = own.to(_library.compute_dtype(input)).masked_fill(is_ignored, 0.0).sum()
             z_factor = count / number  # the squares' mean is over all rows that count, as Liger's
-    if reduction != "none":
-        spec = (settings, " ".join(needed_statistics(outputs)), reduction, head)
-        loss, table, top = LinearCrossEntropyFunction.apply(*tensors, count, z_factor, spec)
-        names = chunks.statistic_names(label_smoothing, class_weight, spec[1], head.group)
-    else:
-        own_names = rows.loss_statistics(label_smoothing, class_weight)
-        names = (*own_names, *(name for name in needed_statistics(outputs) if name not in own_names))
-        table, top, classes = LinearRowsFunction.apply(*tensors, " ".join(names), head)
-        names = tuple(name for name in names if name != "top")
+    needed = " ".join(needed_statistics(outputs, head.group))
+    names = chunks.statistic_names(label_smoothing, class_weight, needed)
+    if reduction == "none":
+        chosen = " ".join(dict.fromkeys([*names, *needed.split()]))
+        table, top, classes = LinearRowsFunction.apply(*tensors, chosen, head)
         loss = _losses(table, names, labels, class_weight, settings, None, classes, ignore_index).reshape(target.shape)
+    else:
+        loss, table, top = LinearCrossEntropyFunction.apply(*tensors, count, z_factor, (settings, needed, head))
     if not outputs:
         return loss
     return loss, token_outputs(outputs, table.detach(), names, top, target, ignore_index)
@@ -171,11 +169,11 @@ def _pass(
     labels: Tensor,
     class_weight: Tensor | None,
     z_factor: Tensor | None,
-    spec: tuple[Sequence[float], str, str, Head],
+    spec: tuple[Sequence[float], str, Head],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor, Tensor]:
     """Run the pass over the chunks in the dtype of the head; `given` are input, weight and bias."""
-    settings, outputs, _, head = spec
+    settings, outputs, head = spec
     input, weight, bias = given
     size, total = config.sizes(labels.shape[0], weight, head.chunk_rows, head.accumulation_dtype)
     compute = head.compute
@@ -207,11 +205,11 @@ def _differentiable(
     class_weight: Tensor | None,
     count: Tensor | None,
     z_factor: Tensor | None,
-    spec: tuple[Sequence[float], str, str, Head],
+    spec: tuple[Sequence[float], str, Head],
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return gradients that can be differentiated again, computed through the logits."""
-    settings, _, _, head = spec
+    settings, _, head = spec
     names = rows.loss_statistics(settings[0], class_weight)
 
     def loss(tensors: list) -> Tensor:

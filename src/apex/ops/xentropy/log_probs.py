@@ -42,12 +42,10 @@ def linear_log_probs(
     options = (ignore_index, logit_scale, softcap, temperature, accumulation_dtype, chunk_rows)
     head = make_head(input, *options, group, sequence_parallel, keep_logits)
     check_head(input, weight, target, bias, None, outputs, head)
-    names = needed_statistics(("lse", *outputs))
+    names = needed_statistics(("lse", *outputs), head.group)
     tensors = (input.reshape(-1, input.shape[-1]), weight, bias, target.reshape(-1), None)
-    if head.group and "top" in names:
-        names.append("peak")
     table, top, _ = LinearRowsFunction.apply(*tensors, " ".join(names), head)
-    names.remove("top") if "top" in names else None
+    names = [name for name in names if name != "top"]
     return token_outputs(outputs, table, names, top, target, ignore_index)
 
 
