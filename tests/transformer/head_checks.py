@@ -66,9 +66,7 @@ def shared_classes(rank: int) -> None:
             parallel = {"group": group, "sequence_parallel": sequence_parallel, "chunk_rows": 3}
             found = results(function(*mine[:2], labels, mine[2], **options, **parallel))
             for name, actual, wanted in zip(("loss", *NAMES)[-len(whole) :], found, whole, strict=True):
-                torch.testing.assert_close(
-                    actual, wanted, **CLOSE, msg=lambda m, n=name, o=options: f"{n} with {o}: {m}"
-                )
+                torch.testing.assert_close(actual, wanted, **CLOSE, msg=lambda m, w=(name, options): f"{w}: {m}")
             parts = (expected[0][rows] if sequence_parallel else expected[0], expected[1][here], expected[2][here])
             for actual, wanted in zip(gradients(found, mine), parts, strict=True):
                 torch.testing.assert_close(actual, wanted, **CLOSE, msg=lambda m, o=options: f"{o}: {m}")

@@ -5,3 +5,4 @@ from .linear import linear_cross_entropy
 from .log_probs import linear_log_probs
 from .op import FAMILY, XENTROPY, check_logits, xentropy_backward, xentropy_forward
 from .reference import NO_PADDING
+from .token_loss import chunked_logits_loss, linear_token_loss

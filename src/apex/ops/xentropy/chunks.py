@@ -128,7 +128,7 @@ def _whole_input(input: Tensor, exchange: rows.Exchange | None, sequence_paralle
     return rows.gathered(exchange, input.contiguous()) if exchange is not None and sequence_parallel else input
 
 
-def _input_gradient(gradient: Tensor, exchange: rows.Exchange | None, sequence_parallel: bool) -> Tensor:
+def input_gradient(gradient: Tensor, exchange: rows.Exchange | None, sequence_parallel: bool) -> Tensor:
     """Return the sum over the ranks that share the classes; its part if they share the rows of the input, too."""
     if exchange is None or not gradient.numel():
         return gradient
@@ -239,7 +239,7 @@ def linear_xentropy(
     table, gradients = one_pass(
         input, weight, bias, classes, transform, names, top, losses, function, wanted, accumulation_dtype, chunk_rows
     )
-    first = _input_gradient(gradients[0], exchange, sequence_parallel)
+    first = input_gradient(gradients[0], exchange, sequence_parallel)
     return losses, first, *gradients[1:], table, top
 
 
@@ -322,7 +322,7 @@ def linear_rows_backward(
     gradients = walk(
         input, weight, bias, visit, wanted, accumulation_dtype, chunk_rows, memory, filled=memory is not None
     )
-    return _input_gradient(gradients[0], exchange, sequence_parallel), *gradients[1:]
+    return input_gradient(gradients[0], exchange, sequence_parallel), *gradients[1:]
 
 
 def _fake_gradients(input: Tensor, weight: Tensor, wanted: Sequence[bool], dtype: torch.dtype) -> tuple[Tensor, ...]:

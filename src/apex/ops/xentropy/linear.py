@@ -160,7 +160,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:  # a second backward pass through a retained graph
                 _, gradients, *_ = _pass(tensors, labels, class_weight, z_factor, ctx.spec, wanted)
-        found = (_finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
+        found = (finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
         return *found, *[None] * 5
 
 
@@ -187,7 +187,7 @@ def _pass(
     return losses, found, table, top
 
 
-def _finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None, is_compiled: bool) -> Tensor | None:
+def finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None, is_compiled: bool) -> Tensor | None:
     """Return the gradient times `factor` in the dtype of its tensor; computed in place outside of compiled code."""
     if gradient is None or like is None:
         return None
