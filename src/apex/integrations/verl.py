@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..contrib.xentropy import linear_log_probs
+from ..ops._checks import check_floats, check_tensors
 
 __all__ = ["linear_cross_entropy"]
 
@@ -27,6 +28,8 @@ def linear_cross_entropy(
     `hidden` is (..., H) and `labels` (...); results are vectors over all rows, in float32. `reduction` "sum" or "mean"
     reduces the log-probabilities. With a process group, `weight` is this rank's consecutive part of the vocabulary.
     """
+    check_floats(hidden=hidden)
+    check_tensors(labels=labels)
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction {reduction!r} is not known; use none, sum, mean")
     found = linear_log_probs(

@@ -476,10 +476,8 @@ def test_as_ligers(ours: Any, options: dict, arguments: str) -> None:
     if arguments in ("reference", "pairs", "policy"):
         assert len(results[0][1]) == len(results[1][1])
         for place, (actual, wanted) in enumerate(zip(results[0][1], results[1][1], strict=True)):
-            if (
-                arguments == "policy"
-                or place not in (2, 3)
-                and not (place == 4 and not options.get("compute_nll_loss", True))
+            if arguments == "policy" or (
+                place not in (2, 3) and not (place == 4 and not options.get("compute_nll_loss", True))
             ):
                 torch.testing.assert_close(actual, torch.as_tensor(wanted), rtol=1e-4, atol=1e-5)
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...ops._checks import check_floats, check_optional_tensors, check_tensors
 from ...ops._library import compute_dtype
 from ...ops.xentropy import chunked_logits_loss
+from .preference import check_given
 
 LOWEST = -1e30
 
@@ -26,6 +28,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
     `beta` 0 is KL(teacher || student), 1 is KL(student || teacher); in between it is
     beta * KL(teacher || mix) + (1 - beta) * KL(student || mix) with mix = beta * teacher + (1 - beta) * student.
     """
+    check_floats(student=student, teacher=teacher)
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta={beta} must be between 0 and 1")
     if beta == 0.0:
@@ -38,6 +41,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
 
 def total_variation(student: Tensor, teacher: Tensor) -> Tensor:
     """Return half the sum of absolute differences of probabilities, for each row of log-probabilities."""
+    check_floats(student=student, teacher=teacher)
     return 0.5 * (student.exp() - teacher.exp()).abs().sum(-1)
 
 
@@ -46,8 +50,9 @@ def top_k_log_probs(log_probs: Tensor, indices: Tensor) -> Tensor:
 
     A teacher that is known by its k most likely classes is compared on these k + 1 events.
     """
-    chosen = log_probs.gather(-1, indices)
-    return with_rest(chosen)
+    check_floats(log_probs=log_probs)
+    check_tensors(indices=indices)
+    return with_rest(log_probs.gather(-1, indices))
 
 
 def with_rest(chosen: Tensor) -> Tensor:
@@ -74,6 +79,10 @@ def distillation_loss(
     log-probabilities and indices of its top classes. Classes that only one of the two has get no probability of the
     other. `reduction` may be "sum" or "none".
     """
+    check_floats(student_logits=student_logits)
+    if teacher_logits is not None:
+        check_floats(teacher_logits=teacher_logits)
+    check_optional_tensors(labels=labels)
     dtype = compute_dtype(student_logits)
     student = functional.log_softmax(student_logits.to(dtype) / temperature, -1)
     if teacher_top_k is not None:
@@ -139,6 +148,14 @@ class FusedLinearDistillationLoss(torch.nn.Module):
         teacher_top_k: tuple[Tensor, Tensor] | None = None,
     ) -> Any:
         """Return the weighted sum of both losses; the teacher is a linear head, logits, or its top classes."""
+        check_floats(student_input=student_input, student_weight=student_weight)
+        check_tensors(true_labels=true_labels)
+        check_given(
+            student_bias=student_bias, teacher_input=teacher_input, teacher_weight=teacher_weight,
+            teacher_bias=teacher_bias, teacher_logits=teacher_logits,
+        )  # fmt: skip
+        if teacher_top_k is None and teacher_logits is None and (teacher_input is None or teacher_weight is None):
+            raise ValueError("teacher_input and teacher_weight are missing; or give teacher_logits or teacher_top_k")
         labels = true_labels.reshape(-1)
         flat = student_input.reshape(-1, student_input.shape[-1])
         teacher_rows = None if teacher_input is None else teacher_input.reshape(-1, teacher_input.shape[-1]).detach()

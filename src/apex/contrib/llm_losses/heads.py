@@ -13,10 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops._checks import check_floats, check_tensors
 from ...ops._library import compute_dtype
 from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
 from .policy import PolicySettings, policy_losses, policy_metrics, token_weights
-from .preference import check_dpo, cpo_loss, dpo_loss, kto_loss, orpo_loss, sequence_log_probs, simpo_loss, wpo_weights
+from .preference import (
+    check_dpo,
+    check_given,
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    orpo_loss,
+    sequence_log_probs,
+    simpo_loss,
+    wpo_weights,
+)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, **others: Tensor) -> None:
+    """Raise TypeError for arguments of the wrong type, under the names that Liger gives them."""
+    check_floats(input=input, lin_weight=weight)
+    check_tensors(**others)
+    check_given(bias=bias)
 
 
 class _Loss(nn.Module):
@@ -58,6 +76,8 @@ class _PairedLoss(_Loss):
         reference: tuple[Any, ...] = (None, None, None),
         nll_target: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        _check(input, weight, bias, target=target)
+        check_given(ref_input=reference[0], ref_weight=reference[1], ref_bias=reference[2])
         if target.dim() != 2 or len(target) % 2:
             raise ValueError(f"target has shape {list(target.shape)}, expected [2 * pairs, tokens]: chosen, rejected")
         weighted = getattr(self, "use_weighting", False)
@@ -280,8 +300,11 @@ class FusedLinearKTOLoss(_Loss):
         kl: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the loss, and the sums of log-probabilities, logits and rewards of desirable and other sequences."""
+        _check(_input, lin_weight, bias, target=target)
+        check_given(ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, kl=kl)
         if preference_labels is None:
             raise ValueError("preference_labels are missing: a bool for each sequence, true for desirable ones")
+        check_tensors(preference_labels=preference_labels)
         found = self._rows(_input, lin_weight, target, bias, "mean_logits")
         mask = target != self.ignore_index
         logps = sequence_log_probs(found.log_probs, mask, average=self.average_log_prob)
@@ -357,6 +380,12 @@ class FusedLinearGRPOLoss(_Loss):
 
         Input is [B, T, H], ids and mask [B, T], advantages [B] or [B, T].
         """
+        _check(_input, lin_weight, bias, selected_token_ids=selected_token_ids, attention_mask=attention_mask)
+        check_floats(advantages=advantages)
+        check_given(
+            ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
+            ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio,
+        )  # fmt: skip
         settings, head = self.settings, {"temperature": self.temperature, "ignore_index": self.ignore_index}
         counted = attention_mask != 0
         target = selected_token_ids.masked_fill(~counted, self.ignore_index)

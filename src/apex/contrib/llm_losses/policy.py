@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...ops._checks import check_floats, check_tensors
+from .preference import check_given
+
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence", "sequence_token")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -64,6 +67,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str = "k3") -> T
     "k1" (or "kl") is the log-ratio, "abs" its absolute value, "k2" ("mse") half its square and "k3" ("low_var_kl")
     exp(-r) + r - 1. A "+" behind the name keeps the value and takes the gradient of "k2".
     """
+    check_floats(log_probs=log_probs, ref_log_probs=ref_log_probs)
     ratio = log_probs - ref_log_probs
     name = kind.removesuffix("+")
     if name in ("k1", "kl"):
@@ -111,6 +115,8 @@ def policy_losses(
     All tensors have one shape, or broadcast to it; ratios of sequences need [B, T] and the mask. The old policy's
     log-probabilities are by default the policy's own, as constants.
     """
+    check_floats(log_probs=log_probs, advantages=advantages)
+    check_given(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, vllm_is_ratio=vllm_is_ratio)
     s = settings
     old = log_probs.detach() if old_log_probs is None else old_log_probs
     log_ratio = log_probs - old
@@ -162,6 +168,7 @@ def token_weights(
     "dapo", "cispo" and "vespo" divide by `num_items_in_batch` / `world_size`, by default by the tokens of the mask.
     "dr_grpo" and "seq-mean-token-sum-norm" divide by B * `max_completion_length`.
     """
+    check_tensors(mask=mask)
     m = mask.to(dtype)
     sequences, lengths = m.shape[0], m.sum(-1, keepdim=True)
     if kind in ("grpo", "sapo", "seq-mean-token-mean"):
@@ -206,6 +213,9 @@ def grpo_loss(
     """
     chosen = PolicySettings(loss_type, **settings)  # type: ignore[arg-type]
     chosen.check()
+    check_floats(log_probs=log_probs, advantages=advantages)
+    check_tensors(mask=mask)
+    check_given(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, vllm_is_ratio=vllm_is_ratio)
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
     vllm_is_ratio = vllm_is_ratio[:, None] if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1 else vllm_is_ratio
     counted = mask != 0

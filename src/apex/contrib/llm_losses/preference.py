@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ...ops._checks import check_floats, check_tensors
+
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -23,6 +25,8 @@ def sequence_log_probs(
     With `ld_alpha`, rows are the chosen and then the rejected sequences, and the tokens of a sequence beyond the length
     of its partner count `ld_alpha` times (LD-DPO).
     """
+    check_floats(log_probs=log_probs)
+    check_tensors(mask=mask)
     counted = mask.to(log_probs.dtype)
     if ld_alpha is not None:
         position, lengths = counted.cumsum(1), counted.sum(1)
@@ -35,6 +39,8 @@ def sequence_log_probs(
 
 def wpo_weights(log_probs: Tensor, log_sum_sq_probs: Tensor, mask: Tensor) -> Tensor:
     """Return the weight of each sequence in weighted preference optimization, [B, T] to [B], without gradient."""
+    check_floats(log_probs=log_probs, log_sum_sq_probs=log_sum_sq_probs)
+    check_tensors(mask=mask)
     aligned = (log_probs - log_sum_sq_probs).detach() * mask
     return (aligned.sum(-1) / mask.sum(-1).clamp(min=1)).exp()
 
@@ -48,6 +54,11 @@ def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:
         return torch.exp(((alpha - 1.0) * log_ratio).clamp(max=80.0)) / (alpha - 1.0)
     return log_ratio
+
+
+def check_given(**arguments: Tensor | None) -> None:
+    """Raise TypeError for the first keyword argument that is neither a floating-point tensor nor None."""
+    check_floats(**{name: value for name, value in arguments.items() if value is not None})
 
 
 class _Pairs:
@@ -157,6 +168,8 @@ def dpo_loss(
     types are added with their weights. "ipo" and "sigmoid_norm" need the numbers of tokens, "sft" the mean loss of the
     chosen tokens. `pair_weights` [B] multiply the losses, as the products of `wpo_weights` do.
     """
+    check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    check_given(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     factors = [1.0] * len(types) if loss_weights is None else list(loss_weights)
     check_dpo(types, label_smoothing)
@@ -196,6 +209,7 @@ def simpo_loss(
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean SimPO loss, and the rewards of both sides, detached; log-probabilities are means over tokens."""
+    check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     z = beta * (chosen_logps - rejected_logps) - gamma
     losses = -logsigmoid(z) * (1 - label_smoothing) - logsigmoid(-z) * label_smoothing
     return losses.mean(), beta * chosen_logps.detach(), beta * rejected_logps.detach()
@@ -215,6 +229,7 @@ def orpo_loss(
 
     Log-probabilities are means over tokens. The likelihood term is not part of it.
     """
+    check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     log_odds = chosen_logps - rejected_logps - (_log1mexp(chosen_logps) - _log1mexp(rejected_logps))
     ratio = logsigmoid(log_odds)
     rewards = beta * chosen_logps.detach(), beta * rejected_logps.detach()
@@ -223,6 +238,7 @@ def orpo_loss(
 
 def kto_kl(policy_kl_logps: Tensor, ref_kl_logps: Tensor, group: object = None) -> Tensor:
     """Return KTO's KL estimate: the mean log-ratio of mismatched sequences over all ranks, at least 0, detached."""
+    check_floats(policy_kl_logps=policy_kl_logps, ref_kl_logps=ref_kl_logps)
     mean = (policy_kl_logps - ref_kl_logps).detach().mean()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(mean, group=group)  # type: ignore[arg-type]
@@ -247,6 +263,9 @@ def kto_loss(
     """
     if loss_type not in ("kto", "apo_zero_unpaired"):
         raise ValueError(f"loss_type {loss_type!r} is not known; use kto, apo_zero_unpaired")
+    check_floats(logps=logps)
+    check_tensors(preference_labels=preference_labels)
+    check_given(ref_logps=ref_logps, kl=kl)
     desirable = preference_labels.bool()
     ratio = logps if ref_logps is None else logps - ref_logps
     shifted = ratio if kl is None or loss_type != "kto" else ratio - kl.detach()
