@@ -514,7 +514,7 @@ def test_memory_is_one_chunk(name: str) -> None:
     else:
         advantages = torch.randn(batch, device="cuda")
         run = functools.partial(FusedLinearGRPOLoss(beta=0.0), input, weight, target, target >= 0, advantages)
-    chunk = 2 * (3 << 25)
+    chunk = batch * tokens * classes  # half of all logits, in bytes
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

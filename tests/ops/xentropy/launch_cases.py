@@ -31,7 +31,19 @@ def record() -> None:
         (padded, capped, {}, None, 0.0),
         (logits, (2.0, 0.0, 1.0), {"entropy": losses}, None, 0.0),
     ):
-        op.launch_rows(rows, labels, transform, -100, found, weights, losses=losses, smoothing=smoothing, gradient=True)
+        op.launch_rows(
+            rows,
+            labels,
+            transform,
+            -100,
+            found,
+            weights,
+            losses=losses,
+            scale=losses,
+            smoothing=smoothing,
+            gradient=True,
+        )
+    op.launch_scale(logits, losses)
     coefficients = torch.empty(4, 1024, device="meta")
     for rows, transform, weights, entropy in ((logits, neutral, None, True), (padded, capped, losses, True)):
         op.launch_rows(rows, labels, transform, -100, row_statistics, losses)

@@ -23,7 +23,19 @@ def test_opcheck(route: Route) -> None:
             transform, placed = [1.5, 2.0, 0.7], ["", False]
             settings = [0.1, 1e-3, 0.0, 0.0]
             given = [input, weight, bias, labels, None]
-            arguments = (*given, None, settings, transform, -100, "entropy top", wanted, torch.float32, 3, *placed)
+            arguments = (
+                *given,
+                None,
+                None,
+                settings,
+                transform,
+                -100,
+                "entropy top",
+                wanted,
+                torch.float32,
+                3,
+                *placed,
+            )
             opcheck(route, torch.ops.apex.linear_xentropy.default, arguments)
             arguments = (*given, transform, -100, "lse own entropy top", True, 3, *placed)
             opcheck(route, torch.ops.apex.linear_rows.default, arguments)

@@ -415,9 +415,11 @@ class FusedLinearGRPOLoss(_Loss):
                 rows.log_probs, advantages, settings, counted.to(weights.dtype), *others
             )
             return (losses * weights).sum(), policy_metrics(counted, kl, clipped)
-        # Weights near one in the pass keep small ones from vanishing in float16.
-        largest = weights.amax().clamp(min=1e-30)
-        flat = [None if each is None else each.reshape(-1) for each in (weights / largest, advantages, *others)]
+        largest = None
+        if lin_weight.dtype == torch.float16:  # small weights would vanish in the gradient of the logits
+            largest = weights.amax().clamp(min=1e-30)
+            weights = weights / largest
+        flat = [None if each is None else each.reshape(-1) for each in (weights, advantages, *others)]
 
         def losses_of(log_probs: Tensor, part: slice) -> Tensor:
             weight, advantage, *rest = (None if each is None else each[part] for each in flat)
@@ -426,4 +428,4 @@ class FusedLinearGRPOLoss(_Loss):
         total, log_probs = linear_token_loss(_input, lin_weight, target, bias, losses_of, **head)
         with torch.no_grad():
             _, kl, clipped = policy_losses(log_probs, advantages, settings, None, *others)
-        return total * largest, policy_metrics(counted, kl, clipped)
+        return total if largest is None else total * largest, policy_metrics(counted, kl, clipped)

@@ -183,6 +183,7 @@ def linear_xentropy(
     labels: Tensor,
     class_weight: Tensor | None,
     z_factor: Tensor | None,
+    scale: Tensor | None,
     settings: Sequence[float],
     transform: Sequence[float],
     ignore_index: int,
@@ -195,8 +196,9 @@ def linear_xentropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses (N), the gradients of their sum for input, weight and bias, statistics of rows and top classes.
 
-    Runs without autograd. `settings` are those of `rows.cross_entropy`. `outputs` names further statistics, separated
-    by spaces, with "top" for the top classes; statistics come in the order of `statistic_names`.
+    Runs without autograd. The gradients are multiplied by the number `scale`. `settings` are those of
+    `rows.cross_entropy`. `outputs` names further statistics, separated by spaces, with "top" for the top classes;
+    statistics come in the order of `statistic_names`.
     """
     exchange = rows.exchange_of(group)
     input = _whole_input(input, exchange, sequence_parallel)
@@ -215,7 +217,7 @@ def linear_xentropy(
                 found["top"] = top[part]
             launch_rows(
                 logits, classes.labels[part], transform, ignore_index, found,
-                losses=losses[part], smoothing=smoothing, z_loss=z_loss, gradient=True in wanted,
+                losses=losses[part], scale=scale, smoothing=smoothing, z_loss=z_loss, gradient=True in wanted,
             )  # fmt: skip
             return lambda: None
 
@@ -225,15 +227,15 @@ def linear_xentropy(
         return losses, *gradients, table, top
     own_weight = None if class_weight is None else class_weight[labels.long().clamp(0, len(class_weight) - 1)].to(dtype)
     weight_sum = None if class_weight is None else class_weight.sum(dtype=dtype)
-    own_classes = names[: len(rows.loss_statistics(smoothing, class_weight))]
+    own_names = names[: len(rows.loss_statistics(smoothing, class_weight))]
     ignored = labels == ignore_index
 
     def function(found: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         own = None if own_weight is None else own_weight[part]
-        used = found[: len(own_classes)]
-        value, slope = rows.cross_entropy(used, own_classes, own, weight_sum, settings, z_factor, classes.count)
+        used = found[: len(own_names)]
+        value, slope = rows.cross_entropy(used, own_names, own, weight_sum, settings, z_factor, classes.count)
         gradient = torch.zeros_like(found)
-        gradient[: len(own_classes)] = slope
+        gradient[: len(own_names)] = slope if scale is None else slope * scale
         return value.masked_fill(ignored[part], 0.0), gradient
 
     table, gradients = one_pass(
@@ -332,8 +334,8 @@ def _fake_gradients(input: Tensor, weight: Tensor, wanted: Sequence[bool], dtype
     )
 
 
-def _fake_xentropy(input, weight, bias, labels, class_weight, z_factor, settings, transform, ignore_index, outputs,
-                   wanted, accumulation_dtype, chunk_rows, group, sequence_parallel):  # type: ignore[no-untyped-def] # fmt: skip
+def _fake_xentropy(input, weight, bias, labels, class_weight, z_factor, scale, settings, transform, ignore_index,
+                   outputs, wanted, accumulation_dtype, chunk_rows, group, sequence_parallel):  # type: ignore[no-untyped-def] # fmt: skip
     losses = input.new_empty(labels.shape, dtype=_library.compute_dtype(input))
     names = statistic_names(settings[0], class_weight, outputs)
     table = losses.new_empty((len(names), labels.shape[0]))
@@ -357,8 +359,9 @@ def _fake_rows_backward(gradient, table, input, weight, bias, labels, class_weig
 
 _library.register_op(
     "linear_xentropy(Tensor input, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, Tensor? z_factor, "
-    "float[] settings, float[] transform, int ignore_index, str outputs, bool[] wanted, ScalarType accumulation_dtype, "
-    "SymInt chunk_rows, str group, bool sequence_parallel) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? scale, float[] settings, float[] transform, int ignore_index, str outputs, bool[] wanted, "
+    "ScalarType accumulation_dtype, SymInt chunk_rows, str group, bool sequence_parallel) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     linear_xentropy,
     _fake_xentropy,
 )

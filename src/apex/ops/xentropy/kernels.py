@@ -49,8 +49,14 @@ def _edges(head, length, classes):
 
 
 @triton.jit
-def _tanh(x):
-    """Return tanh(x): a polynomial near zero, where the quotient of exponentials would cancel."""
+def _tanh(x, APPROXIMATE: tl.constexpr):
+    """Return tanh(x): a polynomial near zero, where the quotient of exponentials would cancel.
+
+    APPROXIMATE: by NVIDIA's instruction, whose relative error of 2^-11 is a quarter of that of bfloat16 logits. With it
+    a cap costs no time beside the memory: 8192x2304x256000 in 1.06 times the time without a cap, else.
+    """
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     square = x * x
     near_zero = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))
     return tl.where(square < 0.0625, near_zero, 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E))))
@@ -58,9 +64,9 @@ def _tanh(x):
 
 @triton.jit
 def _transform(x, inner, outer, TRANSFORM: tl.constexpr):
-    """Return the logits that the softmax sees: x, inner * x (TRANSFORM 1) or outer * tanh(inner * x) (TRANSFORM 2)."""
-    if TRANSFORM == 2:
-        return outer * _tanh(x * inner)
+    """Return the logits that the softmax sees: x, inner * x (TRANSFORM 1) or outer * tanh(inner * x) (2, 3)."""
+    if TRANSFORM >= 2:
+        return outer * _tanh(x * inner, TRANSFORM == 3)
     if TRANSFORM == 1:
         return x * inner
     return x
@@ -111,8 +117,8 @@ def _slope(
     label, where weights multiply `of_all`. The transform's constant factor is part of these four.
     """
     curve = 1.0
-    if TRANSFORM == 2:
-        bent = _tanh(x * inner)
+    if TRANSFORM >= 2:
+        bent = _tanh(x * inner, TRANSFORM == 3)
         z = outer * bent
         curve = 1.0 - bent * bent
     else:
@@ -126,7 +132,7 @@ def _slope(
         slope += tl.where(position == label, of_own + of_all, of_all)
     else:
         slope += weights * of_all + tl.where(position == label, of_own, 0.0)
-    if TRANSFORM == 2:
+    if TRANSFORM >= 2:
         slope *= curve
     return slope
 
@@ -197,7 +203,8 @@ def _write_gradient(
 @kernel
 @triton.jit
 def xentropy_forward(
-    logits, labels, losses, log_sums, class_weight, owns, totals, weighted_totals, entropies, squares, peaks, tops,
+    logits, labels, scale, losses, log_sums, class_weight,
+    owns, totals, weighted_totals, entropies, squares, peaks, tops,
     row_stride, classes, padding_idx, smoothing, z_loss, inner, outer,
     SMOOTHED: tl.constexpr, TRANSFORM: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr,
     STREAM: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
@@ -206,8 +213,8 @@ def xentropy_forward(
 
     They are the loss, the label's logit, the sum of the logits, that of the logits times `class_weight`, the entropy,
     the sum of squared probabilities, the greatest logit and its first index. All are zero for padding, which is not
-    read, and of the logits that `_transform` returns. GRADIENT: overwrites the logits with the gradient of the loss.
-    STREAM: leaves the cache to rows that are read again.
+    read, and of the logits that `_transform` returns. GRADIENT: overwrites the logits with the gradient of the loss,
+    times the number `scale` if there is one. STREAM: leaves the cache to rows that are read again.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     TOTAL: tl.constexpr = SMOOTHED or totals is not None
@@ -312,8 +319,10 @@ def xentropy_forward(
         factor = 1.0
         if TRANSFORM == 1:
             factor = inner
-        if TRANSFORM == 2:
+        if TRANSFORM >= 2:
             factor = inner * outer
+        if scale is not None:
+            factor *= tl.load(scale).to(tl.float32)
         tl.debug_barrier()  # every thread has read its part of the row before another overwrites it
         _write_gradient(
             logits, logits, None, row_start, row_start, classes, label, counted,
@@ -370,6 +379,19 @@ def row_gradient(
         tl.program_id(0) % splits, splits,
         TRANSFORM, ENTROPY, EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "",
     )  # fmt: skip
+
+
+@kernel
+@triton.jit
+def scale_in_place(values, factor, count, programs, BLOCK: tl.constexpr):
+    """Multiply values by one number in place; returns at once if the number is one."""
+    scale = tl.load(factor).to(tl.float32)
+    if scale != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        for begin in tl.range(first, count, programs * BLOCK):
+            place = begin + tl.arange(0, BLOCK)
+            value = tl.load(values + place, mask=place < count).to(tl.float32)
+            tl.store(values + place, (value * scale).to(values.dtype.element_ty), mask=place < count)
 
 
 @kernel

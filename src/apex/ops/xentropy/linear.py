@@ -4,7 +4,8 @@ One pass over the chunks gives losses and gradients. The gradient of a chunk's l
 products compute the gradients of input and weight from it.
 
 For a mean or a sum the gradients are computed together with the loss, as if the loss's gradient were one. The backward
-pass multiplies them by the actual one: a mean's small factor would be lost in the float16 gradient of the logits.
+pass multiplies them by the actual one, which costs nothing if it is one. In float16 a mean's small factor would be lost
+in the gradient of the logits; the backward pass multiplies by it, too.
 Without a reduction each row has its own gradient, so the backward pass computes the chunks once more, or reads logits
 that were kept (`log_probs`).
 """
@@ -21,6 +22,7 @@ from .. import _library
 from . import chunks, config, rows
 from .head import Head, check_head, localised, make_head, needed_statistics, token_outputs
 from .log_probs import LinearRowsFunction, differentiable_gradients, statistics_of_logits
+from .op import FAMILY, launch_scale
 
 REDUCTIONS = ("mean", "sum", "none")
 SMOOTHINGS = ("torch", "megatron")
@@ -85,7 +87,7 @@ def linear_cross_entropy(
     is_ignored = labels == ignore_index
     count, z_factor = None, None
     if reduction == "mean":
-        count = (~is_ignored).sum()
+        count = (~is_ignored).sum(dtype=_library.compute_dtype(input))
         if class_weight is not None:
             number = count
             own = class_weight[labels.long().clamp(0, len(class_weight) - 1)]
@@ -132,7 +134,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def forward(ctx, input, weight, bias, labels, class_weight, count, z_factor, spec):  # type: ignore[override]
         head = spec[-1]
         wanted = ctx.needs_input_grad[:3] if head.differentiable else (False, False, False)
-        losses, gradients, table, top = _pass((input, weight, bias), labels, class_weight, z_factor, spec, wanted)
+        row_tensors = (labels, class_weight, count, z_factor)
+        losses, gradients, table, top = _pass((input, weight, bias), row_tensors, spec, wanted)
         ctx.spec = spec
         ctx.is_compiled = torch.compiler.is_compiling()
         saved = (input, weight, bias, labels, class_weight, count, z_factor)
@@ -153,35 +156,47 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             found = _differentiable(loss_gradient, tensors, labels, class_weight, count, z_factor, ctx.spec, wanted)
             return *found, *[None] * 5
         factor = loss_gradient
-        if count is not None:
-            # If every row is ignored, the mean is NaN and the gradients are zero, as in PyTorch.
-            factor = loss_gradient / torch.where(count == 0, 1, count)
+        if count is not None and not _divides_at_once(ctx.spec[-1]):
+            factor = loss_gradient * _one_by(count)
         if not ctx.is_compiled:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:  # a second backward pass through a retained graph
-                _, gradients, *_ = _pass(tensors, labels, class_weight, z_factor, ctx.spec, wanted)
+                _, gradients, *_ = _pass(tensors, (labels, class_weight, count, z_factor), ctx.spec, wanted)
         found = (finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
         return *found, *[None] * 5
 
 
+def _divides_at_once(head: Head) -> bool:
+    """Return whether a mean's factor is part of the gradient of the logits; in float16 it could be lost there."""
+    return head.compute != torch.float16
+
+
+def _one_by(count: Tensor) -> Tensor:
+    """Return 1 / count. If every row is ignored, the mean is NaN and the gradients are zero, as in PyTorch."""
+    return 1.0 / torch.where(count == 0, 1.0, count)
+
+
 def _pass(
     given: tuple,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    z_factor: Tensor | None,
+    row_tensors: tuple,
     spec: tuple[Sequence[float], str, Head],
     wanted: Sequence[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, ...], Tensor, Tensor]:
-    """Run the pass over the chunks in the dtype of the head; `given` are input, weight and bias."""
+    """Run the pass over the chunks in the dtype of the head; `given` are input, weight and bias.
+
+    `row_tensors` are labels, class weights, the number that a mean divides by and the factor of the z-loss.
+    """
     settings, outputs, head = spec
+    labels, class_weight, count, z_factor = row_tensors
+    scale = None if count is None or not _divides_at_once(head) else _one_by(count)
     input, weight, bias = given
     size, total = config.sizes(labels.shape[0], weight, head.chunk_rows, head.accumulation_dtype)
     compute = head.compute
     tensors = (input.to(compute), weight.to(compute), None if bias is None else bias.to(compute), labels, class_weight)
     run: Any = torch.ops.apex.linear_xentropy if torch.compiler.is_compiling() else chunks.linear_xentropy
     losses, *gradients, table, top = run(
-        *tensors, z_factor, list(map(float, settings)), list(head.transform), head.ignore_index, outputs, list(wanted),
-        total, size, head.group, head.sequence_parallel,
+        *tensors, z_factor, scale, list(map(float, settings)), list(head.transform), head.ignore_index, outputs,
+        list(wanted), total, size, head.group, head.sequence_parallel,
     )  # fmt: skip
     found = tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
     return losses, found, table, top
@@ -194,6 +209,9 @@ def finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None
     if is_compiled:
         return (gradient * factor).to(like.dtype)
     if gradient.dtype == like.dtype:
+        if _library.runs_triton(FAMILY, gradient) and gradient.is_contiguous():
+            launch_scale(gradient, factor)
+            return gradient
         return gradient.mul_(factor)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=like.dtype))
 

@@ -87,7 +87,7 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
         launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
     else:
         launch = _forward_launch(sizes, smoothing > 0, False, 0, rows.dtype, rows.device)
-        launch((rows, labels.long(), losses, log_sums, *[None] * 8), (smoothing, 0.0, 1.0, 1.0))
+        launch((rows, labels.long(), None, losses, log_sums, *[None] * 8), (smoothing, 0.0, 1.0, 1.0))
     return losses, log_sums
 
 
@@ -100,22 +100,23 @@ def launch_rows(
     class_weight: Tensor | None = None,
     *,
     losses: Tensor | None = None,
+    scale: Tensor | None = None,
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     gradient: bool = False,
 ) -> None:
     """Write the statistics in `found`, of which `reference.statistics` has the names, "top" and the losses.
 
-    With `gradient`, overwrite the logits with the gradient of the losses.
+    With `gradient`, overwrite the logits with the gradient of the losses, times the number `scale` if there is one.
     """
-    mode, inner, outer = _factors(transform)
+    mode, inner, outer = _factors(transform, logits)
     sizes = (*logits.shape, logits.stride(0), padding_idx)
     launch = _forward_launch(sizes, smoothing > 0, gradient, mode, logits.dtype, logits.device, False)
     log_sums = found.get("lse")
     if log_sums is None:
         log_sums = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     names = ("own", "mean", "weighted", "entropy", "squares", "peak", "top")
-    tensors = (logits, labels, losses, log_sums, class_weight, *map(found.get, names))
+    tensors = (logits, labels, scale, losses, log_sums, class_weight, *map(found.get, names))
     launch(tensors, (smoothing, z_loss, inner, outer))
 
 
@@ -131,7 +132,7 @@ def launch_row_gradient(
     out: Tensor,
 ) -> None:
     """Write `reference.row_gradient` to `out`, which may be the logits; `entropy`: the second coefficient is used."""
-    mode, inner, outer = _factors(transform)
+    mode, inner, outer = _factors(transform, logits)
     strides = (logits.stride(0), out.stride(0))
     launch = _row_gradient_launch(logits.shape, strides, padding_idx, mode, entropy, logits.dtype, logits.device)
     scale, _, temperature = transform
@@ -139,11 +140,19 @@ def launch_row_gradient(
     launch((logits, labels, log_sums, scaled.contiguous(), class_weight, out), (inner, outer))
 
 
-def _factors(transform: Sequence[float]) -> tuple[int, float, float]:
+def launch_scale(values: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous values by a number on the device; a number of one costs nothing but the launch."""
+    programs = config.SCALE_PROGRAMS * facts(values.device).multiprocessors
+    sizes = (values.numel(), programs)
+    kernels.scale_in_place((programs,), (values, factor), sizes, BLOCK=config.SCALE_BLOCK, num_warps=8)
+
+
+def _factors(transform: Sequence[float], logits: Tensor) -> tuple[int, float, float]:
     """Return the kernels' kind of transform and its factors within and outside of the hyperbolic tangent."""
     scale, cap, temperature = transform
     if cap:
-        return 2, scale / cap, cap / temperature
+        approximate = logits.dtype == torch.bfloat16 and facts(logits.device).backend == "cuda"
+        return 3 if approximate else 2, scale / cap, cap / temperature
     return int(scale != temperature), scale / temperature, 1.0
 
 
