@@ -120,6 +120,7 @@ COVERED = {
     "ScaledMaskedSoftmax",
     "ScaledSoftmax",
     "ScaledUpperTriangMaskedSoftmax",
+    "TokenOutputs",
     "_transducer_ref",
     "check_replicas",
     "create_syncbn_process_group",

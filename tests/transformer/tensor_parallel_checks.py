@@ -20,6 +20,7 @@ from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowPar
 from apex.transformer.tensor_parallel.random import _set_cuda_rng_state
 from apex.transformer.testing import commons
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from tests.transformer import head_checks
 from tests.transformer.block_checks import block_equals_one_process, replicated_block_equals_one_process
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -553,5 +554,6 @@ CHECKS = {
         compiled,
         block_equals_one_process,
         replicated_block_equals_one_process,
+        *head_checks.CHECKS,
     )
 }
