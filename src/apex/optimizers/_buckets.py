@@ -108,6 +108,10 @@ class UpdateBucket:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
 
+    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
+        """Return the lists for each slot of a rule, with the gradients of this step, and the list for copies."""
+        return self._slots(self._gradients())
+
     def _local_tensors(self) -> list[Tensor]:
         return list(map(local, self._located)) if self._distributed else self._located
 

@@ -66,8 +66,8 @@ class FusedAdamSWA(FusedOptimizer):
     ) -> None:
         params, compute_params, swa_params = list(params), list(compute_params), list(swa_params)
         _check_lists(params, compute_params, swa_params)
-        for name, asked in (("amsgrad", amsgrad), ("capturable", capturable), ("master_weights", master_weights)):
-            if asked:
+        for name, requested in (("amsgrad", amsgrad), ("capturable", capturable), ("master_weights", master_weights)):
+            if requested:
                 raise NotImplementedError(f"FusedAdamSWA does not support {name}=True")
         if not isinstance(adam_math_mode, AdamMathType):
             raise ValueError(
@@ -169,11 +169,11 @@ class FusedAdamSWA(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return Adam's state in the format of `torch.optim.Adam`, which can load it."""
         whole = super().state_dict()
-        kept = {
+        without_averages = {
             param: {name: value for name, value in state.items() if name != _AVERAGE}
             for param, state in whole["state"].items()
         }
-        return {**whole, "state": kept}
+        return {**whole, "state": without_averages}
 
     def __getstate__(self) -> dict[str, Any]:
         lists = {name: getattr(self, name) for name in ("adam_math_mode", "compute_param_groups", "swa_param_groups")}
