@@ -16,7 +16,7 @@ from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ._base import CommonOptions, FusedOptimizer, LossScaling
-from ._buckets import Bucket, local
+from ._buckets import Group, UpdateBucket, local
 
 ALGORITHMS = ("muon", "adamw", "lion")
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -153,7 +153,7 @@ class FusedMuon(FusedOptimizer):
         self._elements += local(param).numel()
         return self._elements // WORKSPACE
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         cautious = bool(group["cautious_weight_decay"])
         decoupled = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if group["algorithm"] == "lion":
@@ -172,17 +172,17 @@ class FusedMuon(FusedOptimizer):
     def _update_matrices(
         self,
         group: dict[str, Any],
-        bucket: Bucket,
+        bucket: UpdateBucket,
         decoupled: dict[str, Any],
         cautious: bool,
         scaling: LossScaling,
         seed: int | None,
     ) -> None:
-        directions = bucket.kept.get("directions")
+        directions = bucket.cache.get("directions")
         if directions is None:
             # In a captured step `group` holds numbers that change; how parameters are divided does not.
             own = next(own for own in self.param_groups if own["params"] is group["params"])
-            directions = bucket.kept["directions"] = Directions(self, own, bucket)
+            directions = bucket.cache["directions"] = Directions(self, own, bucket)
         lists = directions.lists(bucket)
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
@@ -259,7 +259,7 @@ class Directions:
     [parameters, 2], holds the factor of each parameter's learning rate in its first column.
     """
 
-    def __init__(self, optimizer: FusedMuon, group: dict[str, Any], bucket: Bucket) -> None:
+    def __init__(self, optimizer: FusedMuon, group: dict[str, Any], bucket: UpdateBucket) -> None:
         params = bucket.params
         by_shape: dict[Any, list[int]] = {}
         for index, param in enumerate(params):
@@ -285,7 +285,7 @@ class Directions:
         self._lists: Any = None
         self._addresses: list[int] = []
 
-    def lists(self, bucket: Bucket) -> Any:
+    def lists(self, bucket: UpdateBucket) -> Any:
         """Return the bucket's lists with the directions in slot 3."""
         slots, copy = bucket.current_slots()
         slots[3] = self._views
