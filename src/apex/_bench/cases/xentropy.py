@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,8 +90,8 @@ def _capped_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def _rows(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return a sum of log-probabilities and entropies, as policies' losses are."""
-    found = linear_log_probs(values, weight, labels, outputs=("log_probs", "entropy"))
-    return (found.log_probs + 0.1 * found.entropy).mean()  # type: ignore[operator]
+    found: Any = linear_log_probs(values, weight, labels, outputs=("log_probs", "entropy"))
+    return (found.log_probs + 0.1 * found.entropy).mean()
 
 
 def _rows_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
