@@ -16,7 +16,7 @@ from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ._base import CommonOptions, FusedOptimizer, LossScaling
-from ._buckets import UpdateBucket, local
+from ._buckets import Group, UpdateBucket, local
 
 ALGORITHMS = ("muon", "adamw", "lion")
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -153,9 +153,7 @@ class FusedMuon(FusedOptimizer):
         self._elements += local(param).numel()
         return self._elements // WORKSPACE
 
-    def _update(
-        self, group: dict[str, Any], bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None
-    ) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         cautious = bool(group["cautious_weight_decay"])
         decoupled = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if group["algorithm"] == "lion":
