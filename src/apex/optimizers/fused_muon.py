@@ -75,7 +75,7 @@ class FusedMuon(FusedOptimizer):
         cautious_weight_decay: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
+        defaults: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
         defaults |= dict(ns_coefficients=ns_coefficients, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, betas=betas, adam_eps=adam_eps)
         defaults |= dict(cautious_weight_decay=cautious_weight_decay, algorithm="muon")
@@ -199,10 +199,10 @@ class FusedMuon(FusedOptimizer):
 
 
 class Block(NamedTuple):
-    """Rows of a parameter, from `start` on, that are made orthogonal: `count` matrices of `rows` x `columns`."""
+    """Rows of a parameter, from `start` on, that are made orthogonal: `matrices` of `rows` x `columns`."""
 
     start: int
-    count: int
+    matrices: int
     rows: int
     columns: int
 
@@ -302,7 +302,7 @@ class Directions:
         steps = triples(group["ns_coefficients"], group["ns_steps"])
         for stack, blocks in self._stacks:
             for block, factor in blocks:
-                part = stack[:, block.start : block.start + block.count * block.rows]
+                part = stack[:, block.start : block.start + block.matrices * block.rows]
                 matrices = part.reshape(-1, block.rows, block.columns)
                 result = newton_schulz(matrices, steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
                 part.copy_((result if factor == 1.0 else result.mul_(factor)).view(part.shape))
@@ -355,8 +355,8 @@ def muon_groups(
             (others if flatten is None else flattened if flatten else matrices).append(param)
             algorithm = "AdamW" if flatten is None else "Muon"
             print(f"{algorithm:5} {name} {list(param.shape)}")
-    common = {"lr": lr, "adjust_lr_fn": adjust_lr_fn}
-    groups = [
+    common: dict[str, Any] = {"lr": lr, "adjust_lr_fn": adjust_lr_fn}
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "algorithm": "muon", **common},
         {"params": flattened, "algorithm": "muon", "flatten": True, **common},
         {"params": others, "algorithm": "adamw", "lr": lr if adam_lr is None else adam_lr},
