@@ -114,12 +114,9 @@ def extensions_folder() -> Path:
 
 
 def tuned_launches() -> Path | None:
-    """The table of tuned launches that `APEX_TUNED` names, else that of the user's cache; None where it is `off`."""
+    """Return the path of the table of tuned launches that `APEX_TUNED` names, or None if it is unset or `off`."""
     named = os.environ.get("APEX_TUNED", "").strip()
-    if named.lower() == "off":
-        return None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else cache / "apex" / "tuned.json"
+    return None if named.lower() in ("", "off") else Path(named)
 
 
 def cuda_architectures() -> str:

@@ -196,7 +196,6 @@ def test_tuned_launches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     (tmp_path / "tuned.json").write_text(json.dumps({"format": 1, "tables": tables}))
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
     _tuned.forget_tables()
     try:
         status, report = doctor()

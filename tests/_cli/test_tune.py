@@ -26,7 +26,6 @@ Trial = dict[str, int]
 @pytest.fixture(autouse=True)
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
     _tuned.forget_tables()
     yield

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from .. import _env
 from ._device import current_device, current_stream
 
 KERNELS: dict[str, Kernel] = {}
@@ -177,7 +179,12 @@ class PreparedLaunch:
     def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
         self._check_dtypes(tensors)
-        compiled = self._launch_plainly(tensors, floats)
+        try:
+            compiled = self._launch_plainly(tensors, floats)
+        except OutOfResources as error:
+            table = _env.tuned_launches()
+            cause = "" if table is None else f"; the table that APEX_TUNED names, {table}, may be the cause"
+            raise RuntimeError(f"{self.kernel.name} needs more than this GPU has: {error}{cause}") from error
         if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             self._compiled[key] = (*_launcher(compiled), absent)

@@ -363,7 +363,7 @@ def _quick_call(dispatch: Callable, implementation: Callable, family: OpFamily |
         ):
             return dispatch(*arguments, **keywords)
         if family is not None and runs_triton_now(family, arguments[0]):
-            return replay.run(implementation, arguments, family.name)
+            return replay.run(implementation, arguments)
         return implementation(*arguments)
 
     return call

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _library, _tuned
+from . import _library
 from ._library import TOO_WIDE
 from ._tolerance import TOLERANCES, excess
 
@@ -178,13 +178,8 @@ class Op:
         return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
     def _launch(self, arguments: tuple) -> tuple[Tensor | None, ...]:
-        try:
-            results = self._forward(*_contiguous(arguments, self._loose))
-            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
-        except Exception as error:
-            if not _tuned.give_up(self.family.name, error):
-                raise
-        return self._launch(arguments)
+        results = self._forward(*_contiguous(arguments, self._loose))
+        return results if type(results) is tuple else (results,)  # type: ignore[return-value]
 
     def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """Return the wanted gradients, and None for the others, without autograd."""
@@ -194,13 +189,8 @@ class Op:
         return self.run_reference_backward(gradients, saved, settings, wanted)
 
     def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
-        try:
-            results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
-            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
-        except Exception as error:
-            if not _tuned.give_up(self.family.name, error):
-                raise
-        return self._launch_backward(tensors, settings, wanted)
+        results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
+        return results if type(results) is tuple else (results,)  # type: ignore[return-value]
 
     def run_reference_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]

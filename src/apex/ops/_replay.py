@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _device, _library, _tuned
+from . import _device, _library
 from ._launch import record_launches
 from ._partial_sums import TICKETS, partial_sums
 
@@ -24,17 +24,10 @@ _lock = threading.RLock()
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
 
 
-def run(implementation: Callable, arguments: tuple, family: str) -> Any:
+def run(implementation: Callable, arguments: tuple) -> Any:
     """Return `implementation(*arguments)`; settings and tensor layouts must determine all that it does."""
     plan = _plan(implementation, looks_of(arguments), arguments[0].device)
-    if plan is None:
-        return implementation(*arguments)
-    try:
-        return plan(arguments)
-    except Exception as error:
-        if not _tuned.give_up(family, error):
-            raise
-        return implementation(*arguments)
+    return implementation(*arguments) if plan is None else plan(arguments)
 
 
 def looks_of(arguments: Sequence[Any]) -> tuple:

@@ -1,4 +1,4 @@
-"""Which tuned launches are in use here."""
+"""Tables of tuned launches, for `apex doctor`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TunedTable:
 
 
 def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
-    """The tables that `apex tune` wrote or that came with the package, beside the names of the devices here."""
+    """Return the tables of the file that APEX_TUNED names, and findings about those not used on the GPUs here."""
     tables: list[TunedTable] = []
     findings: list[Finding] = []
     for table in _tuned.tables():

@@ -32,15 +32,15 @@ def run_tune(
     budget: str = "5m",
     output: Path | None = None,
 ) -> int:
-    """Tunes the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
+    """Tune the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
 
-    The exit status is 0, or 130 where it was interrupted; what was found until then is in the table. A request that
-    cannot be met is a ValueError.
+    Return the exit status: 0, or 130 if the search was interrupted; entries found before are in the table. Raise a
+    ValueError for a request that cannot be met.
     """
     seconds, device = parse_budget(budget), _gpu()
     output = output or _env.tuned_launches()
     if output is None:
-        raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
+        raise ValueError("there is no table to write to; name one with --output, or set APEX_TUNED")
     for table in _tuned.read_tables(output):
         if table.problem is not None:
             raise ValueError(f"{output} {table.problem}; name another file with --output")

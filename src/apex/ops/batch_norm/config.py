@@ -130,6 +130,9 @@ class ApplyConfig(NamedTuple):
 def apply_config(
     images: int, positions: int, channels: int, last: bool, backward: bool, element_size: int, device: DeviceFacts
 ) -> ApplyConfig:
+    if last and element_size == 2 and channels <= 64:
+        # bfloat16 64x64x56x56: forward 33.6 (4 warps: 34.9), backward 44.5 (4096 elements by 4 warps: 48.0).
+        return ApplyConfig(1024, 2) if backward else ApplyConfig(APPLY_TILE, 1)
     return ApplyConfig(APPLY_BACKWARD_TILE[last and element_size == 2] if backward else APPLY_TILE, WARPS)
 
 

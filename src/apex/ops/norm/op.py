@@ -291,7 +291,9 @@ def _backward_launches(
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
     common["same_dtypes"] = True
-    main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    # With a residual one tensor more is loaded ahead, for which five stages have no shared memory.
+    stages = min(3, chosen.num_stages) if has_added else chosen.num_stages
+    main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": stages}
     row_means = sums = None
     if chosen.kind == "rows":
         launch = kernels_backward.norm_backward_rows.prepare(

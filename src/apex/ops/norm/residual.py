@@ -19,7 +19,6 @@ from .. import _library
 from .._checks import check_optional_tensors, check_tensors
 from .._device import empty_on
 from .._partial_sums import partial_sums
-from .._tuned import falls_back
 from . import config, op, reference
 
 
@@ -117,7 +116,6 @@ def _forward(branch: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tens
     return run(branch.contiguous(), residual.contiguous(), *rest)
 
 
-@falls_back(op.FAMILY.name)
 def launch_forward(
     branch: Tensor,
     residual: Tensor,
@@ -140,7 +138,6 @@ def launch_forward(
     return output, total, statistics
 
 
-@falls_back(op.FAMILY.name)
 def launch_backward(
     dy: Tensor,
     dsum: Tensor,
