@@ -146,21 +146,12 @@ def real_tensors() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
-    """Plan launches for a device that may be absent, as `stand_ins` does, with cleared caches of the launch rules."""
-    forget_launches()
-    try:
-        with stand_ins(other):
-            yield
-    finally:
-        forget_launches()
-
-
-@contextlib.contextmanager
-def stand_ins(device: DeviceFacts) -> Iterator[None]:
-    """Let tensors without memory represent tensors on `device`; launch rules keep their cached answers for it."""
+    """Plan launches for a device that may be absent: tensors without memory represent tensors on it."""
     global _pretended
-    previous, _pretended = _pretended, device
+    forget_launches()
+    previous, _pretended = _pretended, other
     try:
         yield
     finally:
         _pretended = previous
+        forget_launches()

@@ -27,8 +27,6 @@ from ._device import current_device, current_stream
 KERNELS: dict[str, Kernel] = {}
 
 _recorder: MutableSequence[Launch] | None = None
-_recorded_type: str | None = None
-
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; other versions are launched plainly.
@@ -135,7 +133,8 @@ class PreparedLaunch:
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launch the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
-        if _recorder is not None and self._is_recorded(tensors, floats):
+        if _recorder is not None:
+            self._record(_recorder, tensors, floats)
             return
         key: Any = (index := tensors[0].get_device())  # type: ignore[union-attr]
         if not self._same_dtypes:
@@ -158,14 +157,13 @@ class PreparedLaunch:
             return
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _is_recorded(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
-        """Record the launch if a recorder is active. Reads no addresses, because meta tensors have none."""
-        device = tensors[0].device  # type: ignore[union-attr]
-        if _recorder is None or _recorded_type not in (None, device.type):
-            return False
+    def _record(
+        self, recorder: MutableSequence[Launch], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
+    ) -> None:
+        """Record the launch. Reads no addresses, because meta tensors have none."""
         self._check_dtypes(tensors)
-        _recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
-        return True
+        device = tensors[0].device  # type: ignore[union-attr]
+        recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
 
     def _check_dtypes(self, tensors: tuple[Tensor | None, ...]) -> None:
         if self._same_dtypes:
@@ -236,16 +234,14 @@ def kernel(function: Any) -> Kernel:
 
 
 @contextlib.contextmanager
-def record_launches(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
+def record_launches(keep: bool = True) -> Iterator[MutableSequence[Launch]]:
     """Collect launches instead of running them, so that they can be compiled for a GPU that this machine lacks.
 
-    If `keep` is false, launches and their tensors are dropped at once. If a `device_type` is given, launches on other
-    devices run as usual: they come from other threads.
+    If `keep` is false, launches and their tensors are dropped at once.
     """
-    global _recorder, _recorded_type
-    previous = _recorder, _recorded_type
-    _recorder, _recorded_type = [] if keep else deque(maxlen=0), device_type
+    global _recorder
+    previous, _recorder = _recorder, [] if keep else deque(maxlen=0)
     try:
         yield _recorder
     finally:
-        _recorder, _recorded_type = previous
+        _recorder = previous

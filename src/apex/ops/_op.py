@@ -59,7 +59,6 @@ class Op:
       PyTorch has no second derivative of the reference. `once(*settings)` returns why there is no second derivative.
     - `sums_rounded_products` lets the check of `apex doctor` measure errors against the largest element of a result,
       because single elements may cancel to nothing.
-    - `replayed` lets compiled code replay the launches; settings and tensor layouts must then determine all launches.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class Op:
         formula: Callable[..., Results] | None = None,
         once: Callable[..., str | None] | None = None,
         sums_rounded_products: bool = False,
-        replayed: bool = False,
         checks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.family = family
@@ -116,7 +114,7 @@ class Op:
         self._node = _library.eager_apply(_node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])))
         self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
         self._same_layout = frozenset(same_layout)
-        self._register(schema, fake, backward_fake or self._like_saved, family if replayed else None)
+        self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -328,7 +326,7 @@ class Op:
             for name, needed in zip(self.gradients, wanted, strict=True)
         )
 
-    def _register(self, schema: str, fake: Callable, backward_fake: Callable, family: Any) -> None:
+    def _register(self, schema: str, fake: Callable, backward_fake: Callable) -> None:
         """Define `torch.ops.apex.<name>` and `<name>_backward`; they return an empty tensor in place of None."""
         settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
         tensors = ["Tensor grad_output", *(f"Tensor? {name}" for name in self.saves)]
@@ -373,7 +371,6 @@ class Op:
             schema,
             implementation,
             lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0], kept),
-            family,
             backward=op_backward,
             setup_context=setup_context,
         )
@@ -381,7 +378,6 @@ class Op:
             backward_schema,
             backward_implementation,
             lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0], kept_gradients),
-            family,
             backward=refuse,
         )
         self._library_op = getattr(torch.ops.apex, self.name).default

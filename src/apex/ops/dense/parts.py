@@ -322,7 +322,6 @@ _library.register_op(
     "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
     _operator,
     lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
-    FAMILY,
     backward=_refuse_derivative,
 )
 _library.register_op(
@@ -333,7 +332,6 @@ _library.register_op(
         dy.new_empty(dy.shape[1] if bias_grad else 0),
         input.new_empty(input.shape),
     ),
-    FAMILY,
     backward=_refuse_derivative,
 )
 _library.register_op(

@@ -169,7 +169,6 @@ GLU = Op(
     backward=launch_backward,
     fake=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
     saves=("input", "bias"),
-    replayed=True,
     checks=[{"input": (12, 200), "bias": (200,), "activation": name} for name in reference.ACTIVATIONS],
 )
 
@@ -181,6 +180,5 @@ GLU_PAIR = Op(
     backward=launch_pair_backward,
     fake=lambda gate, value, activation: gate.new_empty(gate.shape),
     saves=("gate", "value"),
-    replayed=True,
     checks=[{"gate": (12, 100), "value": (12, 100), "activation": name} for name in reference.ACTIVATIONS],
 )

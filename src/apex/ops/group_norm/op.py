@@ -316,7 +316,6 @@ GROUP_NORM = Op(
     saves=("input", "weight", "bias", "statistics"),
     strided=("input", "output"),
     same_layout=("input", "output"),
-    replayed=True,
     # One program takes a group of the first case, several programs a group of the second.
     checks=[_check_case(6, 2, 60, 5, 7), _check_case(3, 2, 24, 70, 70)],
 )

@@ -404,6 +404,5 @@ NORM = Op(
     reference_backward=reference.backward,
     backward_fake=_backward_fake,
     once=_no_second_derivative,
-    replayed=True,
     checks=[_check(True), _check(False)],
 )
