@@ -111,35 +111,6 @@ def test_self_check_of_every_family(family: _library.OpFamily, device: str) -> N
     assert family.self_check(torch.device(device)) <= 1
 
 
-def test_quick_apply_is_apply() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[override]
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, dy):  # type: ignore[override]
-            return 2 * dy
-
-    quick = _library.quick_apply(Double)
-    x = torch.ones(3, requires_grad=True)
-    output = quick(x)
-    assert type(output.grad_fn) is type(Double.apply(x).grad_fn)
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], torch.full((3,), 2.0))
-
-    class Triple(Double):
-        @staticmethod
-        def backward(ctx, dy):  # type: ignore[override]
-            return 3 * dy
-
-    assert torch.equal(torch.autograd.grad(Triple.apply(x).sum(), x)[0], torch.full((3,), 3.0))
-    slope = torch.autograd.grad(quick(x), x, x, create_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(slope.sum(), x)[0], torch.full((3,), 2.0))
-    for apply in (Double.apply, quick):  # both leave it to PyTorch to say what torch.func needs
-        with pytest.raises(RuntimeError, match="setup_context"):
-            torch.func.grad(lambda x, apply=apply: apply(x).sum())(x)
-
-
 def test_an_operator_is_called_without_the_dispatcher_where_nothing_looks_on() -> None:
     call = _library._quick_call(lambda *_, **__: "dispatcher", lambda *_: "implementation")
     x = torch.ones(3)

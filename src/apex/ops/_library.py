@@ -375,32 +375,6 @@ class LazyModule:
         return getattr(module, attribute)
 
 
-def quick_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return `function.apply` without the parts that only `torch.func` and `torch.compile` need.
-
-    A call with seven tensors takes 18 us instead of 26. Only for a Function without `setup_context` that is called with
-    positional arguments.
-    """
-    directly = eager_apply(function)
-
-    def apply(*args):  # type: ignore[no-untyped-def]
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return function.apply(*args)
-        return directly(*args)
-
-    return apply
-
-
-def eager_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return a quicker `quick_apply(function)` for callers that know that `is_eager` holds.
-
-    Nodes call `backward` without PyTorch's wrapper, which tests at each call whether there is a `vjp` instead: 1 us
-    less.
-    """
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
 def once_differentiable(backward: Callable) -> Callable:
     """Refuse second derivatives, as PyTorch's decorator does, even if the incoming gradient needs no gradient itself.
 

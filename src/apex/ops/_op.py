@@ -111,8 +111,8 @@ class Op:
         names = (*self.arguments, *self.results)
         self._save = save or self._save_by_name
         self._saved_places = [] if save else [names.index(name) for name in self.saves]
-        self._node = _library.eager_apply(_node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])))
-        self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
+        self._node = _node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])).apply
+        self._launching_node = _node_of(self, self._launch_and_save).apply
         self._same_layout = frozenset(same_layout)
         self._register(schema, fake, backward_fake or self._like_saved)
         family.ops.append(self)

@@ -43,7 +43,7 @@ def add_norm(
     is_large = memory_efficient or branch.numel() >= config.NATIVE_BELOW or _library.requested != "auto"
     if is_large and _runs_kernels(branch, residual, added, shape, weight, bias, subtract_mean):
         arguments = (branch, residual, added, weight, bias, shape[0], eps, subtract_mean, memory_efficient)
-        return _apply(*arguments) if torch.is_grad_enabled() else _forward(*arguments)[:2]
+        return AddNormFunction.apply(*arguments) if torch.is_grad_enabled() else _forward(*arguments)[:2]
     total = residual + (branch if added is None else branch + added)
     return op._norm(total, shape, weight, bias, eps, subtract_mean, memory_efficient, None), total
 
@@ -106,9 +106,6 @@ class AddNormFunction(torch.autograd.Function):
             dy.contiguous(), dsum.contiguous(), saved, weight, bias, statistics, ctx.has_added, *ctx.settings
         )
         return dx, dx, dadded if ctx.has_added else None, dweight, None if bias is None else dbias, *(None,) * 4
-
-
-_apply = _library.quick_apply(AddNormFunction)
 
 
 def _forward(branch: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
