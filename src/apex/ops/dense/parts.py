@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from .. import _library
 from .._device import empty_on, facts, launch_rule
-from .._partial_sums import TICKETS, partial_sums
+from .._tickets import TICKETS, tickets_on
 from .._tolerance import excess
 from . import config, reference
 
@@ -152,9 +152,9 @@ def launch_activation_backward(
     if not partials:
         launch((dy, saved, dz, active, dbias, None, None))
         return dbias
-    sums, tickets = partial_sums(partials, device)
+    sums = empty_on(device)((partials,), (1,), torch.float32)
     if add_up is None:
-        launch((dy, saved, dz, active, sums, tickets, dbias))
+        launch((dy, saved, dz, active, sums, tickets_on(device), dbias))
     else:
         launch((dy, saved, dz, active, sums, None, None))
         add_up((sums, dbias))
