@@ -16,7 +16,7 @@ import typer
 from apex._cli.build import command
 from apex._cli.build.calls import OPS, parse_call
 from apex._cli.build.command import run_build, selected_ops
-from apex.ops import _compile_ahead, _tuned
+from apex.ops import _compile_ahead, _device, _tuned
 from apex.ops.glu import config as glu_config
 
 from .helpers import run_quickly
@@ -133,12 +133,12 @@ def test_a_table_for_the_gpu_here_changes_what_is_compiled(tmp_path: Path, monke
     tables = [{"gpu": here.facts.name, **_tuned.versions(), "entries": [entry]}]
     (tmp_path / "tuned.json").write_text(json.dumps({"format": _tuned.FORMAT, "tables": tables}))
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    _tuned.forget_tables()
+    _device.forget_launches()
     try:
         command._plan([call], [])
     finally:
         monkeypatch.undo()
-        _tuned.forget_tables()
+        _device.forget_launches()
     after = [launch.prepared.num_warps for _, _, launch in command._tasks]
     assert sorted(after) == sorted([16, *before[1:]])
 

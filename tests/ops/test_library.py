@@ -76,7 +76,7 @@ def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch
     with caplog.at_level(logging.INFO, logger="apex.ops"), _library.implementation("auto"):
         for _ in range(3):
             _library.explain(norm.FAMILY, CPU, torch.float64)
-            _library._choices.clear()
+            _library._runs_triton.clear()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "float64" in messages[0]

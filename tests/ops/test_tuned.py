@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from apex.ops import _launch, _library, _tuned, layer_norm
+from apex.ops import _device, _launch, _library, _tuned, layer_norm
 from apex.ops._device import INTERPRETER, DeviceFacts, facts
 from apex.ops._launch import record_launches
 from apex.ops.norm import config
@@ -31,16 +31,16 @@ ENTRY |= {"config": {"num_warps": 2, "rows_per_program": 4}, "instead_of": BEFOR
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a table is found; none is there yet."""
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    _tuned.forget_tables()
+    _device.forget_launches()
     yield tmp_path / "tuned.json"
     monkeypatch.undo()
-    _tuned.forget_tables()
+    _device.forget_launches()
 
 
 def write(path: Path, *entries: dict[str, Any], **head: Any) -> None:
     versions = {"gpu": HERE.name, **_tuned.versions(), **head}
     path.write_text(json.dumps({"format": _tuned.FORMAT, "tables": [{**versions, "entries": list(entries)}]}))
-    _tuned.forget_tables()
+    _device.forget_launches()
 
 
 def launched(rows: int = 8) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def test_numbers_are_the_same_with_another_launch(table: Path) -> None:
 def test_off_leaves_every_rule_alone(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(table, ENTRY)
     monkeypatch.setenv("APEX_TUNED", "off")
-    _tuned.forget_tables()
+    _device.forget_launches()
     assert launched() == (1, 1)
     assert _tuned.tables() == ()
 
@@ -79,7 +79,7 @@ def test_off_leaves_every_rule_alone(table: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_table_is_used_only_if_it_is_named(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(table, ENTRY)
     monkeypatch.delenv("APEX_TUNED")
-    _tuned.forget_tables()
+    _device.forget_launches()
     assert launched() == (1, 1)
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_table_is_ignored_with_one_message(
     table: Path, text: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     table.write_text(text)
-    _tuned.forget_tables()
+    _device.forget_launches()
     with caplog.at_level(logging.WARNING, "apex.ops"):
         assert launched() == launched() == launched(3) == (1, 1)
     (record,) = caplog.records

@@ -81,23 +81,23 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(sizes)])
 
 
-_kept_rules: list[Any] = []
+@functools.lru_cache(maxsize=1 << 15)
+def _answers(rule: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a launch rule's answer. This is the one cache of launches: prepared kernels are answers, too."""
+    return rule(*arguments)
 
 
-def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_Answer]:
+def launch_rule(rule: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Cache the answers of a launch rule: a function of a few numbers and a device or its facts.
 
     Without the cache a rule takes the host 1 to 5 us, as long as a launch.
     """
-    kept = functools.lru_cache(maxsize=1024)(rule)
-    _kept_rules.append(kept)
-    return kept
+    return functools.partial(_answers, rule)
 
 
 def forget_launches() -> None:
-    """Clear the caches of all launch rules, after a change of the tuned launches or of the device they depend on."""
-    for rule in _kept_rules:
-        rule.cache_clear()
+    """Clear the cache of launches, after a change of the tuned launches or of the device they depend on."""
+    _answers.cache_clear()
 
 
 # Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from .. import _env
-from ._device import current_device, current_stream
+from ._device import current_device, current_stream, launch_rule
 
 KERNELS: dict[str, Kernel] = {}
 
@@ -44,17 +44,12 @@ class Launch:
     floats: tuple[float, ...]
 
 
-# Most launches that a kernel keeps. A program with more of them hardly ever sees the same shape twice.
-MOST_LAUNCHES = 4096
-
-
 class Kernel:
     """A Triton kernel whose arguments are tensors first, then integers, then floats, then `tl.constexpr` values."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.name: str = function.fn.__name__
-        self._prepared: dict[tuple, PreparedLaunch] = {}
         KERNELS[self.name] = self
 
     def __call__(
@@ -73,14 +68,7 @@ class Kernel:
         `constants` are the kernel's `tl.constexpr` arguments. Triton specialises the program on their values and on the
         integers in `sizes`, never on the values of floats.
         """
-        key = (grid, sizes, num_warps, num_stages, *constants, *constants.values())
-        launch = self._prepared.get(key)
-        if launch is None:
-            launch = self.prepare(grid, sizes, num_warps=num_warps, num_stages=num_stages, **constants)
-            if len(self._prepared) >= MOST_LAUNCHES:
-                self._prepared.clear()
-            self._prepared[key] = launch
-        launch(tensors, floats)
+        _prepared(self, grid, sizes, num_warps, num_stages, *constants.items())(tensors, floats)
 
     def prepare(
         self,
@@ -102,6 +90,13 @@ class Kernel:
         names = self.function.arg_names
         values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages, same_dtypes)
+
+
+@launch_rule
+def _prepared(
+    kernel: Kernel, grid: tuple[int, ...], sizes: tuple[int, ...], num_warps: int, num_stages: int, *constants: Any
+) -> PreparedLaunch:
+    return kernel.prepare(grid, sizes, num_warps=num_warps, num_stages=num_stages, **dict(constants))
 
 
 class PreparedLaunch:

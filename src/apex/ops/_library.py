@@ -77,7 +77,6 @@ _is_tracing, _are_functorch_transforms_active = torch._C._is_tracing, torch._C._
 
 # The implementation requested by `APEX_IMPL` or by `implementation`: auto, triton or torch.
 requested: _env.Implementation = _env.requested_implementation()
-_choices: dict[tuple[str, torch.device, torch.dtype], Choice] = {}
 _runs_triton: dict[tuple[str, torch.device, torch.dtype], bool] = {}
 _reported: set[tuple[str, str]] = set()
 _triton_found: list[str | None] = []
@@ -106,7 +105,6 @@ def implementation(name: _env.Implementation) -> Iterator[None]:
 def _set_requested(name: _env.Implementation) -> None:
     global requested
     requested = name
-    _choices.clear()
     _runs_triton.clear()
 
 
@@ -146,14 +144,6 @@ def _triton_obstacle(family: OpFamily, device: torch.device, dtype: torch.dtype)
 
 def explain(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
     """Return which implementation `family` uses for tensors of `dtype` on `device`, with the reason."""
-    key = (family.name, device, dtype)
-    choice = _choices.get(key)
-    if choice is None:
-        choice = _choices[key] = _choose(family, device, dtype)
-    return choice
-
-
-def _choose(family: OpFamily, device: torch.device, dtype: torch.dtype) -> Choice:
     if requested == "torch":
         return Choice("torch", "APEX_IMPL=torch")
     obstacle = _triton_obstacle(family, device, dtype)

@@ -148,7 +148,7 @@ def versions() -> dict[str, Any]:
     }
 
 
-@functools.cache
+@launch_rule
 def tables() -> tuple[Table, ...]:
     """Return the tables of the file that `APEX_TUNED` names."""
     path = _env.tuned_launches()
@@ -184,7 +184,7 @@ def key_of(entry: Mapping[str, Any]) -> Key:
     return entry["op"], entry["dtype"], tuple(sorted(entry["shape"].items()))
 
 
-@functools.cache
+@launch_rule
 def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
     """Return the entries in use on a device; warn once about tables that are not used."""
     entries: dict[Key, dict[str, Any]] = {}
@@ -200,10 +200,3 @@ def fits(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry replaces integers by integers, and names the same fields for both."""
     changed = (*entry["config"].values(), *entry["instead_of"].values())
     return entry["config"].keys() == entry["instead_of"].keys() and all(type(value) is int for value in changed)
-
-
-def forget_tables() -> None:
-    """Clear the cached tables, so that they are read again."""
-    tables.cache_clear()
-    entries_for.cache_clear()
-    forget_launches()

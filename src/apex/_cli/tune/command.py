@@ -14,8 +14,8 @@ import torch
 from ... import _env
 from ..._atomic import atomic_file, make_folder
 from ...ops import _library, _tuned
-from ...ops._device import facts
-from ...ops._tuned import Question, forget_tables, noting
+from ...ops._device import facts, forget_launches
+from ...ops._tuned import Question, noting
 from ..build.calls import OPS, parse_call
 from ..console import make_console, make_table, print_table, with_progress
 from .search import Search, search
@@ -139,7 +139,7 @@ def tune(
     except KeyboardInterrupt:
         return outcomes, True
     finally:
-        forget_tables()
+        forget_launches()
     return outcomes, False
 
 

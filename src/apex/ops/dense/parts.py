@@ -254,7 +254,7 @@ def launch_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> No
     )
 
 
-@functools.cache
+@launch_rule
 def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this PyTorch can add a half-precision product to a float32 matrix in one call (CUDA since 2.9)."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
