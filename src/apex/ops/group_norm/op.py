@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_parameters, check_shape, check_tensors
 from .._device import DeviceFacts, empty_on, facts, launch_rule, next_power_of_2
-from .._op import Op, laid_out_like
+from .._op import Kernels, Memory, Op, Saved, laid_out_like
 from .._tickets import TICKETS, tickets_on
 from . import config, reference
 
@@ -309,12 +309,10 @@ GROUP_NORM = Op(
     "group_norm(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) "
     "-> (Tensor output, Tensor statistics)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("input", "weight", "bias", "statistics"),
-    strided=("input", "output"),
-    same_layout=("input", "output"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("input", "weight", "bias", "statistics"),
+    memory=Memory(strided=("input", "output"), same_as_first=("input", "output")),
     # One program takes a group of the first case, several programs a group of the second.
     checks=[_check_case(6, 2, 60, 5, 7), _check_case(3, 2, 24, 70, 70)],
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_parameters, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")
@@ -395,13 +395,9 @@ NORM = Op(
     "norm(Tensor input, Tensor? weight, Tensor? bias, int row_length, float eps, bool subtract_mean, bool from_output, "
     "ScalarType out_dtype, ScalarType input_dtype) -> (Tensor output, Tensor statistics)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("saved", "weight", "bias", "statistics"),
-    save=_save,
-    reference_backward=reference.backward,
-    backward_fake=_backward_fake,
-    once=_no_second_derivative,
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("saved", "weight", "bias", "statistics", choose=_save),
+    derivative=Derivative(backward=reference.backward, shapes=_backward_fake, once=_no_second_derivative),
     checks=[_check(True), _check(False)],
 )
