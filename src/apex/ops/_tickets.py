@@ -1,8 +1,8 @@
-"""Counters by which programs of a launch tell which of them finishes last: it completes the work of the others.
+"""Counters that tell the last program of a launch that it is the last, so that it completes the others' work.
 
-Every launch leaves the counters 0, so launches that follow each other share them. Those on the default stream of a
-thread do; launches of threads may interleave. Graphs are warmed up and captured on other streams. A graph keeps the
-addresses it was captured with, so it must own its counters.
+Every launch leaves the counters 0. All launches of a thread on the default stream therefore share one tensor; threads
+have their own, because their launches may interleave. Launches on other streams get new counters: graphs are captured
+there, and a graph must own the memory whose addresses it keeps.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ ODD_GROUP = 16384
 # 385 to 607, and 236 against 252.
 FORWARD_TILE = {True: 8192, False: 4096}
 FORWARD_WARPS = 4
-# Elements of a half-precision tensor, channels last, up to which half that tile and half the warps are quicker forward:
+# Half-precision tensors of at most this many elements, channels last, take half that tile and half the warps forward:
 # 8x320x64x64 takes 31.3 (else 34.9), 4x960x64x64 41.2 (47.1).
 SMALL_CUT = 1 << 24
 BACKWARD_TILE = 2048

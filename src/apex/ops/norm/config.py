@@ -47,8 +47,8 @@ class BackwardConfig(NamedTuple):
     held: int = 0
 
 
-# Choices for half-precision rows that were quicker on an H200 than those of the rule, by row length and whether a bias
-# has a gradient.
+# Choices for half-precision rows that were quicker on an H200 than the rule's, by row length and whether a bias has a
+# gradient.
 MEASURED_BACKWARD = {
     (128, False): {"num_warps": 4, "num_stages": 4},  # 65536 rows in 23.0, else 24.0
     (256, True): {"num_warps": 2},  # 65536 rows in 37.4, else 39.8
