@@ -73,14 +73,14 @@ def test_tickets_are_returned(rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [1024, 16384])
-def test_a_step_needs_no_more_memory_than_pytorchs(columns: int) -> None:
+def test_a_step_needs_no_more_memory_than_pytorchs_but_partial_sums(columns: int) -> None:
     rows = (1 << 24) // columns
     source = torch.randn(rows, columns, device="cuda", requires_grad=True)
     weight, bias = (torch.rand(columns, device="cuda", requires_grad=True) for _ in range(2))
     gradient = torch.randn_like(source)
 
     def peak(function) -> int:
-        for _ in range(2):  # the first step makes what is kept
+        for _ in range(2):  # the first step compiles
             gc.collect()  # garbage of other tests, which would be freed while it is measured
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -89,5 +89,7 @@ def test_a_step_needs_no_more_memory_than_pytorchs(columns: int) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     torchs = peak(lambda x: torch.nn.functional.layer_norm(x, (columns,), weight, bias))
-    assert peak(lambda x: norm.layer_norm(x, columns, weight, bias)) <= torchs
+    # Partial sums of the gradients of weight and bias: float32, at most two programs per multiprocessor.
+    partials = 2 * 4 * columns * 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert peak(lambda x: norm.layer_norm(x, columns, weight, bias)) <= torchs + partials
     assert peak(lambda x: norm.layer_norm(x, columns, weight, bias, memory_efficient=True)) < torchs
