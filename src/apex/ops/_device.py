@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,10 +82,8 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(sizes)])
 
 
-@functools.lru_cache(maxsize=1 << 15)
-def _answers(rule: Callable[..., Any], *arguments: Any) -> Any:
-    """Return a launch rule's answer. This is the one cache of launches: prepared kernels are answers, too."""
-    return rule(*arguments)
+# The one cache of launches: the answers of launch rules, prepared kernels among them, by rule and arguments.
+_answers = functools.lru_cache(maxsize=1 << 15)(types.FunctionType.__call__)
 
 
 def launch_rule(rule: Callable[..., _Answer]) -> Callable[..., _Answer]:
