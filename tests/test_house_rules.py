@@ -359,5 +359,5 @@ def test_few_files_are_passed(device: str) -> None:
                 optimizer.step()  # noqa: B023
                 optimizer.zero_grad()  # noqa: B023
 
-            check(train, 10)
+            check(train, 11)
             amp.shutdown()

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import Lists
+from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.flat import overlapping
-from ..ops.multi_tensor.op import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.rule import SLOTS
 from ..ops.multi_tensor.tables import lie_at
 from ..ops.multi_tensor.torch_lists import TorchLists

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops._host import HOST
 from ..ops.multi_tensor import flat
-from ..ops.multi_tensor.op import DTYPES
+from ..ops.multi_tensor.dispatch import DTYPES
 from ..ops.multi_tensor.tables import lie_at
 from ._base import FusedOptimizer
 from ._buckets import local

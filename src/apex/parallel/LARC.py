@@ -10,7 +10,7 @@ import torch
 from .._delegation import delegated
 from ..ops import _graph_numbers
 from ..ops.multi_tensor import rules
-from ..ops.multi_tensor.op import check, groups_of
+from ..ops.multi_tensor.dispatch import check, groups_of
 from ..optimizers._base import FusedOptimizer, run_closure
 from ..optimizers._buckets import local
 

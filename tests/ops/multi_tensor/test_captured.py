@@ -5,7 +5,7 @@ import torch
 
 from apex.ops import _device, implementation
 from apex.ops.multi_tensor import l2norm
-from apex.ops.multi_tensor.op import _MOST_KEPT
+from apex.ops.multi_tensor.dispatch import _MOST_KEPT
 from apex.ops.multi_tensor.tables import current_stream
 from apex.optimizers import FusedAdam
 from tests.harness import assert_close

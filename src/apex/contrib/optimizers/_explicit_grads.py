@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import l2norm
-from ...ops.multi_tensor.op import check
+from ...ops.multi_tensor.dispatch import check
 from ...optimizers._base import run_closure
 from ...optimizers._checkpoints import check_saved
 from ...optimizers._checks import check_options
