@@ -140,7 +140,7 @@ class Training:
             "buffers": owners.add(self.model.buffers()),
             "gradients": owners.add(param.grad for param in (*params, *masters)),
             "masters": owners.add(masters),
-            "state": owners.add(each for each in state if is_fake(each) or each.dim()),  # without counts on the host
+            "state": owners.add(value for value in state if is_fake(value) or value.dim()),  # no step counts
         }
         return {**sizes, "rounded": owners.rounded}
 
@@ -193,8 +193,8 @@ def checked_loss(loss: Any) -> Tensor:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in nested dicts, lists and tuples, and in apex's objects that hold an optimizer's state."""
     for leaf in tree_leaves(value):
-        held = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
-        yield from (each for each in held if isinstance(each, Tensor))
+        values = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
+        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _replace_by_fake_tensors(model: nn.Module) -> None:
@@ -211,8 +211,8 @@ def _replace_by_fake_tensors(model: nn.Module) -> None:
         return known[id(tensor)][1]
 
     for module in model.modules():
-        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for tensors in places:
+        dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in dicts:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
                     tensors[name] = fake_of(value)
@@ -285,7 +285,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
 
         return DistributedFusedAdam(params, process_group=parallel_state.get_data_parallel_group(), **options)
     module, _, attribute = name.rpartition(":")
-    known = [each for each in optimizers.__all__ if each != "FP16_Optimizer"]
+    known = [public for public in optimizers.__all__ if public != "FP16_Optimizer"]
     if not module and name not in known:
         raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
     try:

@@ -1,4 +1,4 @@
-"""Tables of tuned launches, for `apex doctor`."""
+"""Tables of tuned launches, and how many of their entries are in use on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .findings import Finding
 
 @dataclass(frozen=True)
 class TunedTable:
-    """A table of tuned launches: how many entries it has, how many of them are in use here, and why not the others."""
+    """A table of tuned launches, with the number of its entries, of those in use here, and the reason for the rest."""
 
     path: str
     gpu: str
