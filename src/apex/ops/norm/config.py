@@ -6,7 +6,7 @@ Times are microseconds, of kernels launched directly.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._device import DeviceFacts, next_power_of_2
 from .._tuned import tunable
@@ -49,7 +49,7 @@ class BackwardConfig(NamedTuple):
 
 # Choices for half-precision rows that were quicker on an H200 than the rule's, by row length and whether a bias has a
 # gradient.
-MEASURED_BACKWARD = {
+MEASURED_BACKWARD: dict[tuple[int, bool], dict[str, Any]] = {
     (128, False): {"num_warps": 4, "num_stages": 4},  # 65536 rows in 23.0, else 24.0
     (256, True): {"num_warps": 2},  # 65536 rows in 37.4, else 39.8
     (768, True): {"num_stages": 4},  # 32768 rows in 50.3, else 52.6
