@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.plugin import (
     GradientCheckpointConfig,
     HybridParallelPlugin,

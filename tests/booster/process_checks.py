@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.booster import Booster, _whole, checkpoint_io
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from apex.checkpoint import DamagedCheckpoint, _huggingface

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apex.booster import Booster
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.checkpoint import DamagedCheckpoint, _huggingface
 
 from .problem import adam, assert_equal, net, train

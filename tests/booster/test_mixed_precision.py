@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import apex
 from apex import amp
 from apex.booster import Booster, mixed_precision
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from tests.campaign.saves import damaged
 
 from .problem import adam, assert_equal, net

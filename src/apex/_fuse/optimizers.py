@@ -53,7 +53,7 @@ def replace(optimizer: Any) -> None:
     original, first = type(optimizer), optimizer.param_groups[0]
     known = {*first}
     _become(optimizer, RULES[original]([{**group} for group in optimizer.param_groups], first))
-    optimizer._fused_from = original, {"step", *first} - known  # "step" may come later
+    optimizer._fused_from = original, {"step", *first} - known  # a fused optimizer may add "step" later
 
 
 def restore(optimizer: Any) -> None:

@@ -107,7 +107,10 @@ class Training:
         return stack
 
     def _with_real_host(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context with real step counts and tables, except for ZeRO, whose tables are as large as a model."""
+        """Return a context in which step counts and tables on the host are real tensors instead of fake ones.
+
+        It does nothing for ZeRO, whose tables are as large as a model.
+        """
         stack = contextlib.ExitStack()
         if self.storages is not None and not self.settings.zero:
             stack.enter_context(_disable_current_modes())

@@ -17,7 +17,7 @@ from .. import checkpoint as files
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
-from ._whole import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
+from ._whole_state import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper, check_model
 
 __all__ = ["CheckpointIO"]

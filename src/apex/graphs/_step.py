@@ -208,7 +208,7 @@ class CapturedStep:
 
 
 class _StepsOfObject(dict[CapturedStep, CapturedStep]):
-    """Captured steps of an object's decorated methods. A copy of the object may share this dict, then makes its own."""
+    """The captured steps of an object's decorated methods. A copy of the object that shares this dict gets its own."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner

@@ -16,7 +16,7 @@ from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ._base import CommonOptions, FusedOptimizer, LossScaling
-from ._buckets import UpdateBucket, local
+from ._buckets import Group, UpdateBucket, local
 
 ALGORITHMS = ("muon", "adamw", "lion")
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -75,7 +75,7 @@ class FusedMuon(FusedOptimizer):
         cautious_weight_decay: bool = False,
         **options: Unpack[CommonOptions],
     ) -> None:
-        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
+        defaults: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
         defaults |= dict(ns_coefficients=ns_coefficients, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, betas=betas, adam_eps=adam_eps)
         defaults |= dict(cautious_weight_decay=cautious_weight_decay, algorithm="muon")
@@ -153,9 +153,7 @@ class FusedMuon(FusedOptimizer):
         self._elements += local(param).numel()
         return self._elements // WORKSPACE
 
-    def _update(
-        self, group: dict[str, Any], bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None
-    ) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         cautious = bool(group["cautious_weight_decay"])
         decoupled = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if group["algorithm"] == "lion":
@@ -180,11 +178,11 @@ class FusedMuon(FusedOptimizer):
         scaling: LossScaling,
         seed: int | None,
     ) -> None:
-        directions = bucket.kept.get("directions")
+        directions = bucket.cache.get("directions")
         if directions is None:
             # In a captured step `group` holds numbers that change; how parameters are divided does not.
             own = next(own for own in self.param_groups if own["params"] is group["params"])
-            directions = bucket.kept["directions"] = Directions(self, own, bucket)
+            directions = bucket.cache["directions"] = Directions(self, own, bucket)
         lists = directions.lists(bucket)
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
@@ -201,10 +199,10 @@ class FusedMuon(FusedOptimizer):
 
 
 class Block(NamedTuple):
-    """Rows of a parameter, from `start` on, that are made orthogonal: `count` matrices of `rows` x `columns`."""
+    """Rows of a parameter, from `start` on, that are made orthogonal: `matrices` of `rows` x `columns`."""
 
     start: int
-    count: int
+    matrices: int
     rows: int
     columns: int
 
@@ -304,7 +302,7 @@ class Directions:
         steps = triples(group["ns_coefficients"], group["ns_steps"])
         for stack, blocks in self._stacks:
             for block, factor in blocks:
-                part = stack[:, block.start : block.start + block.count * block.rows]
+                part = stack[:, block.start : block.start + block.matrices * block.rows]
                 matrices = part.reshape(-1, block.rows, block.columns)
                 result = newton_schulz(matrices, steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
                 part.copy_((result if factor == 1.0 else result.mul_(factor)).view(part.shape))
@@ -357,8 +355,8 @@ def muon_groups(
             (others if flatten is None else flattened if flatten else matrices).append(param)
             algorithm = "AdamW" if flatten is None else "Muon"
             print(f"{algorithm:5} {name} {list(param.shape)}")
-    common = {"lr": lr, "adjust_lr_fn": adjust_lr_fn}
-    groups = [
+    common: dict[str, Any] = {"lr": lr, "adjust_lr_fn": adjust_lr_fn}
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "algorithm": "muon", **common},
         {"params": flattened, "algorithm": "muon", "flatten": True, **common},
         {"params": others, "algorithm": "adamw", "lr": lr if adam_lr is None else adam_lr},

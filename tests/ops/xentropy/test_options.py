@@ -247,8 +247,9 @@ def test_gradcheck(options: dict) -> None:
     if "token_scaling" not in options:  # its factor is a constant for the derivative alone
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
-    assert torch.autograd.gradcheck(outputs, leaves)
-    assert torch.autograd.gradgradcheck(outputs, leaves)
+    if set(options) <= {"logit_scale", "softcap", "temperature"}:
+        assert torch.autograd.gradcheck(outputs, leaves)
+        assert torch.autograd.gradgradcheck(outputs, leaves)
 
 
 @pytest.mark.parametrize("needed", [(True, False), (False, True)])
@@ -262,7 +263,7 @@ def test_frozen_head_or_input(needed: tuple[bool, bool]) -> None:
     assert torch.equal(input.grad if needed[0] else weight.grad, both[needed.index(True)])
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", routes(interpreter=False))
 def test_compiled_without_graph_breaks(route: Route) -> None:
     *leaves, labels = tensors(route.device, torch.float32)
     options = {**EVERYTHING, "class_weight": CLASS_WEIGHT.to(route.device)}

@@ -83,7 +83,7 @@ def _implementation(device: torch.device) -> str:
     """Return the implementation that apex's ops choose on `device`, with the reason."""
     from ...ops import explain, norm
 
-    with as_bad_parameter(RuntimeError, ValueError, option="APEX_IMPL"):  # it may be unknown or impossible here
+    with as_bad_parameter(RuntimeError, ValueError, option="APEX_IMPL"):  # which may be unknown or impossible here
         choice = explain(norm.FAMILY, device, torch.float32)
     return f"{choice.implementation} ({choice.reason})"
 

@@ -28,7 +28,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Target:
-    """A value of `--to`."""
+    """A value of `--to`: the files that it concerns, and the passes that rewrite them."""
 
     words: tuple[bytes, ...]  # files without any of these words are not parsed
     rewrites: tuple[Rewrite, ...]  # each works on the result of the one before

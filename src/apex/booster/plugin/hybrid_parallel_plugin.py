@@ -26,7 +26,7 @@ from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.pipeline_parallel._schedule import Placement
 from ...transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 from .._precision import CastModel
-from .._whole import names_in
+from .._whole_state import names_in
 from .._zero import ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import AmpOptimizer
 from ..wrappers import ModelWrapper, unwrapped

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import compute_dtype
+from ...ops._library import autocast_dtype, compute_dtype
 from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
 from .policy import PolicySettings, policy_losses, policy_metrics, token_weights
 from .preference import (
@@ -40,13 +40,23 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, **others: Tensor)
 class _Loss(nn.Module):
     """A loss whose constructor's arguments are its attributes."""
 
+    ignore_index: int
+    beta: float
+    alpha: float = 1.0
+    label_smoothing: float
+    average_log_prob: bool
+    compute_nll_loss: bool
+    use_ref_model: bool = False
+    keep_logits: str | bool | int
+    loss_type: Any
+
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         for name, value in settings.items():
             setattr(self, name, value)
 
     def _rows(self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *outputs: str) -> Any:
-        options = {"ignore_index": self.ignore_index, "keep_logits": self.keep_logits}
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "keep_logits": self.keep_logits}
         return linear_log_probs(input, weight, target, bias, outputs=("log_probs", *outputs), **options)
 
     def _reference(self, input: Tensor | None, weight: Tensor | None, target: Tensor, bias: Tensor | None) -> Any:
@@ -62,7 +72,7 @@ class _Loss(nn.Module):
 class _PairedLoss(_Loss):
     """A loss of chosen and rejected sequences, stacked along the batch."""
 
-    use_ref_model = False
+    needs_nll = False
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
         raise NotImplementedError
@@ -83,7 +93,7 @@ class _PairedLoss(_Loss):
         weighted = getattr(self, "use_weighting", False)
         found = self._rows(input, weight, target, bias, "mean_logits", *(["log_sum_sq_probs"] if weighted else []))
         mask = target != self.ignore_index
-        options = {"average": self.average_log_prob, "ld_alpha": getattr(self, "ld_alpha", None)}
+        options: dict[str, Any] = {"average": self.average_log_prob, "ld_alpha": getattr(self, "ld_alpha", None)}
         chosen, rejected = sequence_log_probs(found.log_probs, mask, **options).chunk(2)
         lengths = mask.sum(-1)
         sums = (found.mean_logits * mask).sum(-1).chunk(2)
@@ -91,8 +101,7 @@ class _PairedLoss(_Loss):
         nll = torch.zeros((), dtype=chosen.dtype, device=chosen.device)
         if nll_target is not None and self.compute_nll_loss:
             half = len(target) // 2
-            options = {"ignore_index": self.ignore_index}
-            nll = linear_cross_entropy(input[:half], weight, nll_target[:half], bias, **options)
+            nll = linear_cross_entropy(input[:half], weight, nll_target[:half], bias, ignore_index=self.ignore_index)
         else:
             own = found.log_probs.chunk(2)[0].sum() / lengths.chunk(2)[0].sum().clamp(min=1)
             nll = -own if self.compute_nll_loss or self.needs_nll else nll
@@ -100,7 +109,6 @@ class _PairedLoss(_Loss):
         ref_input, ref_weight, ref_bias = reference
         ref = self._reference(ref_input, ref_weight, target, ref_bias)
         if ref is not None:
-            options = {"average": self.average_log_prob, "ld_alpha": getattr(self, "ld_alpha", None)}
             more["reference"] = sequence_log_probs(ref, mask, **options).chunk(2)
         if weighted:
             weights = wpo_weights(found.log_probs, found.log_sum_sq_probs, mask).chunk(2)
@@ -111,12 +119,14 @@ class _PairedLoss(_Loss):
         metrics = (chosen, rejected, *means, nll, *others)
         return loss, tuple(metric.detach() for metric in metrics)
 
-    needs_nll = False
-    alpha = 1.0
-
 
 class FusedLinearDPOLoss(_PairedLoss):
     """DPO of a linear head; see `dpo_loss` for the loss types, of which several may be given with `loss_weights`."""
+
+    discopop_tau: float
+    loss_weights: Sequence[float] | None
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
 
     def __init__(
         self,
@@ -207,6 +217,8 @@ class FusedLinearCPOLoss(_PairedLoss):
 class FusedLinearSimPOLoss(_PairedLoss):
     """SimPO of a linear head: means of log-probabilities with a margin; adds the likelihood loss unless told not to."""
 
+    gamma: float
+
     def __init__(
         self,
         ignore_index: int = -100,
@@ -267,6 +279,9 @@ class FusedLinearORPOLoss(_PairedLoss):
 class FusedLinearKTOLoss(_Loss):
     """KTO of a linear head."""
 
+    desirable_weight: float
+    undesirable_weight: float
+
     def __init__(
         self,
         ignore_index: int = -100,
@@ -310,7 +325,10 @@ class FusedLinearKTOLoss(_Loss):
         logps = sequence_log_probs(found.log_probs, mask, average=self.average_log_prob)
         ref = self._reference(ref_input, ref_weight, target, ref_bias)
         ref_logps = None if ref is None else sequence_log_probs(ref, mask, average=self.average_log_prob)
-        weights = {"desirable_weight": self.desirable_weight, "undesirable_weight": self.undesirable_weight}
+        weights: dict[str, Any] = {
+            "desirable_weight": self.desirable_weight,
+            "undesirable_weight": self.undesirable_weight,
+        }
         loss, rewards = kto_loss(
             logps, preference_labels, ref_logps, kl, beta=self.beta, loss_type=self.loss_type, **weights
         )
@@ -326,6 +344,10 @@ class FusedLinearGRPOLoss(_Loss):
     Losses with ratios of tokens take one pass over the head. Ratios of sequences need all of a sequence's tokens first:
     the backward pass reads the logits again if they were kept, else it computes them once more.
     """
+
+    settings: PolicySettings
+    temperature: float
+    max_completion_length: int | None
 
     def __init__(
         self,
@@ -386,7 +408,8 @@ class FusedLinearGRPOLoss(_Loss):
             ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
             ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio,
         )  # fmt: skip
-        settings, head = self.settings, {"temperature": self.temperature, "ignore_index": self.ignore_index}
+        settings = self.settings
+        head: dict[str, Any] = {"temperature": self.temperature, "ignore_index": self.ignore_index}
         counted = attention_mask != 0
         target = selected_token_ids.masked_fill(~counted, self.ignore_index)
         if settings.beta and self.use_ref_model and ref_per_token_logps is None:
@@ -403,26 +426,30 @@ class FusedLinearGRPOLoss(_Loss):
             counted, settings.loss_type, max_completion_length=self.max_completion_length,
             num_items_in_batch=num_items_in_batch, world_size=ranks, dtype=compute_dtype(_input),
         )  # fmt: skip
-        given = [
+        given: list[Any] = [
             None if each is None else (each[:, None] if each.dim() == 1 else each).expand_as(counted)
             for each in (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
         ]
         given = [None if each is None else each.masked_fill(~counted, 1.0) for each in given]
         advantages, *others = given
         if not settings.is_separable:
-            rows = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
+            rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
             losses, kl, clipped = policy_losses(
                 rows.log_probs, advantages, settings, counted.to(weights.dtype), *others
             )
             return (losses * weights).sum(), policy_metrics(counted, kl, clipped)
         largest = None
-        if lin_weight.dtype == torch.float16:  # small weights would vanish in the gradient of the logits
+        if torch.float16 in (
+            autocast_dtype(_input),
+            _input.dtype,
+        ):  # small weights would vanish in the gradient of the logits
             largest = weights.amax().clamp(min=1e-30)
             weights = weights / largest
-        flat = [None if each is None else each.reshape(-1) for each in (weights, advantages, *others)]
+        flat: list[Any] = [None if each is None else each.reshape(-1) for each in (weights, advantages, *others)]
 
         def losses_of(log_probs: Tensor, part: slice) -> Tensor:
-            weight, advantage, *rest = (None if each is None else each[part] for each in flat)
+            chosen: list[Any] = [None if each is None else each[part] for each in flat]
+            weight, advantage, *rest = chosen
             return policy_losses(log_probs, advantage, settings, None, *rest)[0] * weight
 
         total, log_probs = linear_token_loss(_input, lin_weight, target, bias, losses_of, **head)

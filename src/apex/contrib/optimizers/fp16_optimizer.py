@@ -99,7 +99,7 @@ class FP16_Optimizer:
             self.cur_iter += 1
 
     state = delegated("optimizer", "state")
-    # Their parameters are the masters.
+    # The groups hold the masters.
     param_groups = delegated("optimizer", "param_groups")
 
     def state_dict(self) -> dict[str, Any]:

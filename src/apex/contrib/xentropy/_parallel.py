@@ -17,7 +17,7 @@ class GroupExchange:
     """The exchanges of one process group."""
 
     def __init__(self, name: str) -> None:
-        self.group = dist.distributed_c10d._resolve_process_group(name)
+        self.group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def start_gather(self, tensor: Tensor) -> tuple[Tensor, Any]:

@@ -1,7 +1,4 @@
-"""The choice between Triton and PyTorch for lists of tensors, and the groups that one pass can take.
-
-Groups of lists are kept from call to call, with the tables of addresses that their launches read.
-"""
+"""The choice between Triton and torch lists: which tensors a kernel can take, and lists kept from call to call."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from .torch_lists import TorchLists
 from .triton_lists import TritonLists
 
 Lists = TritonLists | TorchLists
+# Groups of lists: the indices of a group's tensors, and the lists of these tensors.
 Groups = list[tuple[Sequence[int], Lists]]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -103,16 +101,11 @@ def groups_of(slots: Slots, names: Sequence[str]) -> Groups:
     if groups is not None:
         return groups
     check(slots, names)
-    return _grouped(slots, kernel_fits)
+    return grouped(slots, kernel_fits)
 
 
-def masked_groups(slots: Slots) -> Groups:
-    """Return the groups of tensors and of their masks, whose bytes the kernel takes although it computes no bytes."""
-    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
-    return known_groups(slots) or _grouped(slots, fits)
-
-
-def _grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> Groups:
+def grouped(slots: Slots, kernel_fits: Callable[[Sequence[Tensor]], bool]) -> Groups:
+    """Return the groups of lists, and keep them; `kernel_fits` says whether a kernel can take tensors of one index."""
     used = [tensors for tensors in slots if tensors is not None]
     members: dict[Any, list[int]] = {}
     for index, tensors in enumerate(zip(*used, strict=True)):
@@ -139,14 +132,14 @@ def _rule_slots(slots: Slots, indices: Sequence[int]) -> tuple[Slots, Sequence[T
 
 # Loss scalers and norms get gradients of the same sizes at every step, and mostly at the same addresses. So groups with
 # their tables are kept from call to call.
-_MOST_KEPT = 32
+_MOST_GROUPS = 32
 # The check that compiled graphs use for their inputs: types, dtypes, devices, sizes and strides of tensors. It takes
 # 17 us for 160 tensors on the host of an H200, half of the time of looking at each from Python.
 _Guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
-# By signature: a check whether tensors look like those that the groups were made for, and these groups.
-_kept: OrderedDict[tuple[Any, ...], tuple[Callable[..., bool], Groups]] = OrderedDict()
+# Maps a signature to groups, and to a check whether tensors look like the groups' tensors.
+_groups_by_signature: OrderedDict[tuple[Any, ...], tuple[Callable[..., bool], Groups]] = OrderedDict()
 
 
 def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -166,10 +159,10 @@ def looks_like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 def known_groups(slots: Slots) -> Groups | None:
     """Return groups made earlier for equal sizes and dtypes on this stream, pointed to these tensors; or None."""
     key, tensors = _signature(slots)
-    kept = None if key is None else _kept.get(key)
-    if kept is None:
+    entry = None if key is None else _groups_by_signature.get(key)
+    if entry is None:
         return None
-    looks_right, groups = kept
+    looks_right, groups = entry
     try:
         if not looks_right(*tensors):
             return None
@@ -185,10 +178,10 @@ def _remember(slots: Slots, groups: Groups) -> None:
     key, tensors = _signature(slots)
     if key is None or not all(isinstance(lists, TritonLists) for _, lists in groups):
         return
-    _kept.pop(key, None)
-    _kept[key] = looks_like(tensors), groups
-    if len(_kept) > _MOST_KEPT:
-        _kept.popitem(last=False)
+    _groups_by_signature.pop(key, None)
+    _groups_by_signature[key] = looks_like(tensors), groups
+    if len(_groups_by_signature) > _MOST_GROUPS:
+        _groups_by_signature.popitem(last=False)
 
 
 def _signature(slots: Slots) -> tuple[tuple[Any, ...] | None, list[Tensor]]:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _library
 from . import rules
-from .dispatch import Groups, groups_of, known_groups, masked_groups
+from .dispatch import FAMILY, Groups, grouped, groups_of, known_groups
+from .flat import laid_out_alike
 from .rule import Rule, Slots
 from .tables import upload
 
@@ -88,7 +90,8 @@ def zero(tensors: Iterable[Tensor]) -> None:
 def mask(tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
     """Zero the elements of each tensor whose mask, bool of the same shape and on the same device, is False."""
     slots: Slots = (tensors, None, [mask.view(torch.uint8) for mask in masks])
-    for _, lists in masked_groups(slots):
+    fits = lambda pair: _library.runs_triton(FAMILY, pair[0]) and laid_out_alike(pair)  # noqa: E731
+    for _, lists in known_groups(slots) or grouped(slots, fits):
         lists.apply(rules.MASK, {})
 
 

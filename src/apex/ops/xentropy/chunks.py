@@ -166,8 +166,8 @@ def one_pass(
             losses[part], slope = function(found, part)
             if True in wanted:
                 factors = rows.coefficients(slope, found, names, classes.count)
-                lse, weighted = found[names.index("lse")], "weighted" in names
-                rows.write_gradient(logits, of_part, lse, factors, transform, "entropy" in names, weighted, target)
+                lse = found[names.index("lse")]
+                rows.write_gradient(logits, of_part, lse, factors, transform, names, target)
 
         return complete
 
@@ -313,11 +313,10 @@ def linear_rows_backward(
     classes = rows.own_classes(labels, class_weight, weight.shape[0], ignore_index, exchange)
     chosen = [name for name in names.split() if name != "top"]
     factors = rows.coefficients(gradient, table, chosen, classes.count)
-    lse, entropy, weighted = table[chosen.index("lse")], "entropy" in chosen, "weighted" in chosen
+    lse = table[chosen.index("lse")]
 
     def visit(logits: Tensor, target: Tensor, part: slice) -> Callable[[], Any]:
-        of_part, of_rows = classes.slice(part), factors[:, part]
-        rows.write_gradient(logits, of_part, lse[part], of_rows, transform, entropy, weighted, target)
+        rows.write_gradient(logits, classes.slice(part), lse[part], factors[:, part], transform, chosen, target)
         return lambda: None
 
     memory = kept if kept.numel() else None

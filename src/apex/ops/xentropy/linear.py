@@ -150,7 +150,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, loss_gradient, *_):  # type: ignore[override]
-        input, weight, bias, labels, class_weight, count, z_factor, *gradients = ctx.saved_tensors
+        input, weight, bias, labels, class_weight, count, z_factor, *saved = ctx.saved_tensors
         tensors, wanted = (input, weight, bias), ctx.needs_input_grad[:3]
         if not ctx.is_compiled and torch.is_grad_enabled():  # create_graph=True
             found = _differentiable(loss_gradient, tensors, labels, class_weight, count, z_factor, ctx.spec, wanted)
@@ -158,12 +158,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         factor = loss_gradient
         if count is not None and not _divides_at_once(ctx.spec[-1]):
             factor = loss_gradient * _one_by(count)
+        gradients: Any = saved
         if not ctx.is_compiled:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:  # a second backward pass through a retained graph
-                _, gradients, *_ = _pass(tensors, (labels, class_weight, count, z_factor), ctx.spec, wanted)
-        found = (finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
-        return *found, *[None] * 5
+                gradients = _pass(tensors, (labels, class_weight, count, z_factor), ctx.spec, wanted)[1]
+        results = (finished(g, factor, t, ctx.is_compiled) for g, t in zip(gradients, tensors, strict=True))
+        return *results, *[None] * 5
 
 
 def _divides_at_once(head: Head) -> bool:
@@ -202,7 +203,7 @@ def _pass(
     return losses, found, table, top
 
 
-def finished(gradient: Tensor | None, factor: Tensor | None, like: Tensor | None, is_compiled: bool) -> Tensor | None:
+def finished(gradient: Tensor | None, factor: Tensor, like: Tensor | None, is_compiled: bool) -> Tensor | None:
     """Return the gradient times `factor` in the dtype of its tensor; computed in place outside of compiled code."""
     if gradient is None or like is None:
         return None

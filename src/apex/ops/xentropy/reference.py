@@ -90,7 +90,9 @@ def statistics(
     squares, "peak" the greatest logit.
     """
     padding = labels == padding_idx
-    x = logits.to(compute_dtype(logits)).masked_fill(padding[:, None], 0.0)
+    x = logits.to(compute_dtype(logits))
+    if torch.is_grad_enabled():  # makes the gradient of padding zero for any logits
+        x = x.masked_fill(padding[:, None], 0.0)
     z = transformed(x, transform)
     lse = torch.logsumexp(z, -1)
     log_p = (z - lse[:, None]).clamp(min=LOWEST) if {"entropy", "squares"} & set(names) else z
@@ -123,22 +125,30 @@ def row_gradient(
     class_weight: Tensor | None,
     transform: Sequence[float],
     padding_idx: int,
+    names: Sequence[str],
 ) -> Tensor:
     """Return the gradient of the logits from four coefficients per row, [4, rows].
 
     Over the transformed logits z and p = softmax(z), the first is the factor of p, the second that of p * z, the third
-    that of `class_weight` (or of one), the fourth is added for the label.
+    that of `class_weight` (or of one), the fourth is added for the label. The second counts if `names` has "entropy",
+    the third if it has "mean" or "weighted".
     """
     scale, cap, temperature = transform
     compute, classes = compute_dtype(logits), logits.shape[-1]
     x = logits.to(compute)
     z = transformed(x, transform)
     of_softmax, of_product, of_all, of_own = coefficients.to(compute)[:, :, None]
-    slope = (z - log_sums.to(compute)[:, None]).exp() * (of_softmax + of_product * z.clamp(min=LOWEST))
-    slope += of_all if class_weight is None else of_all * class_weight.to(compute)
+    slope = (z - log_sums.to(compute)[:, None]).exp_()
+    slope *= of_softmax + of_product * z.clamp(min=LOWEST) if "entropy" in names else of_softmax
+    if "weighted" in names:
+        assert class_weight is not None
+        slope += of_all * class_weight.to(compute)
+    elif "mean" in names:
+        slope += of_all
     index = labels.long().clamp(0, classes - 1)[:, None]
     slope.scatter_add_(-1, index, of_own * (index == labels[:, None]))
     if cap:
         slope *= 1.0 - (z * (temperature / cap)).square()
-    slope *= scale / temperature
+    if scale != temperature:
+        slope *= scale / temperature
     return slope.masked_fill_((labels == padding_idx)[:, None], 0.0).to(logits.dtype)

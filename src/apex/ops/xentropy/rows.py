@@ -180,17 +180,17 @@ def write_gradient(
     log_sums: Tensor,
     factors: Tensor,
     transform: Sequence[float],
-    entropy: bool,
-    weighted: bool,
+    names: Sequence[str],
     out: Tensor,
 ) -> None:
     """Write the gradient of the logits to `out`, from the coefficients of each row (`reference.row_gradient`)."""
     labels, padding_idx = classes.labels, classes.padding_idx
-    weights = classes.weights if weighted else None
+    weights = classes.weights if "weighted" in names else None
     if _library.runs_triton(FAMILY, logits):
+        entropy = "entropy" in names
         launch_row_gradient(logits, labels, log_sums, factors, weights, transform, padding_idx, entropy, out)
     else:
-        out.copy_(reference.row_gradient(logits, labels, log_sums, factors, weights, transform, padding_idx))
+        out.copy_(reference.row_gradient(logits, labels, log_sums, factors, weights, transform, padding_idx, names))
 
 
 def loss_statistics(smoothing: float, class_weight: Tensor | None) -> tuple[str, ...]:
