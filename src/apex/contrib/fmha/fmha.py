@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import check_tensors
-from ...ops._library import eager_apply
 from ...ops.attention import op_packed, packed_attention
 
 
@@ -32,9 +31,6 @@ class FMHAFun(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):  # type: ignore[override]
         return *op_packed.PACKED_ATTENTION.backward_from_saved(ctx, dout), None, None, None, None, None
-
-
-eager_apply(FMHAFun)  # its nodes call `backward` directly
 
 
 class FMHA(nn.Module):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_tensors
-from ...ops._library import quick_apply
 from ...ops.focal_loss import FOCAL_LOSS, check
 
 
@@ -26,9 +25,6 @@ class FocalLoss(torch.autograd.Function):
         return *FOCAL_LOSS.backward_from_saved(ctx, grad_loss), None, None, None, None, None, None
 
 
-_apply_node = quick_apply(FocalLoss)
-
-
 def focal_loss(
     cls_output: Tensor,
     cls_targets_at_level: Tensor,
@@ -45,6 +41,6 @@ def focal_loss(
     background, -2 for an anchor to ignore. `num_positive_sum` is a tensor of one element, the divisor.
     """
     check_tensors(num_positive_sum=num_positive_sum)
-    return _apply_node(
+    return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import at_hand, check_tensors
 from .._device import facts
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -112,11 +112,10 @@ FOCAL_LOSS = Op(
     "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha, float gamma, "
     "float smoothing) -> Tensor",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda logits, *rest: logits.new_empty((), dtype=_library.compute_dtype(logits)),
-    saves=("logits", "targets", "num_positives"),
-    gradients=("logits",),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda logits, *rest: logits.new_empty((), dtype=_library.compute_dtype(logits)),
+    saved=Saved("logits", "targets", "num_positives"),
+    derivative=Derivative(of=("logits",)),
     checks=[
         {
             "logits": lambda generator: 3 * torch.randn(30, 24, generator=generator, dtype=torch.float32, device="cpu"),

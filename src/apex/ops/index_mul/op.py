@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_tensors
 from .._device import facts
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -156,11 +156,10 @@ INDEX_MUL = Op(
     FAMILY,
     "index_mul(Tensor in1, Tensor in2, Tensor index) -> Tensor",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda in1, in2, index: in2.new_empty(in2.shape),
-    saves=("in1", "in2", "index"),
-    gradients=("in1", "in2"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda in1, in2, index: in2.new_empty(in2.shape),
+    saved=Saved("in1", "in2", "index"),
+    derivative=Derivative(of=("in1", "in2")),
     checks=[
         {
             "in1": (7, 40),

@@ -113,7 +113,7 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
                 _check(t, tables, spec, cu_seqlens)
         return _by_operators(tensors, tables, spec, cu_seqlens)
     if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
-        return _apply_node((tables, spec, cu_seqlens), *tensors)
+        return _RotateFunction.apply((tables, spec, cu_seqlens), *tensors)
     return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
@@ -389,9 +389,6 @@ class _RotateFunction(torch.autograd.Function):
         if False in wanted:
             gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=True)])
         return None, *backward_from_saved(ctx, *gradients)
-
-
-_apply_node = _library.eager_apply(_RotateFunction)
 
 
 def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]
