@@ -148,9 +148,9 @@ def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
 
 def test_what_is_no_model_is_refused():
     for call in (fp8.convert, fp8.revert):
-        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not \[Linear"):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got \[Linear"):
             call([torch.nn.Linear(16, 16)])
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not None"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got None"):
         fp8.convert(None)
 
 

@@ -12,7 +12,7 @@ import torch._dynamo  # by the process that divides: optimizers import it, which
 from torch import Tensor, nn
 
 from apex import amp
-from apex.checkpoint._sharded import checked, fill
+from apex.checkpoint._sharded import fill, open_checked
 from apex.checkpoint._split import Split
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.optimizers import FusedAdam
@@ -179,7 +179,7 @@ class Run:
 
 def whole(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint; called in all processes."""
-    reader = checked(path)
+    reader = open_checked(path)
     saved = reader.found.state_dict_metadata
     found = {
         key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in saved.items() if hasattr(each, "size")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from ..amp._checks import check_loss
 from ..checkpoint._ranks import is_first
 from .checkpoint_io import CheckpointIO
@@ -123,9 +123,10 @@ class Booster:
         assert self.plugin.support_no_sync(), f"{type(self.plugin).__name__} has no no_sync"
         return self.plugin.no_sync(model, optimizer)
 
+    @checked
     def execute_pipeline(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Any,
         model: Any,
         criterion: Any,
         optimizer: Any = None,
@@ -141,14 +142,19 @@ class Booster:
         assert isinstance(self.plugin, PipelinePluginBase), (
             f"execute_pipeline needs a plugin with pipelines (HybridParallelPlugin), not {type(self.plugin).__name__}"
         )
+        if not hasattr(data_iter, "__next__"):
+            raise TypeError(
+                f"data_iter must be an iterator, such as iter(dataloader), not a {type(data_iter).__name__}"
+            )
         if optimizer is not None:
             check_boosted(optimizer)
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
 
+    @checked
     def enable_lora(
         self,
         model: nn.Module,
-        pretrained_dir: str | None = None,
+        pretrained_dir: str | os.PathLike[str] | None = None,
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
         quantize: bool = False,
@@ -168,7 +174,10 @@ class Booster:
     load_lr_scheduler = _done_by_io(CheckpointIO.load_lr_scheduler)
     wait_for_saves = _done_by_io(CheckpointIO.wait_for_saves)
 
-    def save_lora_as_pretrained(self, model: Any, checkpoint: str | Path, use_safetensors: bool = False) -> None:
+    @checked
+    def save_lora_as_pretrained(
+        self, model: Any, checkpoint: str | os.PathLike[str], use_safetensors: bool = False
+    ) -> None:
         """Saves the adapters of a model with LoRA to a folder that `enable_lora(pretrained_dir=...)` takes."""
         adapted = unwrapped(model)
         CheckpointIO()._write(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as files
+from .._arguments import Count, Index, Stateful, checked
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import check_same_everywhere, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
@@ -35,14 +36,15 @@ class CheckpointIO:
         # What was begun last and not waited for yet: nothing to do in processes other than the first.
         self._writing: concurrent.futures.Future[None] | None = None
 
+    @checked
     def save_model(
         self,
         model: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: Index = 1024,
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
@@ -66,13 +68,14 @@ class CheckpointIO:
 
         self._write(write, checkpoint, use_async)
 
+    @checked
     def load_model(
         self,
         model: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         strict: bool = True,
         low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
+        num_threads: Count = 1,
     ) -> None:
         """Loads what `save_model` wrote, with any plugin and number of processes, or a folder of Hugging Face's.
 
@@ -92,14 +95,15 @@ class CheckpointIO:
             threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
             load_tensors(model, found.parts(names, threads))
 
+    @checked
     def save_optimizer(
         self,
         optimizer: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: Index = 1024,
         use_async: bool = False,
     ) -> None:
         """Saves an optimizer's state, with the loss scale, as `save_model` does a model."""
@@ -117,8 +121,9 @@ class CheckpointIO:
 
         self._write(write, checkpoint, use_async)
 
+    @checked
     def load_optimizer(
-        self, optimizer: Any, checkpoint: str | Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
+        self, optimizer: Any, checkpoint: str | os.PathLike[str], low_cpu_mem_mode: bool = True, num_threads: Count = 1
     ) -> None:
         """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), (
@@ -133,18 +138,20 @@ class CheckpointIO:
             _check_same(found, names)
         load_optimizer_state(optimizer, state)
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    @checked
+    def save_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | os.PathLike[str]) -> None:
         """Saves a scheduler's state to a file."""
         self.wait_for_saves()
         files.save(lr_scheduler.state_dict(), checkpoint, wait=True)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    @checked
+    def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | os.PathLike[str]) -> None:
         """Loads what `save_lr_scheduler` wrote. A scheduler that refuses its state keeps the one that it has."""
         self.wait_for_saves()
         with restoring([lr_scheduler]), refusing_together():
             lr_scheduler.load_state_dict(files.load(checkpoint))
 
-    def _write(self, write: Callable[[Path], None], checkpoint: str | Path, use_async: bool) -> None:
+    def _write(self, write: Callable[[Path], None], checkpoint: str | os.PathLike[str], use_async: bool) -> None:
         """Writes in the first process; the others wait for it, unless it does so beside the training."""
         path = Path(checkpoint)
         self.wait_for_saves()

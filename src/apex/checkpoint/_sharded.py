@@ -71,11 +71,11 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError if there is
     anything else, or if `state` does not fit, before `state` is changed.
     """
-    with checked(path) as reader:
+    with open_checked(path) as reader:
         fill(state, reader)
 
 
-def checked(path: str | os.PathLike[str]) -> Reader:
+def open_checked(path: str | os.PathLike[str]) -> Reader:
     """Return what reads a checkpoint, after all of it was checked; raise in all processes as `load_sharded` says.
 
     Rank 0 holds the files of the folder open. Other ranks open those that they need before any rank changes a tensor,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .._arguments import checked
 from ..checkpoint._ranks import is_first, restoring
-from ..checkpoint._sharded import checked, fill, raising_everywhere, save_sharded
+from ..checkpoint._sharded import fill, open_checked, raising_everywhere, save_sharded
 from ..ops._host import HOST
 from ._resharding import random
 from ._resharding.optimizer import add_state, groups_of, want_state
@@ -30,6 +31,7 @@ Model = nn.Module | list[nn.Module]
 _FORMAT = 1
 
 
+@checked
 def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> None:
     """Writes a model, its optimizer and whatever else a run needs to a folder; called in all processes.
 
@@ -39,6 +41,7 @@ def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     save_sharded(state_of(model, optimizer, **others), path)
 
 
+@checked
 def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """What `save` writes, for `apex.checkpoint.Series(..., sharded=True)`; tensors are views, so save before a step."""
     model, described = _describe(model, optimizer, "the state of a split model could not be collected")
@@ -68,6 +71,7 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
     return entries.state
 
 
+@checked
 def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """Loads what `save` wrote, whatever the layout of processes was; called in all processes.
 
@@ -77,7 +81,7 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     `apex.checkpoint.load_sharded` does, and a RuntimeError if names, shapes or dtypes are not the model's, or if one of
     `others` does not take its state, in all processes. Nothing is changed then.
     """
-    with checked(path) as reader:
+    with open_checked(path) as reader:
         return _load(reader, model, optimizer, others)
 
 

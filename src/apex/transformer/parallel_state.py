@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._arguments import Count, Index, checked
 from .._distributed.groups import make_group
 from ._groups.layout import Sizes, check_stages, groups_of, mesh_of, ranks_of, sizes_of
 from ._groups.making import Groups, device_mesh_of, make_groups
@@ -49,18 +50,19 @@ class _State:
 _state = _State()
 
 
+@checked
 def initialize_model_parallel(
-    tensor_model_parallel_size_: int = 1,
-    pipeline_model_parallel_size_: int = 1,
-    virtual_pipeline_model_parallel_size_: int | None = None,
-    pipeline_model_parallel_split_rank_: int | None = None,
+    tensor_model_parallel_size_: Count = 1,
+    pipeline_model_parallel_size_: Count = 1,
+    virtual_pipeline_model_parallel_size_: Count | None = None,
+    pipeline_model_parallel_split_rank_: Index | None = None,
     use_fp8_: bool = False,
     init_mpi_proc_group: bool = False,
     *,
     default_backend: str | None = None,
     p2p_backend: str | None = None,
-    context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
+    context_parallel_size: Count = 1,
+    expert_model_parallel_size: Count = 1,
     device_mesh: Any = None,
 ) -> None:
     """Make all process groups of a model that is split over the processes of the default group.
@@ -89,8 +91,8 @@ def initialize_model_parallel(
         stages, _, context, tensor = mesh.shape
         sizes = sizes_of(world, tensor, stages, context, expert_model_parallel_size)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
-    for backend in (default_backend, p2p_backend):
-        _check_backend(backend)
+    for name, backend in ("default_backend", default_backend), ("p2p_backend", p2p_backend):
+        _check_backend(name, backend)
     if init_mpi_proc_group and not dist.is_mpi_available():
         raise RuntimeError("init_mpi_proc_group=True needs a PyTorch that was built with MPI")
 
@@ -113,14 +115,18 @@ def _at_most(world: int, **size: int) -> int:
     if not isinstance(value, int) or value <= world:
         return value
     ranks = f"{world} process" if world == 1 else f"{world} processes"
-    warnings.warn(f"{name}={value} is more than the {ranks} that there are: {world} is used instead", stacklevel=3)
+    warnings.warn(f"{name}={value} is more than the {ranks} that there are: {world} is used instead", stacklevel=4)
     return world
 
 
-def _check_backend(backend: str | None) -> None:
+def _check_backend(name: str, backend: str | None) -> None:
+    for each in [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]:
+        if each != "ucc" and not dist.is_backend_available(each):
+            known = ", ".join(dist.Backend.backend_list)
+            raise ValueError(f"{name}={backend!r} is no backend that this PyTorch has; it knows {known}")
     if backend == "ucc":
         check_torch_ucc_availability()
-        warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=3)
+        warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=4)
 
 
 def check_torch_ucc_availability() -> None:
@@ -213,6 +219,7 @@ def get_pipeline_model_parallel_group() -> Any:
     return _group("pipeline", "pipeline model parallel group")
 
 
+@checked
 def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
     """The ranks that hold the same parameters and see other samples, or also other parts of the same samples."""
     return _group("data_with_context" if with_context_parallel else "data", "data parallel group")
@@ -283,11 +290,13 @@ def get_pipeline_model_parallel_rank() -> int:
     return _rank("pipeline", "pipeline model parallel group")
 
 
+@checked
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """How many ranks hold the same parameters."""
     return dist.get_world_size(get_data_parallel_group(with_context_parallel))
 
 
+@checked
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Which of the ranks with the same parameters this process is."""
     return dist.get_rank(get_data_parallel_group(with_context_parallel))
@@ -323,22 +332,26 @@ def get_expert_data_parallel_rank() -> int:
     return dist.get_rank(get_expert_data_parallel_group())
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+@checked
+def set_tensor_model_parallel_world_size(world_size: Count | None) -> None:
     """Has `get_tensor_model_parallel_world_size` say this; None takes it back."""
     _state.size_overrides["tensor"] = world_size
 
 
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_world_size(world_size: Count | None) -> None:
     """Has `get_pipeline_model_parallel_world_size` say this; None takes it back."""
     _state.size_overrides["pipeline"] = world_size
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_tensor_model_parallel_rank(rank: Index | None) -> None:
     """Has `get_tensor_model_parallel_rank` say this; None takes it back."""
     _state.rank_overrides["tensor"] = rank
 
 
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_rank(rank: Index | None) -> None:
     """Has `get_pipeline_model_parallel_rank` say this; None takes it back."""
     _state.rank_overrides["pipeline"] = rank
 
@@ -385,7 +398,8 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
     return _state.virtual_rank
 
 
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_virtual_pipeline_model_parallel_rank(rank: Index | None) -> None:
     """Says which chunk of this stage is being built or run."""
     _state.virtual_rank = rank
 
@@ -395,7 +409,8 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _state.virtual_size
 
 
-def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+@checked
+def set_virtual_pipeline_model_parallel_world_size(size: Count | None) -> None:
     """Says how many chunks a stage has."""
     _state.virtual_size = size
 
@@ -405,11 +420,13 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
     return _state.split_rank
 
 
-def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: Index | None) -> None:
     """Says at which stage the decoder begins."""
     _state.split_rank = pipeline_model_parallel_split_rank
 
 
+@checked
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
     """Whether this is the first stage and, unless that is ignored, its first chunk."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != 0:
@@ -417,6 +434,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
     return get_pipeline_model_parallel_rank() == 0
 
 
+@checked
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
     """Whether this is the last stage and, unless that is ignored, its last chunk."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != _state.virtual_size - 1:
@@ -424,6 +442,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
+@checked
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Whether stage `rank`, this one's by default, belongs to the encoder; True where nothing is split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
@@ -431,6 +450,7 @@ def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     return (get_pipeline_model_parallel_rank() if rank is None else rank) < _state.split_rank
 
 
+@checked
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Whether stage `rank`, this one's by default, belongs to the decoder; True where nothing is split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
@@ -444,6 +464,7 @@ def is_pipeline_stage_at_split() -> bool:
     return is_pipeline_stage_before_split(rank) and is_pipeline_stage_after_split(rank + 1)
 
 
+@checked
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
     """Whether this rank holds word embeddings, in the chunk that is being built or run unless that is ignored."""
     ranks = _state.groups.ranks.get("embedding", [])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ...ops import softmax
 from ...ops._checks import check_floats, check_optional_tensors
@@ -67,6 +68,7 @@ class ScaledSoftmax(torch.autograd.Function):
         return *softmax.SOFTMAX.backward_from_saved(ctx, output_grads), None
 
 
+@checked
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
     """Causal softmax of `scale` * `inputs`: query i sees key j where j <= i + sk - sq. Ignores its second argument."""
     check_floats(inputs=inputs)
@@ -74,6 +76,7 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
     return softmax.masked_softmax(inputs, scale=float(scale), causal=True)
 
 
+@checked
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax of `scale` * `inputs` under `mask`, which may be None."""
     check_floats(inputs=inputs)
@@ -81,11 +84,13 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
     return softmax.masked_softmax(inputs, mask, scale=float(scale))
 
 
+@checked
 def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The same as `scaled_masked_softmax`, which has no limits on lengths either."""
     return scaled_masked_softmax(inputs, mask, scale)
 
 
+@checked
 def scaled_softmax(inputs: Tensor, scale: float) -> Tensor:
     """Softmax of `scale` * `inputs`."""
     return scaled_masked_softmax(inputs, None, scale)
@@ -102,17 +107,20 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     fused_softmax_func: Callable[[Tensor, Tensor | None, float], Tensor]
 
+    @checked
     def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
-        attn_mask_type: AttnMaskType,
+        attn_mask_type: AttnMaskType | Any,
         scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[Tensor, Tensor], Tensor],
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,
         scale: float | None,
     ) -> None:
         super().__init__()
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding):
+            raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
         if input_in_fp16 and input_in_bf16:
             raise RuntimeError("both fp16 and bf16 flags cannot be active at the same time.")
         if not (scale is None or softmax_in_fp32):
@@ -126,12 +134,8 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
         if scaled_masked_softmax_fusion:
-            if attn_mask_type == AttnMaskType.causal:
-                self.fused_softmax_func = scaled_upper_triang_masked_softmax
-            elif attn_mask_type == AttnMaskType.padding:
-                self.fused_softmax_func = scaled_masked_softmax
-            else:
-                raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
+            causal = attn_mask_type == AttnMaskType.causal
+            self.fused_softmax_func = scaled_upper_triang_masked_softmax if causal else scaled_masked_softmax
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Probabilities of scores [b, np, sq, sk], in their dtype where it is the one that was announced."""
@@ -164,6 +168,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         return probabilities
 
     @staticmethod
+    @checked
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
         """Rows that upstream's kernel takes per block of 128 threads; nothing here depends on it."""
         padded = 1 << max(0, sk - 1).bit_length()
@@ -173,12 +178,13 @@ class FusedScaleMaskSoftmax(nn.Module):
 class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
     """The form for a mask of padding that is fused in any precision."""
 
+    @checked
     def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
         scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[Tensor, Tensor], Tensor],
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,
         scale: float | None,
     ) -> None:

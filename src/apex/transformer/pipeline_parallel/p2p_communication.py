@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..._arguments import checked
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
 class FutureTensor:
     """A tensor that is on its way; `get` waits for it."""
 
+    @checked
     def __init__(self, tensor: Tensor, waitfunc: Callable[[], Any] | None) -> None:
         self.tensor = tensor
         self.waitfunc = waitfunc
@@ -176,6 +178,15 @@ def _last(options: Options) -> bool:
     return parallel_state.is_pipeline_last_stage()
 
 
+def _given(**tensor: Tensor | None) -> Tensor:
+    """Return the tensor, or raise TypeError with its name: a neighbour would wait for None forever."""
+    ((name, value),) = tensor.items()
+    if value is None:
+        raise TypeError(f"{name} must be a tensor, got None, and a neighbouring stage waits for it")
+    return value
+
+
+@checked
 def recv_forward(
     tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -183,38 +194,51 @@ def recv_forward(
     return None if _first(options) else _communicate(tensor_shape, options, (None, None), (True, False))[0]
 
 
+@checked
 def recv_backward(tensor_shape: Shape = None, **options: Unpack[Options]) -> Any:
     """The gradient from the next stage; None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (None, None), (False, True))[1]
 
 
+@checked
 def send_forward(
-    output_tensor: Tensor,
+    output_tensor: Tensor | None,
     override_scatter_gather_tensors_in_pipeline: bool = False,
     tensor_shape: Shape = None,
     **options: Unpack[Options],
 ) -> None:
     """Sends the output to the next stage; nothing in the last stage."""
     if not _last(options):
-        _communicate(tensor_shape, options, (output_tensor, None), (False, False))
+        _communicate(tensor_shape, options, (_given(output_tensor=output_tensor), None), (False, False))
 
 
-def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[Options]) -> None:
+@checked
+def send_backward(input_tensor_grad: Tensor | None, tensor_shape: Shape = None, **options: Unpack[Options]) -> None:
     """Sends the gradient of the input to the stage before; nothing in the first stage."""
     if not _first(options):
-        _communicate(tensor_shape, options, (None, input_tensor_grad), (False, False))
+        _communicate(tensor_shape, options, (None, _given(input_tensor_grad=input_tensor_grad)), (False, False))
 
 
-def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
+@checked
+def send_forward_recv_backward(output_tensor: Tensor | None, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
     """Sends the output to the next stage and returns the gradient from there; None in the last stage."""
-    return None if _last(options) else _communicate(tensor_shape, options, (output_tensor, None), (False, True))[1]
+    if _last(options):
+        return None
+    return _communicate(tensor_shape, options, (_given(output_tensor=output_tensor), None), (False, True))[1]
 
 
-def send_backward_recv_forward(input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
+@checked
+def send_backward_recv_forward(
+    input_tensor_grad: Tensor | None, tensor_shape: Shape, **options: Unpack[Options]
+) -> Any:
     """Sends the gradient of the input to the stage before and returns an input from there; None in the first stage."""
-    return None if _first(options) else _communicate(tensor_shape, options, (None, input_tensor_grad), (True, False))[0]
+    if _first(options):
+        return None
+    sent = (None, _given(input_tensor_grad=input_tensor_grad))
+    return _communicate(tensor_shape, options, sent, (True, False))[0]
 
 
+@checked
 def send_forward_recv_forward(
     output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[Options]
 ) -> Any:
@@ -224,6 +248,7 @@ def send_forward_recv_forward(
     return (found, handles) if overlaps else found
 
 
+@checked
 def send_backward_recv_backward(
     input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[Options]
 ) -> Any:
@@ -233,6 +258,7 @@ def send_backward_recv_backward(
     return (found, handles) if overlaps else found
 
 
+@checked
 def send_forward_backward_recv_forward_backward(
     output_tensor: Tensor | None,
     input_tensor_grad: Tensor | None,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..._arguments import HasGroups, Index, checked
 from ..._distributed import collectives
 from ..._distributed.experts import is_expert
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
@@ -69,18 +70,22 @@ def get_current_global_batch_size() -> int:
     return _calculated().get_current_global_batch_size()
 
 
-def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
+@checked
+def update_num_microbatches(consumed_samples: Index, consistency_check: bool = True) -> None:
     """Lets a growing batch grow: to be called before a step, with the number of samples seen so far."""
     _calculated().update(consumed_samples, consistency_check)
 
 
-def get_kth_microbatch(batch: Any, k: int) -> Any:
+@checked
+def get_kth_microbatch(batch: Any, k: Index) -> Any:
     """The k-th microbatch of every tensor of a list or tuple, as a list; anything else as it is."""
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
     found = []
     for tensor in batch:
+        if not getattr(tensor, "shape", ()):
+            raise TypeError(f"batch must hold tensors [samples, ...], got {tensor!r:.80}")
         assert tensor.shape[0] >= (k + 1) * size, (
             f"microbatch {k} of {size} samples needs a batch of {(k + 1) * size}, got {tensor.shape[0]}"
         )
@@ -101,11 +106,13 @@ def _split_batch_into_microbatch(
 # Models --------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
     """A list of model chunks, which may be one already."""
-    return model if isinstance(model, list) else [model]
+    return model if isinstance(model, list) else list(model) if isinstance(model, tuple) else [model]
 
 
+@checked
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
     """The module, or the modules of a list, inside of torch's and apex's DistributedDataParallel or the given types."""
     if isinstance(model, list):
@@ -116,16 +123,19 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
     return model
 
 
+@checked
 def get_model_type(model: nn.Module) -> ModelType:
     """Whether a module is an encoder or decoder, or both; `build_model` says so on the module."""
     return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
 
 
+@checked
 def param_is_not_shared(param: Tensor) -> bool:
     """Whether a parameter is held by one pipeline stage only; copies are marked `shared` (or `shared_embedding`)."""
     return not getattr(param, "shared", False) and not getattr(param, "shared_embedding", False)
 
 
+@checked
 def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
     """Return the L2 norm of all parameters of the model, over all processes that hold parts of it.
 
@@ -154,8 +164,11 @@ def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float
     return total**0.5
 
 
+@checked
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """The means of some losses over the data-parallel ranks, as one vector."""
+    if not losses or any(loss.numel() != 1 for loss in losses):
+        raise ValueError(f"losses must be tensors of one element each, got {[list(loss.shape) for loss in losses]}")
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
@@ -189,19 +202,19 @@ def is_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def print_rank_0(message: str) -> None:
+def print_rank_0(message: Any) -> None:
     """Prints in the first process, or where there is only one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
-def print_rank_last(message: str) -> None:
+def print_rank_last(message: Any) -> None:
     """Prints in the last process, or where there is only one."""
     if not dist.is_initialized() or is_last_rank():
         print(message, flush=True)
 
 
-def report_memory(name: str) -> None:
+def report_memory(name: Any) -> None:
     """Prints the memory of the device in use, in every data-parallel rank 0."""
     words = f"{name} memory (MB)"
     if torch.cuda.is_available():
@@ -211,7 +224,8 @@ def report_memory(name: str) -> None:
         print(f"[rank {dist.get_rank() if dist.is_initialized() else 0}] {words}", flush=True)
 
 
-def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
+@checked
+def print_params_min_max_norm(optimizer: HasGroups, iteration: int) -> None:
     """Prints minimum, maximum and L2 norm of every parameter of an optimizer, one process after the other."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     lines = ["iteration, rank, index, tensor-model-parallel, min, max, norm"]
@@ -228,6 +242,7 @@ def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
 # Masks ---------------------------------------------------------------------------------------------------------------
 
 
+@checked
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,6 +252,8 @@ def get_ltor_masks_and_position_ids(
     and, with `reset_attention_mask`, earlier documents, which end with `eod_token`. The loss mask, float32, is 0 at
     `eod_token` with `eod_mask_loss`. Positions begin anew after it with `reset_position_ids`.
     """
+    if data.dim() != 2:
+        raise ValueError(f"data must be [batch, sequence], got shape {list(data.shape)}")
     batch, length = data.shape
     places = torch.arange(length, dtype=torch.long, device=data.device)
     ends = data == eod_token
