@@ -125,7 +125,7 @@ def good(hint: Any) -> Any:
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return 1
-    if origin in (list, tuple, collections.abc.Sequence):
+    if origin in (list, tuple, collections.abc.Sequence, collections.abc.Iterable):
         return [good(typing.get_args(hint)[0])]
     if origin is collections.abc.Callable or hint is Callable:
         return print

@@ -172,7 +172,7 @@ def _several(container: Any, element: Kind | None) -> Kind:
         if not isinstance(value, accepted) or isinstance(value, str | bytes):
             return TypeError
         # Elements of an iterator would be used up.
-        elements = value if element is not None and isinstance(value, collections.abc.Sequence) else ()
+        elements = value if element is not None and isinstance(value, collections.abc.Collection) else ()
         errors = [element.error(each) for each in elements]  # type: ignore[union-attr]
         return next(filter(None, errors), None)
 
