@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from ..amp._checks import check_loss
+from ..checkpoint._huggingface import write_adapters
 from ..checkpoint._ranks import is_first
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
@@ -178,10 +179,15 @@ class Booster:
     def save_lora_as_pretrained(
         self, model: Any, checkpoint: str | os.PathLike[str], use_safetensors: bool = False
     ) -> None:
-        """Saves the adapters of a model with LoRA to a folder that `enable_lora(pretrained_dir=...)` takes."""
+        """Save adapters, whole or not at all, to a folder that `enable_lora(pretrained_dir=...)` takes."""
         adapted = unwrapped(model)
+        if not hasattr(adapted, "save_pretrained"):
+            raise TypeError(f"model must be one with adapters, from enable_lora, not a {type(adapted).__name__}")
+        options = {"safe_serialization": use_safetensors}
         CheckpointIO()._write(
-            lambda path: adapted.save_pretrained(str(path), safe_serialization=use_safetensors), checkpoint, False
+            lambda path: write_adapters(path, lambda folder: adapted.save_pretrained(str(folder), **options)),
+            checkpoint,
+            False,
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from .._atomic import make_folder, unfinished_folder
+from .._atomic import make_folder, sync_file, unfinished_folder
 from .._failures import explained
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
@@ -47,6 +47,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         facts: dict[str, tuple[int, int]] = {}
         with raising_everywhere(failed, temporary), _without_warning_of_one_process():
             checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
+            if is_first():  # PyTorch flushes this file while its bytes are still in a buffer of Python's
+                sync_file(temporary / METADATA)
             facts = {
                 name: size_and_checksum(temporary / name)
                 for name in _names(temporary)
