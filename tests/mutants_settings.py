@@ -43,6 +43,16 @@ WITHOUT_EFFECT: dict[tuple[str, str, str], str] = {
         "return (self._min_loss_scale or 1.0) <= value <= self._max_loss_scale",
     ): "a scale below 1 without a floor takes the general way to update it, which gives the same numbers",
     (
+        "src/apex/amp/_combined.py",
+        "for member, view, has in zip(self.members, self.views, has_gradient, strict=True):",
+        "for member, view, has in zip(self.members, self.views, has_gradient, strict=False):",
+    ): "the three lists are made from the same parameters",
+    (
+        "src/apex/contrib/sparsity/permutation_lib.py",
+        "__seed = 1",
+        "__seed = 2",
+    ): "a search from another seed, which finds permutations as good",
+    (
         "src/apex/contrib/sparsity/permutation_lib.py",
         "path.write_text(json.dumps(content, indent=1))",
         "path.write_text(json.dumps(content, indent=2))",

@@ -165,7 +165,8 @@ class Booster:
             raise NotImplementedError("quantized base weights are not there; quantize must be False")
         assert self.plugin is not None, "LoRA needs a plugin"
         assert self.plugin.support_lora(), f"{type(self.plugin).__name__} has no LoRA"
-        return self.plugin.enable_lora(model, pretrained_dir, lora_config)
+        folder = None if pretrained_dir is None else os.fspath(pretrained_dir)
+        return self.plugin.enable_lora(model, folder, lora_config)
 
     save_model = _done_by_io(CheckpointIO.save_model)
     load_model = _done_by_io(CheckpointIO.load_model)

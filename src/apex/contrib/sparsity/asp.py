@@ -112,9 +112,9 @@ class ASP:
         if isinstance(mask_calculator, str):
             find_pattern(mask_calculator)  # raises an error if the name is unknown
             mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
-        for kind, listed in (custom_layer_dict or {}).items():
-            if not isinstance(kind, type) or isinstance(listed, str) or not all(isinstance(n, str) for n in listed):
-                raise TypeError(f"custom_layer_dict must have lists of names by class, got {{{kind!r}: {listed!r}}}")
+        for layer, listed in (custom_layer_dict or {}).items():
+            if not isinstance(layer, type) or isinstance(listed, str) or not all(isinstance(n, str) for n in listed):
+                raise TypeError(f"custom_layer_dict must have lists of names by class, got {{{layer!r}: {listed!r}}}")
         names = {**_PRUNED_NAMES, **(custom_layer_dict or {})}
         types = (*whitelist, *(custom_layer_dict or ()))
         chosen = dict(eligible_modules(model, types, allowed_layer_names, disallowed_layer_names))

@@ -162,7 +162,11 @@ class FusedScaleMaskSoftmax(nn.Module):
         if mask is None and self.attn_mask_type == AttnMaskType.causal:
             queries, keys = input.shape[-2:]
             mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=input.device).triu(keys - queries + 1)
-        probabilities = torch.softmax(input if mask is None else self.mask_func(input, mask), -1)
+        if mask is not None:
+            if self.mask_func is None:
+                raise ValueError("mask_func must be a function to apply a mask where the fused form is not taken")
+            input = self.mask_func(input, mask)
+        probabilities = torch.softmax(input, -1)
         if self.input_in_float16 and self.softmax_in_fp32:
             probabilities = probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return probabilities
