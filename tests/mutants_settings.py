@@ -9,11 +9,12 @@ IN_BOOSTER = ("groups", "booster", "mixed_precision", "checkpoints", "plugin_arg
 BOOSTER = " ".join(f"tests/booster/test_{name}.py" for name in IN_BOOSTER)
 ZERO = " ".join(f"tests/contrib/zero/test_{name}.py" for name in ("layout", "checkpoints", "wait_on_use", "options"))
 FILES = "tests/checkpoint/test_checkpoint.py tests/checkpoint/test_writers.py"
+FOLDERS = "tests/checkpoint/test_folders.py tests/booster/test_folders.py tests/booster/test_refused_loads.py"
 # By package: stages of tests. A later stage takes longer, and runs if those before it have noticed nothing.
 PACKAGES = {
     "booster": (BOOSTER, "tests/booster/test_processes.py"),
     "contrib/optimizers/_zero": (ZERO, "tests/contrib/zero", "tests/contrib/test_distributed_fused_lamb.py"),
-    "checkpoint": (FILES, "tests/checkpoint/test_untrusted.py tests/booster/test_checkpoints.py"),
+    "checkpoint": (FILES, "tests/checkpoint/test_untrusted.py tests/booster/test_checkpoints.py", FOLDERS),
     "_atomic": (FILES, "tests/checkpoint/test_kills.py"),
     "_fuse": ("tests/_fuse",),
     "_cli/migrate": ("tests/_cli/test_migrate.py",),
