@@ -1,4 +1,4 @@
-"""Those of `process_checks` that one process runs: each plugin in one precision, another than four processes have."""
+"""The checks of `process_checks` for one process: each plugin in one precision that four processes do not run."""
 
 from tests.booster import process_checks
 
