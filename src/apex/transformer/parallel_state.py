@@ -30,7 +30,7 @@ from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
 from ._groups.nccl_network import new_process_group as new_process_group
 from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
 from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
-from ._groups.process_groups import ModelParallelGroups, device_mesh_of, make_groups
+from ._groups.process_groups import ModelParallelGroups, check_backend, device_mesh_of, make_groups
 
 
 class ExperimentalWarning(Warning):
@@ -99,7 +99,8 @@ def initialize_model_parallel(
         sizes = parallel_sizes(world, tensor, stages, context, expert_model_parallel_size)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
     for name, backend in ("default_backend", default_backend), ("p2p_backend", p2p_backend):
-        _check_backend(name, backend)
+        check_backend(name, backend)
+        _check_ucc(backend)
     if init_mpi_proc_group and not dist.is_mpi_available():
         raise RuntimeError("init_mpi_proc_group=True needs a PyTorch that was built with MPI")
 
@@ -126,11 +127,7 @@ def _at_most(world: int, **size: int) -> int:
     return world
 
 
-def _check_backend(name: str, backend: str | None) -> None:
-    for each in [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]:
-        if each != "ucc" and not dist.is_backend_available(each):
-            known = ", ".join(dist.Backend.backend_list)
-            raise ValueError(f"{name}={backend!r} is no backend that this PyTorch has; it knows {known}")
+def _check_ucc(backend: str | None) -> None:
     if backend == "ucc":
         check_torch_ucc_availability()
         warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=4)
