@@ -56,6 +56,9 @@ class FMHA(nn.Module):
     ) -> Tensor:
         """Map `qkv` [total, 3 * hidden size], ordered queries, keys, values, to [total, hidden size]."""
         check_tensors(qkv=qkv)
+        if qkv.numel() % (3 * self.hidden_size):
+            expected = f"[total, 3 * hidden_size = {3 * self.hidden_size}]"
+            raise ValueError(f"qkv has shape {list(qkv.shape)}, expected {expected}")
         context = packed_attention(
             qkv.view(-1, 3, self.h, self.d),
             cu_seqlens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops._checks import check_tensors
+from ...ops._checks import check_tensors, number
 from ...ops.focal_loss import FOCAL_LOSS, check
 
 
@@ -17,7 +17,8 @@ class FocalLoss(torch.autograd.Function):
         ctx, cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing=0.0
     ):
         check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)
-        settings = (num_real_classes, float(alpha), float(gamma), float(label_smoothing))
+        floats = (number("alpha", alpha), number("gamma", gamma), number("label_smoothing", label_smoothing))
+        settings = (num_real_classes, *floats)
         return FOCAL_LOSS.forward_and_save(ctx, cls_output, cls_targets_at_level, num_positives_sum, *settings)
 
     @staticmethod
@@ -41,6 +42,8 @@ def focal_loss(
     background, -2 for an anchor to ignore. `num_positive_sum` is a tensor of one element, the divisor.
     """
     check_tensors(num_positive_sum=num_positive_sum)
+    if num_positive_sum.numel() != 1:
+        raise ValueError(f"num_positive_sum must have one element, its shape is {list(num_positive_sum.shape)}")
     return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
     )

@@ -52,7 +52,7 @@ class TransducerJoint(torch.nn.Module):
         cumsum(f_len * g_len), and `packed_batch`, its last element or more. Padding is filled with -1, and so are the
         rows after the last sequence of a packed result.
         """
-        if self.pack_output and (batch_offset is None or packed_batch == 0):
+        if self.pack_output and (batch_offset is None or integer("packed_batch", packed_batch) == 0):
             raise ValueError("pack_output=True needs batch_offset and packed_batch")
         flags = (self.pack_output, self.relu, self.dropout and self.training)
         packing = (batch_offset if self.pack_output else self.dummy_batch_offset, packed_batch)
@@ -97,6 +97,8 @@ class TransducerLoss(torch.nn.Module):
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
                 raise ValueError("packed_input=True needs batch_offset and max_f_len")
+            if integer("max_f_len", max_f_len) < 1:
+                raise ValueError(f"max_f_len={max_f_len} must be at least 1, the longest of f_len")
         else:
             # If x has no dimension of frames, the later check of x names the problem.
             batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0

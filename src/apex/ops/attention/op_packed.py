@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors, values_at_hand
+from .._checks import check_tensors, integer, number, values_at_hand
 from .._device import contiguous_strides, empty_on, facts, launch_rule
 from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
@@ -87,8 +87,9 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; int32 and int64 are accepted")
     if cu_seqlens.device != qkv.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, qkv on {qkv.device}")
-    if not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= number("p_dropout", dropout_p) < 1.0:
         raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
+    integer("max_s", max_seqlen)
     bounds = values_at_hand(cu_seqlens)
     if bounds is not None:
         lengths = [end - start for start, end in pairwise(bounds)]

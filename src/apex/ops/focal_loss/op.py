@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import at_hand, check_tensors
+from .._checks import at_hand, check_tensors, integer
 from .._device import facts
 from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
@@ -24,6 +24,7 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) -> None:
     """Raise for arguments that do not fit together; check the targets' values only if no device must be waited for."""
     check_tensors(cls_output=logits, cls_targets_at_level=targets, num_positives_sum=num_positives)
+    integer("num_real_classes", classes)
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"cls_output has shape {list(logits.shape)} and cls_targets_at_level {list(targets.shape)}; the first must "

@@ -68,6 +68,8 @@ def check(in1: Tensor, in2: Tensor, index: Tensor) -> None:
         )
     if index.shape != in2.shape[:1]:
         raise ValueError(f"idx1 must hold one index per row of in2, {list(in2.shape[:1])}, got {list(index.shape)}")
+    if not in1.shape[0] and index.shape[0]:
+        raise ValueError(f"in1 has no rows for the {index.shape[0]} indices of idx1")
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"idx1 must be int64 or int32, got {index.dtype}")
     if in1.dtype != in2.dtype or not in1.is_floating_point():

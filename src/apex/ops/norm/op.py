@@ -118,6 +118,9 @@ def checked_shape(
     elif isinstance(normalized_shape, numbers.Integral):
         shape = (int(normalized_shape),)
     else:
+        if isinstance(normalized_shape, Tensor) or not hasattr(normalized_shape, "__iter__"):
+            kind = type(normalized_shape).__name__
+            raise TypeError(f"normalized_shape must be an integer or a list of integers, got {kind}")
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     sizes = input.shape
     if sizes and type(sizes[-1]) is Tensor:  # in torch.jit.trace; PyTorch's operator checks them

@@ -69,6 +69,10 @@ def rotary_embedding_pair(
     """Return `rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
     check_floats(query=query, key=key)
+    dimensions = 4 if cu_seqlens is None else 3
+    if query.dim() != dimensions or key.dim() != dimensions:
+        shapes = list(query.shape), list(key.shape)
+        raise ValueError(f"query and key must have {dimensions} dimensions, got shapes {shapes[0]} and {shapes[1]}")
     first, second = _rotate((query, key), tables, spec, cu_seqlens)
     return first, second
 
