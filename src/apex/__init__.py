@@ -29,6 +29,7 @@ _SUBPACKAGES = frozenset(
         "fused_dense",
         "git_version_info",
         "graphs",
+        "integrations",
         "logging",
         "mixed_precision",
         "mlp",

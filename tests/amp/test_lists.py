@@ -73,6 +73,9 @@ OTHERS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
     "local_response_norm": lambda m: (2,),
     "ctc_loss": lambda m: (m.i(1, 2) + 1, (5,), (2,)),
 }
+# CUDA builds of PyTorch 2.6 and 2.9 ask the driver which implementation of these to take, if dtypes or sizes allow
+# several. That of 2.15 does not.
+MAY_ASK_THE_DRIVER = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention")
 COMPARISONS = {f"{prefix}{name}{prefix}" for name in ("eq", "ge", "gt", "le", "lt", "ne") for prefix in ("", "__")}
 
 
@@ -100,7 +103,12 @@ def wrong(make: Make, without: tuple[str, ...] = ()) -> dict[str, Any]:
             for name in getattr(overrides, kind, ()):
                 if name in without:
                     continue
-                result = call(overrides, kind, name, make)
+                try:
+                    result = call(overrides, kind, name, make)
+                except RuntimeError as error:
+                    if name in MAY_ASK_THE_DRIVER and "driver" in str(error):
+                        continue
+                    raise
                 if name == "equal":
                     assert result is True
                 elif result.dtype != (torch.bool if name in COMPARISONS else dtype):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..amp._checks import checked_number, checked_scale
-from ..transformer._resharding.gathered import whole_shape
+from ..transformer._resharding.gathered import full_shape
 from .wrappers import OptimizerWrapper
 
 # Options that distinguish algorithms. State dicts of PyTorch's optimizers do not name their algorithm.
@@ -67,7 +67,7 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
         for name, value in values.items():
             own = own_values.get(name)
             if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in _ELEMENTWISE):
-                expected = whole_shape(param, param)
+                expected = full_shape(param, param)
                 if isinstance(own, Tensor) and own.shape != param.shape:
                     expected = own.shape
                 if value.shape != expected:

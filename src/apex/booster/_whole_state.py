@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint._ranks import refusing_together
 from ..ops._host import HOST
-from ..transformer._resharding.gathered import of_all_stages, part, whole, whole_shape
+from ..transformer._resharding.gathered import full_shape, full_tensor, gather_from_stages, local_part
 from ._optimizer_checks import algorithm_of, check_optimizer
 from ._zero import load_plain_state
 from .wrappers import OptimizerWrapper, masters_of, unwrapped
@@ -32,7 +32,7 @@ def names_in(chunks: list[nn.Module], has_stages: bool) -> list[dict[str, str]]:
     """
     if not has_stages and len(chunks) == 1:
         return [{key: key for key in chunks[0].state_dict()}]
-    from ..transformer._resharding.whole import WholeModel
+    from ..transformer._resharding.model_parts import WholeModel
 
     described = WholeModel(chunks, ())
     described.join()
@@ -54,7 +54,7 @@ def _has_stages(boosted: Any) -> bool:
 
 def _of_all_stages(boosted: Any, value: Any) -> list[Any]:
     """Gather `value` from all pipeline stages, in their order; return only this process's if there are no stages."""
-    return of_all_stages(value) if _has_stages(boosted) else [value]
+    return gather_from_stages(value) if _has_stages(boosted) else [value]
 
 
 def _entries(model: Any) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
@@ -82,7 +82,7 @@ def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
         if param in gathered:
             value = gathered[param]
         elif isinstance(value, Tensor):
-            value = whole(exact.get(param, value), param, copies)
+            value = full_tensor(exact.get(param, value), param, copies)
             if param is not None:
                 gathered[param] = value
         state[name] = value
@@ -108,7 +108,7 @@ def check_tensors(model: Any, shapes: dict[Any, torch.Size | None], strict: bool
     for _, _, name, value, param in _entries(model):
         aliases.setdefault(_identity(value, param), set()).add(name)
         if isinstance(value, Tensor):
-            own_shapes[name] = whole_shape(value, param)
+            own_shapes[name] = full_shape(value, param)
     # A tensor with several names in the model may have been saved under one of them.
     missing = sorted(name for names in aliases.values() if not names & set(shapes) for name in names)
     known = set().union(*aliases.values())
@@ -141,7 +141,7 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]]) -> None:
             for chunk, key, like, param in own.get(name, ()):
                 value = whole_value
                 if isinstance(value, Tensor):
-                    value = part(value, like, param)
+                    value = local_part(value, like, param)
                     exact[param] = value
                 local.setdefault(chunk, {})[key] = value
         for chunk, filled in local.items():
@@ -166,7 +166,7 @@ def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[s
             state = {} if count is None else {"step": torch.tensor(float(count), dtype=torch.float32, device=HOST)}
             for name, value in saved["state"].get(key, {}).items():
                 if isinstance(value, Tensor):
-                    value = whole(value, params[key] if value.shape == params[key].shape else None, copies)
+                    value = full_tensor(value, params[key] if value.shape == params[key].shape else None, copies)
                 if value is not None and name != "param":  # ZeRO's float32 weights are saved with the model
                     state[name] = value
             states.append((names[key], state))
@@ -199,7 +199,7 @@ def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> 
         values = saved["state"].get(key, {})
         if values:
             state[index] = {
-                name: part(value, param, param) if isinstance(value, Tensor) and value.dim() else value
+                name: local_part(value, param, param) if isinstance(value, Tensor) and value.dim() else value
                 for name, value in values.items()
             }
     groups, first = [], 0

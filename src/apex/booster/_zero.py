@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..amp._amp_state import HALF
-from ..contrib.optimizers._zero.arena import laid_out_like
 from ..contrib.optimizers._zero.checkpoints import gather
 from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops.multi_tensor import Lists, rules
-from ..ops.multi_tensor.flat import flat
+from ..ops.multi_tensor.flat import flat, with_strides_of
 from ..optimizers import FusedAdam, FusedSGD
 
 BYTES_OF_A_GRADIENT = 4
@@ -116,7 +115,7 @@ class ExactWeights:
             for part in state.arena.parts:
                 param = state.arena.params[part.param]
                 if param in values:
-                    source = flat(laid_out_like(values[param], param))
+                    source = flat(with_strides_of(param, values[param]))
                     shard[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
             state.write(PARAM, shard)
         self._optimizer._parameters.updated()

@@ -20,7 +20,7 @@ from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
 from ...transformer import finalize_model_grads, parallel_state
 from ...transformer._norms import counted, grad_norm
-from ...transformer._resharding.gathered import of_all_stages
+from ...transformer._resharding.gathered import gather_from_stages
 from ...transformer.amp.loss_scaler import agree_on_overflows
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.pipeline_parallel._schedule import Placement
@@ -272,7 +272,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         if self.tp_size == 1:
             return
         is_split = any(getattr(param, "tensor_model_parallel", False) for param in model.parameters())
-        if not any(of_all_stages(is_split)):
+        if not any(gather_from_stages(is_split)):
             raise ValueError(
                 f"tp_size={self.tp_size}, but no layer of the model is split; build it from "
                 "apex.transformer.tensor_parallel, or use tp_size=1"

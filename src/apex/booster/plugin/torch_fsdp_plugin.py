@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..._distributed.groups import make_mesh
 from ..._env import processes_on_machine
 from ...parallel._flat import broadcast_from_first
-from ...transformer._resharding.gathered import part
+from ...transformer._resharding.gathered import local_part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from ..wrappers import ModelWrapper
 from ._arguments import changed, refuse, warn_of
@@ -206,6 +206,6 @@ def _exchange(optimizer: Any, new_of: dict[Tensor, Tensor]) -> None:
         if state is None:
             continue
         optimizer.state[new] = {
-            name: part(value, new, None) if isinstance(value, Tensor) and value.shape == old.shape else value
+            name: local_part(value, new, None) if isinstance(value, Tensor) and value.shape == old.shape else value
             for name, value in state.items()
         }
