@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import apex
 from apex._cli.app import app
 from apex._cli.doctor import installation
-from apex.ops import _library, _tuned, all_families
+from apex.ops import _device, _library, _tuned, all_families
 
 from .helpers import write_distribution, write_package
 
@@ -41,7 +41,7 @@ def replace_self_check(monkeypatch: pytest.MonkeyPatch, family: str, check: Any)
 
 @pytest.fixture
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Self-checks that find nothing, for tests of everything else: the real ones take two seconds."""
+    """Replace the self-checks, which take two seconds, by ones that find nothing."""
     for family in all_families():
         replace_self_check(monkeypatch, family, lambda device: 0.0)
 
@@ -74,7 +74,7 @@ def test_text_shows_every_part() -> None:
 
 @pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
-def test_the_text_says_a_thing_once(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_repeats_no_message(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with _library.implementation(implementation):
         broken, report = doctor()
@@ -196,14 +196,13 @@ def test_tuned_launches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     (tmp_path / "tuned.json").write_text(json.dumps({"format": 1, "tables": tables}))
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
-    _tuned.forget_tables()
+    _device.forget_launches()
     try:
         status, report = doctor()
         text = CliRunner().invoke(app, ["doctor"]).stdout
     finally:
         monkeypatch.undo()
-        _tuned.forget_tables()
+        _device.forget_launches()
     assert status == 0
     assert [(row["gpu"], row["entries"], row["in_use"]) for row in report["tuned"]] == [
         (name, 2, 1),

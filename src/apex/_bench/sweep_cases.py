@@ -38,6 +38,9 @@ Drawn = tuple[str, Callable[[], Passes]]
 class Draw(random.Random):
     """Random numbers of one case, which has at most about `most` elements."""
 
+    def __new__(cls, seed: str, most: int) -> Draw:
+        return super().__new__(cls)  # Random.__new__ takes at most one argument in Python 3.10
+
     def __init__(self, seed: str, most: int) -> None:
         super().__init__(seed)
         self.most = most

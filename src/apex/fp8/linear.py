@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._arguments import Index, checked
 from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
+from ..ops._checks import check_floats
 
 # "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
 # and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
@@ -19,6 +21,7 @@ SCALINGS = ("tensorwise", "rowwise", "delayed")
 HISTORY = 16
 
 
+@checked
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -41,6 +44,7 @@ def linear(
             "torch.func neither differentiates nor batches float8 products; use torch.autograd, or apply it to a model "
             "before fp8.convert or after fp8.revert"
         )
+    _check_shapes(input, weight, bias, history)
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
@@ -51,7 +55,22 @@ def linear(
     return output if bias is None else output + bias.to(dtype)
 
 
+def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> None:
+    """Raise for tensors that are no input, weight, bias and history of one linear layer."""
+    check_floats(input=input, weight=weight)
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input of shape {list(input.shape)} and weight of shape {list(weight.shape)} do not fit: expected "
+            "[..., inputs] and [outputs, inputs]"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected floats of shape {list(weight.shape[:1])}")
+    if history is not None and (history.dtype != torch.float32 or history.dim() != 2 or history.shape[0] != 3):
+        raise ValueError(f"history is {history.dtype} {list(history.shape)}, expected float32 of shape [3, steps]")
+
+
 def check_scaling(scaling: str) -> None:
+    """Raise a ValueError unless `scaling` is one of SCALINGS."""
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
 
@@ -72,34 +91,34 @@ class _Float8Product(torch.autograd.Function):
         dtype: torch.dtype,
         compiling: bool,
     ) -> Tensor:
-        ctx.dtypes, ctx.history, ctx.how = (input.dtype, weight.dtype), history, (by_row, compiling)
+        ctx.dtypes, ctx.history, ctx.options = (input.dtype, weight.dtype), history, (by_row, compiling)
         number, _ = float8.formats(input.device)
-        copy, turned, inverse, turned_inverse = _cast(input, 0, history, number, by_row, compiling)
-        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = _cast(
+        copy, transposed, inverse, transposed_inverse = _cast(input, 0, history, number, by_row, compiling)
+        weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = _cast(
             weight, 1, history, number, by_row, compiling
         )
         ctx.save_for_backward(
-            turned if ctx.needs_input_grad[1] else None,
-            turned_inverse,
-            weight_turned if ctx.needs_input_grad[0] else None,
-            weight_turned_inverse,
+            transposed if ctx.needs_input_grad[1] else None,
+            transposed_inverse,
+            weight_transposed if ctx.needs_input_grad[0] else None,
+            weight_transposed_inverse,
         )
         return float8.product(copy, weight_copy, inverse, weight_inverse, dtype, quick=True)
 
     @staticmethod
     @_library.once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
-        turned, turned_inverse, weight_turned, weight_turned_inverse = ctx.saved_tensors
+        transposed, transposed_inverse, weight_transposed, weight_transposed_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
-        by_row, compiling = ctx.how
+        by_row, compiling = ctx.options
         # With a scale per row, e4m3 has enough range, and half the error of e5m2.
         dtype = float8.formats(dy.device)[0 if by_row else 1]
-        copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
+        copy, dy_transposed, inverse, dy_transposed_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
         dinput = dweight = None
-        if weight_turned is not None:
-            dinput = float8.product(copy, weight_turned, inverse, weight_turned_inverse, input_dtype)
-        if turned is not None:
-            dweight = float8.product(dy_turned, turned, dy_turned_inverse, turned_inverse, weight_dtype)
+        if weight_transposed is not None:
+            dinput = float8.product(copy, weight_transposed, inverse, weight_transposed_inverse, input_dtype)
+        if transposed is not None:
+            dweight = float8.product(dy_transposed, transposed, dy_transposed_inverse, transposed_inverse, weight_dtype)
         return dinput, dweight, None, None, None, None
 
 
@@ -110,12 +129,12 @@ def _cast(
     matrix = matrix.contiguous()
     amax = float8.amax(matrix, by_row, compiling)
     if history is not None:
-        now, before = amax.amax(), history[role].amax()
-        # A step that overflows must show it, and must not be stored.
-        known = now.isfinite() & (before > 0)
-        kept = torch.where(now.isfinite(), now, before)
-        amax = torch.where(known, before, now).reshape(1)
-        history[role].copy_(torch.cat((kept.reshape(1), history[role, :-1])))
+        current, earlier = amax.amax(), history[role].amax()
+        # An overflow must reach the product, and must not be stored.
+        uses_earlier = current.isfinite() & (earlier > 0)
+        stored = torch.where(current.isfinite(), current, earlier)
+        amax = torch.where(uses_earlier, earlier, current).reshape(1)
+        history[role].copy_(torch.cat((stored.reshape(1), history[role, :-1])))
     return float8.cast_both(matrix, amax, by_row, dtype, compiling)
 
 
@@ -149,8 +168,9 @@ class Float8Linear(_Float8Layer, nn.Linear):
 
     usual = nn.Linear
 
+    @checked
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
+        self, in_features: Index, out_features: Index, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.set_scaling(scaling)
@@ -160,6 +180,8 @@ class Float8Linear(_Float8Layer, nn.Linear):
 
 
 class _Float8FusedDense(_Float8Layer, FusedDense):
+    """`FusedDense` by float8 products."""
+
     usual = FusedDense
 
     def forward(self, input: Tensor) -> Tensor:
@@ -167,6 +189,8 @@ class _Float8FusedDense(_Float8Layer, FusedDense):
 
 
 class _Float8FusedDenseGeluDense(_Float8Layer, FusedDenseGeluDense):
+    """`FusedDenseGeluDense` by float8 products."""
+
     usual = FusedDenseGeluDense
     weights = ("weight1", "weight2")
 

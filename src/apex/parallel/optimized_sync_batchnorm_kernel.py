@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import batch_norm
-from ..ops._library import eager_apply, once_differentiable
+from ..ops._library import once_differentiable
 from ._statistics import exchange_of
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
     """Batch norm over the inputs of all processes of a group, plus `z`, then ReLU with `fuse_relu`.
 
-    With `track_running_stats`, upstream's word for it, statistics are those of the batch, and the running ones, where
-    there are any, move towards them by `momentum`; otherwise the running ones are used and nothing is exchanged. The
-    gradients of weight and bias are those of this process alone.
+    With `track_running_stats` (upstream's name) the batch's statistics are used, and running statistics, if given, move
+    towards them by `momentum`. Otherwise the running statistics are used and nothing is exchanged. The gradients of
+    weight and bias are this process's own.
     """
 
     @staticmethod
@@ -49,6 +49,3 @@ class SyncBatchnormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
         return *batch_norm.saved_gradients(ctx, grad_output, ctx.needs_input_grad[:4]), *(None,) * 8
-
-
-eager_apply(SyncBatchnormFunction)  # its nodes call `backward` without PyTorch's method in between

@@ -1,22 +1,28 @@
-"""How many microbatches make up a global batch, which may grow while training goes on."""
+"""Calculators of the number of microbatches in a global batch, which may grow during training."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+from .._arguments import Index, checked
 from .log_util import get_transformer_logger
 
 logger = get_transformer_logger(__name__)
 
 
+@checked
 def build_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: list[int] | None,
+    rampup_batch_size: Sequence[int | str] | None,
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
 ) -> NumMicroBatchesCalculator:
-    """A calculator for a constant global batch, or one that grows: [first size, increment, samples to grow over]."""
+    """Return a calculator for a constant global batch, or for a growing one if `rampup_batch_size` is given.
+
+    `rampup_batch_size` is [first size, increment, number of samples until the full size].
+    """
     if rampup_batch_size is None:
         calculator: NumMicroBatchesCalculator = ConstantNumMicroBatches(
             global_batch_size, micro_batch_size, data_parallel_size
@@ -27,7 +33,10 @@ def build_num_microbatches_calculator(
             raise ValueError(
                 f"rampup_batch_size must be [start batch size, increment, samples], got {rampup_batch_size}"
             )
-        start, increment, samples = (int(number) for number in rampup_batch_size)
+        try:
+            start, increment, samples = (int(number) for number in rampup_batch_size)
+        except ValueError:
+            raise ValueError(f"rampup_batch_size must be three integers, got {rampup_batch_size}") from None
         words = f"batch size grows from {start} by {increment} to {global_batch_size} over {samples} samples"
         calculator = RampupBatchsizeNumMicroBatches(
             start, increment, samples, global_batch_size, micro_batch_size, data_parallel_size
@@ -38,23 +47,23 @@ def build_num_microbatches_calculator(
 
 
 class NumMicroBatchesCalculator(ABC):
-    """How many microbatches a step has, and how many samples all ranks see in it."""
+    """The number of microbatches of a step, and of samples that all ranks process in it."""
 
     def __init__(self) -> None:
         self.num_micro_batches: int | None = None
         self.current_global_batch_size: int | None = None
 
     def get(self) -> int | None:
-        """The number of microbatches."""
+        """Return the number of microbatches."""
         return self.num_micro_batches
 
     def get_current_global_batch_size(self) -> int | None:
-        """The number of samples."""
+        """Return the number of samples."""
         return self.current_global_batch_size
 
     @abstractmethod
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Sets both for the step after so many samples."""
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
+        """Update both numbers for the next step, given the number of samples consumed so far."""
 
 
 def _positive(**numbers: int) -> None:
@@ -65,6 +74,7 @@ def _positive(**numbers: int) -> None:
 class ConstantNumMicroBatches(NumMicroBatchesCalculator):
     """A number of microbatches that is the same in every step."""
 
+    @checked
     def __init__(self, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
         super().__init__()
         _positive(
@@ -81,13 +91,15 @@ class ConstantNumMicroBatches(NumMicroBatchesCalculator):
         self.current_global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
 
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Nothing changes."""
+    @checked
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
+        """Do nothing, because the numbers are constant."""
 
 
 class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
-    """Grows from `start_batch_size` to `global_batch_size` in equal steps over `ramup_samples` samples."""
+    """A global batch that grows from `start_batch_size` to `global_batch_size` evenly over `ramup_samples` samples."""
 
+    @checked
     def __init__(
         self,
         start_batch_size: int,
@@ -120,8 +132,9 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         self.rampup_samples_per_increment = ramup_samples / steps if steps else 0.0
         self.update(0, False)
 
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Sets the sizes; `consistency_check` wants the global batch to be whole microbatches on all ranks."""
+    @checked
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
+        """Set the sizes; `consistency_check` asserts that the global batch has whole microbatches on all ranks."""
         size = self.global_batch_size
         if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment:
             steps = int(consumed_samples / self.rampup_samples_per_increment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from apex.contrib.sparsity import create_mask, sparse_masklib
 
 
 def best_1d(row: list[float], n: int) -> list[float]:
-    """Of all choices of n, the first with the largest sum."""
+    """Return the first of all choices of n with the largest sum."""
     sums = [sum(row[i] for i in chosen) for chosen in itertools.combinations(range(len(row)), n)]
     chosen = list(itertools.combinations(range(len(row)), n))[sums.index(max(sums))]
     return [1.0 if i in chosen else 0.0 for i in range(len(row))]
@@ -39,14 +40,14 @@ def test_patterns() -> None:
 
 
 def numbers(rows: int, columns: int, ties: bool) -> torch.Tensor:
-    """Random numbers, or small integers, many of which are alike and have exact sums."""
+    """Return random numbers, or small integers with many ties and exact sums."""
     torch.manual_seed(0)
     return torch.randint(-2, 3, (rows, columns)).float() if ties else torch.randn(rows, columns)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_two_dimensions_best(ties: bool) -> None:
-    """Of several patterns with the largest sum the first is taken, on every device."""
+    """The first of several patterns with the largest sum is taken on every device."""
     matrix = numbers(10, 13, ties)
     mask = sparse_masklib.mn_2d_best(matrix, 4, 2)
     blocks = sparse_masklib.compute_valid_2d_patterns(4, 2)
@@ -58,7 +59,7 @@ def test_two_dimensions_best(ties: bool) -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_two_dimensions_greedy(ties: bool) -> None:
-    """Of weights that are alike the first in its block is looked at first."""
+    """The first of several equal weights in a block is considered first."""
     matrix = numbers(9, 14, ties)
     mask = sparse_masklib.mn_2d_greedy(matrix, 4, 2)
     assert (mask[8:] == 1).all()
@@ -108,3 +109,18 @@ def test_errors() -> None:
 def test_masks_are_the_same_on_a_gpu(pattern: str) -> None:
     tensor = torch.randint(-4, 5, (64, 64, 3, 3)).half()
     assert torch.equal(create_mask(tensor.cuda(), pattern).cpu(), create_mask(tensor, pattern))
+
+
+def test_scores_of_few_blocks_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    expected = sparse_masklib.mn_2d_best(matrix, 4, 2)
+    patterns, sizes, zeros = len(sparse_masklib.compute_valid_2d_patterns(4, 2)), [], torch.zeros
+
+    def note(*shape: Any, **options: Any) -> torch.Tensor:
+        sizes.append(shape)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(sparse_masklib, "_CHUNK", 10 * patterns)
+    monkeypatch.setattr(torch, "zeros", note)
+    assert torch.equal(sparse_masklib.mn_2d_best(matrix, 4, 2), expected)
+    assert [rows for rows, _ in sizes] == [10, 10, 10, 10, 10, 10, 4]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import cast_for_autocast, once_differentiable, quick_apply
+from ...ops._library import cast_for_autocast, once_differentiable
 from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
 
 
@@ -27,10 +27,10 @@ def _relu_forward(ctx, x, weight, bias, spec: ConvSpec, mask=None, scale=None) -
 
 def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, output, scale = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-    of_bias = of_bias and scale is None
-    wanted = (of_x, of_weight)
-    dx, dweight, dbias = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, wanted, scale)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_bias = needs_bias and scale is None
+    needs_grad = (needs_x, needs_weight)
+    dx, dweight, dbias = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, needs_bias, needs_grad, scale)
     if dbias is not None and len(ctx.bias_shape) > 1:
         dbias = dbias.view(ctx.bias_shape)
     return dx, dweight, dbias
@@ -94,14 +94,14 @@ class ConvBias_(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = conv_bias_gradients(grad_output, x, weight, ctx.spec, of_bias, (of_x, of_weight))
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = conv_bias_gradients(grad_output, x, weight, ctx.spec, needs_bias, (needs_x, needs_weight))
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 
-ConvBiasReLU = quick_apply(ConvBiasReLU_)
-ConvBiasMaskReLU = quick_apply(ConvBiasMaskReLU_)
-ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
+ConvBiasReLU = ConvBiasReLU_.apply
+ConvBiasMaskReLU = ConvBiasMaskReLU_.apply
+ConvFrozenScaleBiasReLU = ConvFrozenScaleBiasReLU_.apply
 
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import FLOATS, check_shape, check_tensors
 from .._device import facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .reference import SoftmaxSpec
 
@@ -287,19 +287,19 @@ SOFTMAX = Op(
     "softmax(Tensor input, Tensor? mask, Tensor? noise, float scale, bool causal, float dropout) "
     "-> (Tensor output, Tensor probabilities)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda input, mask, noise, *settings: (
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda input, mask, noise, *settings: (
         input.new_empty(input.shape),
         None if noise is None else input.new_empty(input.shape),
     ),
-    saves=("probabilities", "noise"),
-    save=_save,
-    gradients=("input",),
-    strided=("mask",),
-    reference_backward=reference.backward,
-    backward_fake=lambda dy, probabilities, *rest: probabilities.new_empty(probabilities.shape),
-    once=_no_second_derivative,
+    saved=Saved("probabilities", "noise", choose=_save),
+    memory=Memory(strided=("mask",)),
+    derivative=Derivative(
+        of=("input",),
+        backward=reference.backward,
+        shapes=lambda dy, probabilities, *rest: probabilities.new_empty(probabilities.shape),
+        once=_no_second_derivative,
+    ),
     checks=[
         {"input": (2, 2, 16, 1000), "mask": mask, "noise": None, "scale": 0.5, "causal": causal, "dropout": 0.0}
         for mask, causal in ((None, False), (None, True), (_hides, False), ((1, 2, 16, 1000), False))

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .. import _library
 from .._device import facts, next_power_of_2
-from .._op import Op
+from .._op import Kernels, Op, Saved
 from ..conv.op import conv_gradients
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -49,7 +49,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
         if dtype in HALF and is_one and min(counts) > 0:
             images = input.to(dtype)
             if _library.runs_triton(FAMILY, images):
-                if window == [stride, stride]:
+                if tuple(window) == (stride, stride):  # Dynamo of PyTorch 2.6 compares no tuple with a list
                     output = _by_patches(images, weight.to(dtype), counts)
                 else:
                     output = _by_kernels(images, weight.to(dtype), padding, counts)
@@ -149,11 +149,9 @@ STEM_CONV = Op(
     FAMILY,
     "stem_conv(Tensor images, Tensor weight) -> Tensor",
     reference=reference,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda images, weight: images.new_empty(_shape(images, weight)),
-    saves=("images", "weight"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda images, weight: images.new_empty(_shape(images, weight)),
+    saved=Saved("images", "weight"),
     sums_rounded_products=True,
-    replayed=True,
     checks=[{"images": (2, 21, 30, 4), "weight": (7, 8, 4, 32)}],
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_shape, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .reference import NO_PADDING
 
@@ -111,7 +111,7 @@ def launch_rows(
     """
     mode, inner, outer = _factors(transform, logits)
     sizes = (*logits.shape, logits.stride(0), padding_idx)
-    launch = _forward_launch(sizes, smoothing > 0, gradient, mode, logits.dtype, logits.device, False)
+    launch = _forward_launch(sizes, smoothing > 0, gradient, mode, logits.dtype, logits.device)
     log_sums = found.get("lse")
     if log_sums is None:
         log_sums = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
@@ -227,7 +227,6 @@ def _backward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
     return launch, False, layout
 
@@ -247,7 +246,6 @@ def _forward_launch(
     mode: int,
     dtype: torch.dtype,
     device: torch.device,
-    same_dtypes: bool = True,
 ) -> Any:
     """Prepare the kernel for statistics of rows, and with `gradient` also for the gradient in place of the logits."""
     (rows, classes, row_stride, padding_idx), itemsize = sizes, dtype.itemsize
@@ -264,7 +262,6 @@ def _forward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=same_dtypes,
     )
 
 
@@ -286,7 +283,6 @@ def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize
         BLOCK=chosen.block,
         MULTIPLE=math.gcd(row_stride, classes, 16 // itemsize),
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
 
 
@@ -312,12 +308,10 @@ XENTROPY = Op(
     FAMILY,
     "xentropy(Tensor logits, Tensor labels, float smoothing, int padding_idx) -> (Tensor losses, Tensor log_sums)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    reference_backward=reference.backward,
-    fake=_fake,
-    saves=("logits", "log_sums", "labels"),
-    gradients=("logits",),
-    strided=("logits", "losses"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("logits", "log_sums", "labels"),
+    memory=Memory(strided=("logits", "losses")),
+    derivative=Derivative(of=("logits",), backward=reference.backward),
     checks=[_check(1024), _check(1001)],
 )
