@@ -28,7 +28,6 @@ from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, 
 from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri, LayerNormSmallShapeOptImpl
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
 from apex.contrib.xentropy import LinearCrossEntropyLoss, SoftmaxCrossEntropyLoss, linear_cross_entropy
-from apex.fused_bias_swiglu import fused_bias_geglu, fused_bias_reglu, fused_bias_swiglu
 from apex.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,
@@ -37,6 +36,7 @@ from apex.fused_dense import (
     fused_dense_gelu_dense_function,
 )
 from apex.multi_tensor_apply import multi_tensor_applier
+from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
 from apex.transformer import functional as transformer
 
@@ -149,9 +149,6 @@ FUNCTIONS: dict[str, Case] = {
     "fused_apply_rotary_pos_emb_2d": op(
         transformer.fused_apply_rotary_pos_emb_2d, (2, 6, 2, 8), 2, 3, *[drawn(1, 3, 1, 4, seed=i) for i in range(4)]
     ),
-    "fused_bias_swiglu": op(fused_bias_swiglu, (3, 8), (8,)),
-    "fused_bias_geglu": op(fused_bias_geglu, (3, 8), (8,)),
-    "fused_bias_reglu": op(fused_bias_reglu, (3, 8), (8,)),
     "MLP": layer(lambda: mlp.MLP([4, 6, 3], activation="sigmoid"), (5, 4)),
     "mlp_function": op(mlp.mlp_function, True, 1, (5, 4), (6, 4), (3, 6), (6,), (3,)),
     "fused_dense_function": op(fused_dense_function, (5, 4), (3, 4), (3,)),
@@ -187,6 +184,19 @@ FUNCTIONS: dict[str, Case] = {
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
     },
 }  # fmt: skip
+
+
+def public_case(example: Example, public: Public) -> Case:
+    """Return a public function or module with an example's arguments, and the gradients of these and of parameters."""
+
+    def case(device: torch.device) -> Call:
+        arguments = example.arguments(Make(torch.float32, device), *example.small[0])
+        return layer(lambda: public.make(*example.small[0]), *public.arguments(arguments))(device)
+
+    return case
+
+
+FUNCTIONS |= {public.name: public_case(example, public) for _, example in by_name() for public in example.public}
 
 
 # Lists of tensors -----------------------------------------------------------------------------------------------------

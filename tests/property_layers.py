@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from apex import fused_bias_swiglu, fused_dense, mlp, normalization
+from apex import fused_dense, mlp, normalization
 from apex.contrib import focal_loss, group_norm, layer_norm, multihead_attn, transducer, xentropy
 from apex.transformer import functional
 from tests.ops.transducer import formulas
@@ -70,23 +70,6 @@ def grouped_norm(draw: Draw) -> Trial:
         return F.silu(result) if act else result
 
     return layer_trial(case, module, truth, [input], parameters)
-
-
-def gated(draw: Draw) -> Trial:
-    case, name = draw_case(draw), draw(st.sampled_from(["swiglu", "geglu", "reglu"]))
-    width = draw(st.sampled_from([0, 2, 6, 16, 16, 31]))
-    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 3, 5]), max_size=2)))
-    given = [draw_tensor(draw, case, (*shape, width))]
-    if draw(st.booleans()):
-        given.append(draw_tensor(draw, case, (draw(st.sampled_from([width] * 4 + [width + 1])),)))
-    fits = width % 2 == 0 and given[-1].shape[-1] == width
-    act = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh"), "reglu": F.relu}[name]
-
-    def truth(x: Tensor, bias: Tensor | None = None) -> Tensor:
-        gate, value = (x if bias is None else x + bias).chunk(2, -1)
-        return act(gate) * value
-
-    return layer_trial(case, getattr(fused_bias_swiglu, f"fused_bias_{name}"), truth, given, valid=fits)
 
 
 def soft(draw: Draw) -> Trial:
@@ -277,7 +260,6 @@ def attention(draw: Draw) -> Trial:
 SUBJECTS: dict[str, Callable[[Draw], Trial]] = {
     "normalization": norm,
     "group_norm": grouped_norm,
-    "fused_bias_swiglu": gated,
     "softmax": soft,
     "rope": rotated,
     "mlp and fused_dense": dense,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import amp_C
-from apex import RNN, fused_bias_swiglu, fused_dense, mlp, normalization, ops
+from apex import RNN, fused_dense, mlp, normalization, ops
 from apex.contrib import (
     clip_grad,
     conv_bias_relu,
@@ -30,6 +31,7 @@ from apex.contrib import (
 )
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.normalization import fused_layer_norm as norms
+from apex.ops._examples import Example, Make, Public, by_name
 from apex.parallel import SyncBatchNorm
 from apex.transformer import functional
 from apex.transformer.enums import AttnMaskType
@@ -73,12 +75,38 @@ def calls() -> list[Call]:
     def add(name: str, function: Callable[..., Any], optional: str = "", any_dtype: str = "", **arguments: Any) -> None:
         table.append(Call(name, function, arguments, frozenset(optional.split()), frozenset(any_dtype.split())))
 
+    for _, example in by_name():
+        for public in example.public:
+            table.append(_public_call(example, public))
     _add_norms(add)
     _add_layers(add)
     _add_transformers(add)
     _add_losses(add)
     _add_images(add)
     return table
+
+
+def _public_call(example: Example, public: Public) -> Call:
+    """Return a public function or module, with arguments of the example by the names that it has for them."""
+    function = public.make(*example.small[0])
+    made = example.arguments(Make(torch.float32, torch.device("cpu")), *example.small[0])
+    parameters = list(signature_of(function).parameters.values())
+    given = {parameter.name: value for parameter, value in zip(parameters, public.arguments(made), strict=False)}
+    optional = {each.name for each in parameters if each.default is None or "None" in str(each.annotation)}
+    named = dict(zip(given, public.takes, strict=True))
+    any_dtype = {name for name, taken in named.items() if taken in example.accepts_integers}
+    return Call(public.name, function, given, frozenset(optional), frozenset(any_dtype))
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or a module; of an autograd Function's `apply`, that of its `forward`."""
+    if isinstance(function, torch.nn.Module):
+        return inspect.signature(function.forward)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        signature = inspect.signature(owner.forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return inspect.signature(function)
 
 
 def _add_norms(add: Callable[..., None]) -> None:
@@ -117,9 +145,6 @@ def _add_layers(add: Callable[..., None]) -> None:
     add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
     layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
     add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
-    for name in ("swiglu", "geglu", "reglu"):
-        add(f"fused_bias_{name}", getattr(fused_bias_swiglu, f"fused_bias_{name}"), "bias",
-            input=rows(3, 8), bias=rows(8))  # fmt: skip
     add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from apex._bench import registry
-from apex._bench.cases import focal_loss, glu, index_mul
+from apex._bench.cases import focal_loss, index_mul
 from apex._bench.check import worst_excess
 from apex._bench.recorded import DIRECTORIES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 PREPARED = [
-    *((glu._prepare, (kind, torch.float32, 6, 40, way)) for kind in glu.KINDS for way in ("fwd", "bwd", "step")),
     *((index_mul._prepare, (index_mul.Shape(torch.float32, 5, 30, 8), way)) for way in ("fwd", "bwd", "force step")),
     *((focal_loss._prepare, (torch.float32, (2, 30, 8), way)) for way in ("fwd", "bwd")),
 ]

@@ -16,6 +16,7 @@ from apex._cli.build.calls import parse_call
 from apex._cli.tune import command, replay, search
 from apex.ops import _library, _tuned
 from apex.ops._device import INTERPRETER, facts
+from apex.ops._examples import by_name
 
 pytest.importorskip("triton")
 
@@ -154,7 +155,8 @@ def test_what_a_call_asks_is_asked_again_by_its_replay(name: str, ops: set[str])
 
 
 def test_every_tunable_rule_has_a_call() -> None:
-    assert set(replay.CALLS) == set(_tuned.TUNABLE)
+    asked = {rule for _, example in by_name() for rule in example.asks}
+    assert {*replay.CALLS, *asked} == set(_tuned.TUNABLE)
 
 
 def test_the_report_has_a_row_for_every_launch(

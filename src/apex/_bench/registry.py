@@ -89,12 +89,12 @@ def register(family: Family) -> Family:
 
 
 def known_families() -> dict[str, Family]:
-    """Return every family, by name; the first call imports the modules of `apex._bench.cases`."""
-    from . import cases
+    """Return every family, by name: those of examples, and those that the modules of `apex._bench.cases` register."""
+    from . import cases, examples
 
     for module in pkgutil.iter_modules(cases.__path__):
         importlib.import_module(f"{cases.__name__}.{module.name}")
-    return dict(sorted(_families.items()))
+    return dict(sorted({**_families, **examples.families()}.items()))
 
 
 def select(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,50 +18,26 @@ from torch import Tensor, nn
 
 from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
+from ..ops._examples import Random
 from ..ops.batch_norm import batch_norm
 from ..ops.group_norm import group_norm
 from ..ops.norm import layer_norm, rms_norm
 from ..ops.softmax import masked_softmax
-from .cases import attention, dense, focal_loss, glu, optimizers, rope
+from .cases import attention, dense, focal_loss, optimizers, rope
 from .directions import compared, long_name, times, without_kink
+from .examples import sweeps
 from .list_passes import PASSES
 from .problems import make_parameters, prepared_steps
 from .registry import Prepared
-
-KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
 
 Passes = dict[str, Prepared]
 Drawn = tuple[str, Callable[[], Passes]]
 
 
-class Draw(random.Random):
-    """Random numbers of one case, which has at most about `most` elements."""
+class Draw(Random):
+    """Random numbers of one case, and its tensors."""
 
-    def __init__(self, seed: str, most: int) -> None:
-        super().__init__(seed)
-        self.most = most
-
-    def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """Draw a multiple of `multiple` with a uniformly distributed logarithm."""
-        value = math.exp(self.uniform(math.log(low), math.log(max(low, high))))
-        return max(1, round(value / multiple)) * multiple
-
-    def length(self, low: int, high: int) -> int:
-        """Draw the length of a row: mostly a multiple of a power of two, seldom odd."""
-        high = min(high, self.most)
-        known = min(self.choice(KNOWN_LENGTHS), high)
-        drawn = self.size(low, high, self.choice((256, 128, 64, 8, 8, 8, 4, 1)))
-        return known if self.random() < 0.1 else min(drawn, high)
-
-    def rows(self, row_length: int) -> int:
-        """Draw a number of rows such that a case has between 2^20 and `most` elements."""
-        most = max(1, self.most // row_length)
-        return self.size(max(1, min(most, (1 << 20) // row_length)), most)
-
-    def dtype(self) -> torch.dtype:
-        return self.choice((torch.bfloat16, torch.float16, torch.float32))
-
-    def layout(self, dimensions: int) -> str:
+    def layout(self, dimensions: int = 0) -> str:
         """Draw a layout: mostly contiguous, else a slice of wider rows, offset by an element, or transposed."""
         others = ["sliced", "oddly sliced", "offset"] + ["transposed"] * (dimensions > 2)
         return self.choice(others) if self.random() < 0.2 else ""
@@ -227,13 +202,6 @@ def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
     return _name(dtype, shape, memory, "add" * addend, "relu" * relu), make
 
 
-def _glu(draw: Draw, device: torch.device) -> Drawn:
-    columns, dtype, kind = 2 * draw.length(32, 24000), draw.dtype(), draw.choice(glu.KINDS)
-    shape = (draw.rows(columns), columns)
-    make = lambda: _both(lambda way: glu._prepare(kind, dtype, *shape, way, device))  # noqa: E731
-    return f"{kind.name} {_name(dtype, shape)}", make
-
-
 def _dense(draw: Draw, device: torch.device) -> Drawn:
     dtype, multiple, most = draw.dtype(), draw.choice((64, 64, 8, 1)), max(16, math.isqrt(draw.most) // 2)
     rows, *sizes = (draw.size(16, 2 * most), *(draw.size(16, most, multiple) for _ in range(4)))
@@ -279,5 +247,6 @@ FAMILIES: dict[str, Callable[[Draw, torch.device], Drawn]] = {
     "layer_norm": functools.partial(_norm, mean=True),
     "rms_norm": functools.partial(_norm, mean=False),
 }
-for _draw in (_softmax, _xentropy, _rope, _group_norm, _batch_norm, _glu, _dense, _attention, _focal_loss, _optimizers):
+for _draw in (_softmax, _xentropy, _rope, _group_norm, _batch_norm, _dense, _attention, _focal_loss, _optimizers):
     FAMILIES[_draw.__name__.removeprefix("_")] = _draw
+FAMILIES.update(sweeps())

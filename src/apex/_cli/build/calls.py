@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import apex.optimizers
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.ops import _examples
 from apex.ops.attention import attention
 from apex.ops.batch_norm import batch_norm
 from apex.ops.dense import dense_gelu_dense, mlp
-from apex.ops.glu import bias_glu
 from apex.ops.group_norm import group_norm
 from apex.ops.norm import layer_norm, rms_norm
 from apex.ops.softmax import masked_softmax
@@ -115,7 +115,6 @@ OPS = {
     "attention": Op(_attention, _HEADS),
     "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
     "rope": Op(_rope, ("length x batch x heads x size", "2048x4x32x128"), ("fused_rotary_positional_embedding",)),
-    "swiglu": Op(lambda m, s: bias_glu(m.leaf(s), m.leaf(s[-1:]), "silu"), _ROWS, ("fused_bias_swiglu",)),
     "group_norm": Op(lambda m, s: group_norm(m.image(s), 32, m.leaf(s[1:2]), m.leaf(s[1:2]), 1e-5, "silu"), _IMAGE),
     "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
     "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
@@ -127,6 +126,18 @@ OPS = {
     "novograd": _step("FusedNovoGrad"),
     "adagrad": _step("FusedAdagrad"),
 }
+
+
+def _op(example: _examples.Example) -> Op:
+    """Return an example as an op of `apex build`."""
+
+    def run(make: Maker, shape: Shape) -> list[Tensor]:
+        return _examples.Call(example, shape, _examples.Make(make.dtype, make.device)).outputs()
+
+    return Op(run, (example.sizes, "x".join(map(str, example.typical))), tuple(example.extensions))
+
+
+OPS.update({name: _op(example) for name, example in _examples.by_name()})
 
 
 class Call(NamedTuple):
@@ -159,8 +170,8 @@ def parse_call(text: str, dtype: str) -> Call:
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     output = op.run(Maker(dtype, device), shape)
-    if output is not None:
-        output.backward(torch.empty_like(output))
+    for each in output if isinstance(output, list) else [] if output is None else [output]:
+        each.backward(torch.empty_like(each))
 
 
 def _run_script(path: str, device: torch.device) -> None:
