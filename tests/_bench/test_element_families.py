@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import registry
+from apex._bench import selection
 from apex._bench.cases import focal_loss, index_mul
 from apex._bench.check import worst_excess
 from apex._bench.recorded import DIRECTORIES
@@ -36,11 +36,11 @@ def test_gpu_cases_cover_the_recorded_ones() -> None:
     rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
     recorded = {row["case"] for row in rows if "swiglu" in row["case"] or row["case"].startswith("index_mul")}
     assert len(recorded) == 6
-    assert recorded <= {case.name for _, case in registry.select(["glu", "index_mul"], GPU)}
+    assert recorded <= {case.name for _, case in selection.select(["glu", "index_mul"], GPU)}
 
 
 def test_bytes_moved() -> None:
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["glu", "index_mul", "focal_loss"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["glu", "index_mul", "focal_loss"], GPU)}
     assert moved["bias_swiglu bf16 16384x22016 fwd"] == 3 * 16384 * 11008 * 2
     assert moved["bias_swiglu bf16 16384x22016 bwd"] == 5 * 16384 * 11008 * 2
     assert moved["index_mul_2d fp32 800000x256 fwd"] == 3 * 800000 * 256 * 4

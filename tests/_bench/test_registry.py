@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import registry
+from apex._bench import registry, selection
 from apex._bench.cases import norm
 from apex._bench.recorded import DIRECTORIES
 
@@ -16,16 +16,16 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def names(device, **options):
-    return [case.name for _, case in registry.select([], device, **options)]
+    return [case.name for _, case in selection.select([], device, **options)]
 
 
 def test_unknown_family_names_the_known_ones():
-    with pytest.raises(registry.UnknownFamilyError, match=r"unknown benchmark family nrom; known: .*norm"):
-        registry.select(["nrom"], CPU)
+    with pytest.raises(selection.UnknownFamilyError, match=r"unknown benchmark family nrom; known: .*norm"):
+        selection.select(["nrom"], CPU)
 
 
 def test_a_family_is_registered_once():
-    family = registry.known_families()["norm"]
+    family = selection.known_families()["norm"]
     assert registry.register(family) is family
     with pytest.raises(ValueError, match="registered twice"):
         registry.register(registry.Family("norm", "", norm.cases))
@@ -57,7 +57,7 @@ def test_gpu_norm_cases_cover_the_recorded_ones():
 
 
 def test_bytes_moved():
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["norm"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["norm"], GPU)}
     one = 16384 * 1024 * 2
     assert moved["layer_norm bfloat16 16384x1024 fwd"] == 2 * one
     assert moved["layer_norm bfloat16 16384x1024 bwd"] == 3 * one

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops import _examples, _tolerance, all_families
 from ..ops._examples import Example, Make, Random, Row, Sizes
-from . import peers
+from . import other_packages
 from .compiling import compiled
 from .directions import SHORT, call, long_name, times
 from .registry import OURS, Case, Expected, Family, Prepared
@@ -73,7 +73,7 @@ def implementations(example: Example, device: torch.device, compile: bool) -> di
     if compile and device.type == "cuda":
         if example.compiles:
             makers["compile"] = lambda: compiled(example.torch, device)
-        makers |= peers.installed(example.name)
+        makers |= other_packages.installed(example.name)
     return makers
 
 

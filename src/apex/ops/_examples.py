@@ -7,7 +7,7 @@ are loops that know no family:
 |---|---|
 | `apex doctor` | `small` sizes in three dtypes, compared with `exact` in float64 |
 | `apex build`, `apex tune` | `arguments` at the sizes that the user names; `extensions`; `asks` |
-| `apex bench` | `listed` rows, `torch` as a peer, alone and compiled; `_bench/peers.py` adds other packages |
+| `apex bench` | `listed` rows, `torch` as a peer, alone and compiled; `_bench/other_packages.py` adds other packages |
 | `apex bench --sweep` | `draw` with a seed |
 | tests | `small`, `draw`, and for each of `public` the same arguments through the public function or module |
 
