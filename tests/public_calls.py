@@ -13,24 +13,20 @@ import torch
 from torch import Tensor
 
 import amp_C
-from apex import RNN, fused_dense, mlp, normalization, ops
+from apex import RNN, fused_dense, mlp, normalization
 from apex.contrib import (
     clip_grad,
     conv_bias_relu,
     cudnn_gbn,
     fmha,
-    focal_loss,
-    group_norm,
     groupbn,
     index_mul_2d,
-    layer_norm,
     multihead_attn,
     openfold_triton,
     transducer,
     xentropy,
 )
 from apex.multi_tensor_apply import multi_tensor_applier
-from apex.normalization import fused_layer_norm as norms
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.parallel import SyncBatchNorm
 from apex.transformer import functional
@@ -78,7 +74,6 @@ def calls() -> list[Call]:
     for _, example in by_name():
         for public in example.public:
             table.append(_public_call(example, public))
-    _add_norms(add)
     _add_layers(add)
     _add_transformers(add)
     _add_losses(add)
@@ -109,30 +104,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _add_norms(add: Callable[..., None]) -> None:
-    for name in ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"):
-        add(name, getattr(normalization, name)(8), input=rows(4, 8))
-        add(f"memory-efficient {name}", getattr(normalization, name)(8, memory_efficient=True), input=rows(4, 8))
-    add("FastLayerNorm", layer_norm.FastLayerNorm(8), x=rows(4, 8))
-    add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
-    scaled = {"input": rows(4, 8), "weight": rows(8), "bias": rows(8), "normalized_shape": (8,)}
-    add("fused_layer_norm_affine", norms.fused_layer_norm_affine, "weight bias", **scaled)
-    add("mixed_dtype_fused_layer_norm_affine", norms.mixed_dtype_fused_layer_norm_affine, "", **scaled)
-    add("fused_layer_norm", norms.fused_layer_norm, input=rows(4, 8), normalized_shape=(8,))
-    scaled.pop("bias")
-    add("fused_rms_norm_affine", norms.fused_rms_norm_affine, "weight", **scaled)
-    add("mixed_dtype_fused_rms_norm_affine", norms.mixed_dtype_fused_rms_norm_affine, "", **scaled)
-    add("fused_rms_norm", norms.fused_rms_norm, input=rows(4, 8), normalized_shape=(8,))
-    add("manual_rms_norm", norms.manual_rms_norm, "weight", input=rows(4, 8), normalized_shape=(8,), weight=rows(8),
-        eps=1e-5)  # fmt: skip
-    given = {"input": rows(4, 8), "normalized_shape": 8, "weight": rows(8), "bias": rows(8)}
-    add("ops.layer_norm", ops.layer_norm, "weight bias", **given)
-    given.pop("bias")
-    add("ops.rms_norm", ops.rms_norm, "weight", **given)
-    add("LayerNormSmallShapeOptImpl", openfold_triton.LayerNormSmallShapeOptImpl.apply,
-        inputs=rows(4, 8), normalized_shape=(8,), weight=rows(8), bias=rows(8))  # fmt: skip
-
-
 def _add_layers(add: Callable[..., None]) -> None:
     add("FusedDense", fused_dense.FusedDense(8, 4), input=rows(3, 8))
     add("FusedDenseGeluDense", fused_dense.FusedDenseGeluDense(8, 6, 4), input=rows(3, 8))
@@ -142,6 +113,7 @@ def _add_layers(add: Callable[..., None]) -> None:
     add("dense_no_bias_function", fused_dense.dense_no_bias_function, **given)
     add("fused_dense_gelu_dense_function", fused_dense.fused_dense_gelu_dense_function, "bias1 bias2",
         input=rows(3, 8), weight1=rows(6, 8), bias1=rows(6), weight2=rows(4, 6), bias2=rows(4))  # fmt: skip
+    add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
     add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
     layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
     add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
@@ -156,27 +128,7 @@ def _add_layers(add: Callable[..., None]) -> None:
 
 
 def _add_transformers(add: Callable[..., None]) -> None:
-    hidden = numbers(2, 2, 1, 4, 4).bool()
-    scores = rows(2, 3, 4, 4)
-    add("scaled_softmax", functional.scaled_softmax, inputs=scores, scale=0.5)
-    for name in ("scaled_masked_softmax", "generic_scaled_masked_softmax"):
-        add(name, getattr(functional, name), "mask", inputs=scores, mask=hidden, scale=0.5)
-    add("scaled_upper_triang_masked_softmax", functional.scaled_upper_triang_masked_softmax,
-        inputs=rows(3, 4, 4), _=None, scale=0.5)  # fmt: skip
-    add("ops.masked_softmax", ops.masked_softmax, "mask", input=scores, mask=hidden)
-    angles = rows(4, 1, 1, 8)
-    tables = {"cos_": angles.cos(), "sin_": angles.sin()}
-    add("fused_apply_rotary_pos_emb", functional.fused_apply_rotary_pos_emb, t=rows(4, 2, 2, 8), freqs=angles)
-    add("fused_apply_rotary_pos_emb_cached", functional.fused_apply_rotary_pos_emb_cached, t=rows(4, 2, 2, 8), **tables)
     edges = torch.tensor([0, 2, 5])
-    add("fused_apply_rotary_pos_emb_thd", functional.fused_apply_rotary_pos_emb_thd,
-        t=rows(5, 2, 8), cu_seqlens=edges, freqs=angles)  # fmt: skip
-    table = rows(1, 2, 1, 4)
-    add("fused_apply_rotary_pos_emb_2d", functional.fused_apply_rotary_pos_emb_2d, t=rows(2, 4, 2, 8), img_h=2, img_w=2,
-        cos_h=table.cos(), sin_h=table.sin(), cos_w=table.cos(), sin_w=table.sin())  # fmt: skip
-    add("ops.rotary_embedding", ops.rotary_embedding, t=rows(4, 2, 2, 8), freqs=angles)
-    add("ops.rotary_embedding_pair", ops.rotary_embedding_pair, query=rows(4, 2, 2, 8), key=rows(4, 2, 1, 8),
-        freqs=angles)  # fmt: skip
     states = rows(3, 2, 8)
     for impl in ("fast", "default"):
         attention = multihead_attn.SelfMultiheadAttn(8, 2, impl=impl)
@@ -204,9 +156,6 @@ def _add_losses(add: Callable[..., None]) -> None:
     given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
     add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
     add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
-    add("focal_loss", focal_loss.focal_loss, any_dtype="num_positive_sum", cls_output=rows(4, 6),
-        cls_targets_at_level=numbers(6, 4), num_positive_sum=torch.tensor([2.0]), num_real_classes=6, alpha=0.25,
-        gamma=2.0)  # fmt: skip
     lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
     add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
         y_len=lengths[1], blank_idx=0)  # fmt: skip
@@ -221,8 +170,6 @@ def _add_losses(add: Callable[..., None]) -> None:
 def _add_images(add: Callable[..., None]) -> None:
     image = rows(2, 4, 5, 5)
     nhwc = image.to(memory_format=torch.channels_last)
-    add("GroupNorm", group_norm.GroupNorm(2, 4), input=image)
-    add("GroupNorm with SiLU", group_norm.GroupNorm(2, 4, act="silu"), input=nhwc)
     add("SyncBatchNorm", SyncBatchNorm(4), "z", input=image, z=rows(2, 4, 5, 5))
     add("BatchNorm2d_NHWC", groupbn.BatchNorm2d_NHWC(4, fuse_relu=True), "z", x=rows(2, 5, 5, 4), z=rows(2, 5, 5, 4))
     add("GroupBatchNorm2d", functools.partial(_group_batch_norm, cudnn_gbn.GroupBatchNorm2d(4, 1)), input=nhwc)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from apex._cli.app import app
 from apex._cli.build.calls import parse_call
 from apex._cli.tune import command, replay, search
-from apex.ops import _library, _tuned
+from apex.ops import _examples, _library, _tuned
 from apex.ops._device import INTERPRETER, facts
 from apex.ops._examples import by_name
 
@@ -29,6 +29,7 @@ def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
     monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(_examples, "USUAL_ELEMENTS", 1 << 10)
     _tuned.forget_tables()
     yield
     monkeypatch.undo()
@@ -253,7 +254,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatc
 SCRIPT = """
 import sys
 import torch
-from apex.ops import _library
+from apex.ops import _examples, _library
 from apex.ops.norm import layer_norm
 
 with _library.implementation("triton"):

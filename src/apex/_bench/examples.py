@@ -19,7 +19,7 @@ from .directions import SHORT, call, long_name, times
 from .registry import OURS, Case, Expected, Family, Prepared
 
 # Tensors of less than this part of the largest one, such as biases, do not count as memory traffic.
-NEGLIGIBLE = 1e-3
+NEGLIGIBLE = 1e-2
 
 
 def families() -> dict[str, Family]:
@@ -33,19 +33,21 @@ def families() -> dict[str, Family]:
 
 
 def _cases(examples: Sequence[Example], device: torch.device, quick: bool) -> list[Case]:
-    """Return the rows for a device; a quick run has only the first row of passes and the first row of steps."""
+    """Return the rows for a device; a quick run has only each example's first row of passes and first row of steps."""
     rows = [(example, row) for example in examples for row in example.listed if row.device == device.type]
     if quick:
         first: dict[tuple[str, ...], tuple[Example, Row]] = {}
         for example, row in rows:
-            first.setdefault(tuple(row.ways), (example, row))
+            first.setdefault((example.name, *row.ways), (example, row))
         rows = list(first.values())
     return [_case(example, row, way) for example, row in rows for way in row.ways]
 
 
 def _case(example: Example, row: Row, way: str) -> Case:
     words = {"short": SHORT[row.dtype], "dtype": long_name(row.dtype), "shape": times(row.sizes), "s": row.sizes}
-    name = f"{example.title.format(name=example.name, **words)} {way}" if row.name is None else row.name
+    # Some titles say where the direction stands, and leave it out for a forward pass.
+    title = example.title if "{way}" in example.title else example.title + " " + way
+    name = title.format(name=example.name, way="" if way == "fwd" else f" {way}", **words)
     forward, backward = (example.moved or functools.partial(_traffic, example))(row.dtype, *row.sizes)
     moved = {"fwd": forward, "bwd": backward, "step": forward + backward}[way]
     make = functools.partial(prepare, example, row.sizes, row.dtype, way)

@@ -27,7 +27,7 @@ a `Make`, which knows dtype, device, seed and memory layout; tensors that it mak
             small=[(12, 200)],
             listed=[Row("cuda", torch.bfloat16, (16384, 22016))],
             draw=lambda random: (random.rows(4096), 4096),
-            public=[Public("fused_bias_swiglu.fused_bias_swiglu", "input", "bias")],
+            public=[Public("fused_bias_swiglu:fused_bias_swiglu", "input", "bias")],
         )
     ]
 """
@@ -56,38 +56,39 @@ CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
 LAYOUTS = ("sliced", "oddly sliced", "offset", "transposed")
 FORWARD_AND_BACKWARD = ("fwd", "bwd")
+USUAL_ELEMENTS = 1 << 26  # elements of a call whose number of heads, or batches, a launch rule's question leaves open
 
 
 class Row(NamedTuple):
     """A row of `apex bench` for each of `ways`: "fwd", "bwd", or "step" for both in one call.
 
-    `device` is the type of the devices that get the row, "cuda" or "cpu". `name` replaces the name made of the
-    example's title. `note` tells readers of the results more than the name does.
+    `device` is the type of the devices that get the row, "cuda" or "cpu". `note` tells readers of the results more than
+    the name does.
     """
 
     device: str
     dtype: torch.dtype
     sizes: Sizes
     ways: Sequence[str] = FORWARD_AND_BACKWARD
-    name: str | None = None
     note: str | None = None
 
 
 class Public:
     """A public function, or module class, that takes arguments of an example.
 
-    `path` is its dotted name below `apex`. `takes` are its positional arguments: the names of the example's arguments,
-    or constants. `module(*sizes)` returns the positional arguments of a module's constructor, `options` are the others.
+    `path` is its package below `apex`, a colon, and its name there. `takes` are its positional arguments: the names of
+    the example's arguments, or constants. `module(*sizes)` returns the positional arguments of a module's constructor,
+    `options` are its keyword arguments.
     """
 
     def __init__(self, path: str, *takes: Any, module: Callable[..., tuple] | None = None, **options: Any) -> None:
         self.path, self.takes, self._module, self._options = path, takes, module, options
-        self.name = path.rpartition(".")[2] + "".join(f" {key}={value}" for key, value in options.items())
+        words = (f" {key}={value}" for key, value in options.items())
+        self.name = path.partition(":")[2].removesuffix(".apply") + "".join(words)
 
     def make(self, *sizes: int) -> Callable[..., Any]:
         """Return the function, or a new module for these sizes."""
-        package, _, name = f"apex.{self.path}".rpartition(".")
-        found = getattr(importlib.import_module(package), name)
+        found = pkgutil.resolve_name(f"apex.{self.path}")
         return found if self._module is None else found(*self._module(*sizes), **self._options)
 
     def arguments(self, arguments: Mapping[str, Any]) -> list[Any]:
@@ -106,7 +107,7 @@ class Example:
     - `sizes` says in words what the numbers of a shape are.
     - `small` are sizes for checks and tests, `listed` the rows of `apex bench`, and `draw(random)` returns random ones.
     - `title` is a row's name in `apex bench` before its direction; it may contain {dtype}, {short} (bf16), {shape} and
-      single sizes, such as {s[0]}.
+      single sizes, such as {s[0]}. If it contains {way}, this is the direction, or nothing for a forward pass.
     - `moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the arguments
       and outputs, and the arguments with all gradients.
     - `compiles` is false if `torch.compile` of the peer takes too long.
@@ -118,6 +119,7 @@ class Example:
     - `kink(*arguments)` returns the values before a ReLU. Gradients near zero of these are not compared.
     - `strided`: sweeps draw the memory layout of the first tensor, too.
     - `differentiable_twice` is false if the op has a first derivative only.
+    - `usual` are the sizes that `apex build` takes if the user names none; default: the first row for a GPU.
     - `extensions` are the names of upstream's compiled extensions with this op, for `APEX_BUILD_<NAME>=1`.
     - `asks` maps a launch rule that `apex tune` can vary to a function from the rule's arguments to the sizes at which
       this call asks the rule that, or None.
@@ -144,6 +146,7 @@ class Example:
     strided: bool = False
     differentiable_twice: bool = True
     public: Sequence[Public] = ()
+    usual: Sizes | None = None
     extensions: Sequence[str] = ()
     asks: Mapping[str, Callable[..., Sizes | None]] = field(default_factory=dict)
     accepts_integers: frozenset[str] = frozenset()
@@ -153,8 +156,9 @@ class Example:
 
     @property
     def typical(self) -> Sizes:
-        """Sizes of a real model: those of the first row for a GPU."""
-        return next((row.sizes for row in self.listed if row.device == "cuda"), self.small[0])
+        """Sizes of a real model."""
+        rows = [row.sizes for row in self.listed if row.device == "cuda"]
+        return (self.usual or (rows or self.small)[0])[: len(self.sizes.split(" x "))]
 
 
 class Make:
@@ -234,7 +238,15 @@ class Random(random.Random):
         most = max(1, self.most // row_length)
         return self.size(max(1, min(most, (1 << 20) // row_length)), most)
 
+    def image(self, multiple: int, most_channels: int) -> Sizes:
+        """Draw images, channels, height and width; the number of channels is a multiple of `multiple`."""
+        channels = self.size(max(8, multiple), min(most_channels, self.most // 64), multiple)
+        side = self.choice((4, 7, 8, 14, 16, 28, 32, 40, 48, 56, 64, 96, 112, 128))
+        side = max(2, min(side, math.isqrt(self.most // channels)))
+        return self.size(1, min(128, self.most // (channels * side * side))), channels, side, side
+
     def dtype(self) -> torch.dtype:
+        """Draw a dtype that kernels take."""
         return self.choice((torch.bfloat16, torch.float16, torch.float32))
 
     def layout(self) -> str:
@@ -299,12 +311,12 @@ class Call:
         return max(excess(one, exact, None, terms, slack) for one, exact, terms, slack in judged)
 
 
-def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Return `value` with `function` applied to its tensors, also within lists and tuples."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple):
-        return type(value)(_mapped(each, function) for each in value)
+        return type(value)(map_tensors(each, function) for each in value)
     return value
 
 
@@ -316,13 +328,13 @@ def _widened(arguments: Mapping[str, Any]) -> dict[str, Any]:
             return tensor
         return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
-    return {name: _mapped(value, wide) for name, value in arguments.items()}
+    return {name: map_tensors(value, wide) for name, value in arguments.items()}
 
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the tensors in `values`, a mapping or nested lists, in order."""
     found: list[Tensor] = []
-    _mapped(list(values.values()) if isinstance(values, Mapping) else values, found.append)
+    map_tensors(list(values.values()) if isinstance(values, Mapping) else values, found.append)
     return found
 
 

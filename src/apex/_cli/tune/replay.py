@@ -12,21 +12,11 @@ from torch import Tensor
 from ...ops import _examples, _library
 from ...ops._tolerance import TOLERANCES, excess
 from ...ops._tuned import Question
-from ..build.calls import OPS, Maker, Shape
+from ..build.calls import Maker, Shape, known_ops
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Elements of a call whose number of heads, or batches, a question leaves open.
 USUAL_ELEMENTS = 1 << 26
-
-
-def _norm(rows: int, row_length: int, mean: bool) -> tuple[str, Shape]:
-    return "layer_norm" if mean else "rms_norm", (rows, row_length)
-
-
-def _softmax(queries: int, keys: int, causal: bool, **_: Any) -> tuple[str, Shape]:
-    if not causal:  # the rows of all heads count as queries
-        return "softmax", (1, 1, queries, keys)
-    return "causal_softmax", (1, max(1, USUAL_ELEMENTS // (queries * keys)), queries, keys)
 
 
 def _xentropy(rows: int, classes: int, **_: Any) -> tuple[str, Shape]:
@@ -37,28 +27,17 @@ def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
     return "attention", (max(1, USUAL_ELEMENTS // (4 * rows * rows)), 4, rows, head_dim)
 
 
-def _groups(positions: int, group_channels: int, images: int = 0, **_: Any) -> tuple[str, Shape]:
-    channels = 32 * group_channels
-    return "group_norm", (images or max(1, USUAL_ELEMENTS // (4 * channels * positions)), channels, positions, 1)
-
-
 def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
     return images, channels, positions, 1
 
 
 # From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
 CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
-    "norm.forward_config": lambda rows, row_length, subtract_mean: _norm(rows, row_length, subtract_mean),
-    "norm.backward_config": lambda rows, row_length, bias_grad: _norm(rows, row_length, bias_grad),
-    "softmax.rows_config": _softmax,
     "xentropy.forward_config": _xentropy,
     "xentropy.backward_config": _xentropy,
     "xentropy.short_config": _xentropy,
-    "group_norm.small_config": _groups,
-    "group_norm.cut_config": lambda **sizes: ("group_norm", _images(**sizes)),
     "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
     "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
-    "rope.tile": lambda tokens, heads, channels, is_image: ("rope", (tokens, 1, heads, channels)),
     "attention.forward_tile": _attention,
     "attention.queries_tile": _attention,
     "attention.keys_tile": _attention,
@@ -103,7 +82,7 @@ class Replay:
 
     def __init__(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, device
-        self.op = OPS[name]
+        self.op = known_ops()[name]
         self.release()
 
     def release(self) -> None:
@@ -161,7 +140,7 @@ class ExampleReplay:
 
     def __init__(self, example: _examples.Example, sizes: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.example, self.shape, self.dtype, self.device = example, sizes, dtype, device
-        self.name, self.op = example.name, OPS[example.name]
+        self.name, self.op = example.name, known_ops()[example.name]
         self.release()
 
     def release(self) -> None:

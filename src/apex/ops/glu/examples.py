@@ -55,7 +55,8 @@ def _example(name: str, title: str, activation: str, bias: bool, listed: list[Ro
         listed=listed,
         title=title + " {short} {shape}",
         kink=(lambda input, bias, activation: (input + bias).chunk(2, -1)[0]) if activation == "relu" else None,
-        public=[Public(f"fused_bias_swiglu.{public}", "input", "bias")] if public else [],
+        public=[Public(f"fused_bias_swiglu:{public}", "input", "bias")] if public else [],
+        usual=(16384, 4096),
         extensions=["fused_bias_swiglu"] if name == "swiglu" else [],
         asks={f"glu.{way}_tile": lambda rows, width, **_: (rows, 2 * width) for way in ("forward", "backward")}
         if name == "swiglu"

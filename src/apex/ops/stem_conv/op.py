@@ -155,5 +155,4 @@ STEM_CONV = Op(
     saves=("images", "weight"),
     sums_rounded_products=True,
     replayed=True,
-    checks=[{"images": (2, 21, 30, 4), "weight": (7, 8, 4, 32)}],
 )
