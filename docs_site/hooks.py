@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages of docs/: the README as first page, the reference, upstream's names, and results.
+"""Pages that `make docs` adds to docs/: the README as first page, the reference, upstream's names, and results.
 
 mkdocs calls the functions whose names begin with `on_`. Links from docs/ to files of the repository lead to copies of
 these files in the site, so that none is broken there.
@@ -17,43 +17,55 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# The packages of the reference, in the order of its page.
-PACKAGES = (
-    "apex.amp",
-    "apex.optimizers",
-    "apex.normalization",
-    "apex.graphs",
-    "apex.fp8",
-    "apex.booster",
-    "apex.parallel",
-    "apex.checkpoint",
-    "apex.contrib.optimizers",
-    "apex.contrib.clip_grad",
-    "apex.contrib.xentropy",
-    "apex.contrib.group_norm",
-    "apex.contrib.multihead_attn",
-    "apex.contrib.transducer",
-    "apex.contrib.sparsity",
-    "apex.contrib.bottleneck",
-    "apex.transformer.parallel_state",
-    "apex.transformer.tensor_parallel",
-    "apex.transformer.pipeline_parallel",
-    "apex.transformer.functional",
-    "apex.fused_dense",
-    "apex.mlp",
-    "apex.fp16_utils",
-    "apex.RNN",
-    "apex.dump",
-)
+# The packages of the reference, one page each, with the names that users call first: the page starts with these.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "apex": ("fuse", "unfuse", "Booster", "estimate_memory", "launch", "launch_from_torch"),
+    "apex.amp": ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"),
+    "apex.optimizers": ("FusedAdam", "FusedMuon", "FusedSGD", "FusedLAMB"),
+    "apex.normalization": (),
+    "apex.graphs": ("capture",),
+    "apex.fp8": ("convert", "revert", "table"),
+    "apex.booster": ("Booster",),
+    "apex.booster.plugin": (),
+    "apex.booster.mixed_precision": (),
+    "apex.parallel": ("DistributedDataParallel", "SyncBatchNorm", "convert_syncbn_model", "LARC"),
+    "apex.checkpoint": ("save", "load", "save_sharded", "load_sharded", "verify", "Series", "latest"),
+    "apex.contrib.optimizers": (),
+    "apex.contrib.clip_grad": (),
+    "apex.contrib.xentropy": ("linear_cross_entropy", "LinearCrossEntropyLoss"),
+    "apex.contrib.group_norm": (),
+    "apex.contrib.multihead_attn": ("SelfMultiheadAttn", "EncdecMultiheadAttn"),
+    "apex.contrib.transducer": (),
+    "apex.contrib.sparsity": ("ASP",),
+    "apex.contrib.bottleneck": (),
+    "apex.transformer.parallel_state": ("initialize_model_parallel", "destroy_model_parallel"),
+    "apex.transformer.tensor_parallel": ("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"),
+    "apex.transformer.pipeline_parallel": ("get_forward_backward_func", "build_model"),
+    "apex.transformer.functional": ("FusedScaleMaskSoftmax", "fused_apply_rotary_pos_emb"),
+    "apex.fused_dense": ("FusedDense", "FusedDenseGeluDense"),
+    "apex.mlp": ("MLP",),
+    "apex.fp16_utils": ("FP16_Optimizer", "network_to_half"),
+    "apex.RNN": (),
+    "apex.dump": ("HookerAndDumper", "compare"),
+}
 UPSTREAMS = {"nvidia": "NVIDIA", "rocm": "ROCm", "ascend": "Ascend", "colossal": "Colossal-AI"}
 _LINK = re.compile(r"(?<=\]\()(?:\.\./)+([^)#\s]+)(#[^)\s]*)?(?=\))")
 
 
+def on_config(config: Any) -> Any:
+    """Put the pages of the reference into the menu."""
+    pages: list[Any] = ["reference.md", *({name: _reference_page(name)} for name in PACKAGES)]
+    menu = {"Reference": "reference.md"}
+    config["nav"] = [{"Reference": pages} if entry == menu else entry for entry in config["nav"]]
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """The generated pages, and copies of the files of the repository that pages link to."""
+    """Add the generated pages, and copies of the repository's files that pages link to."""
     pages = {
         "index.md": _first_page(),
-        "reference.md": _reference(),
+        "reference.md": _reference_index(),
+        **{_reference_page(name): _reference(name) for name in PACKAGES},
         "names.md": names_page(json.loads((ROOT / "docs_site" / "names.json").read_text())),
         "assets/results/index.json": json.dumps(result_files()),
     }
@@ -67,19 +79,19 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links that lead out of docs/ lead to the copies."""
+    """Turn links that lead out of docs/ into links to the copies."""
     return _LINK.sub(lambda link: copy_of(link[1]), markdown)
 
 
 def copy_of(path: str) -> str:
-    """Where the site has a file of the repository, or the list of a folder's files."""
+    """Return the path in the site of a repository file, or of the list of a folder's files."""
     if (ROOT / path).is_dir():
         return f"files/{path.rstrip('/')}/index.txt"
     return f"files/{path}.txt" if path.endswith((".md", ".py")) else f"files/{path}"
 
 
 def _targets(text: str) -> set[str]:
-    """What of the repository a page links to; what is not there is left for mkdocs to complain about."""
+    """Return the repository files that a page links to. mkdocs reports links to files that do not exist."""
     return {link[1] for link in _LINK.finditer(text) if (ROOT / link[1]).exists()}
 
 
@@ -94,7 +106,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def result_files() -> list[str]:
-    """The records of `apex bench`: other records have other shapes."""
+    """Return the names of `apex bench`'s records, which the page of benchmarks draws."""
     names = []
     for path in sorted(RESULTS.glob("*.json")):
         record = json.loads(path.read_text())
@@ -104,38 +116,46 @@ def result_files() -> list[str]:
 
 
 def _first_page() -> str:
-    """The README, whose links into docs/ are links to pages, and those to other files to their copies."""
+    """Return the README, with links into docs/ as links to pages and all others as links to copies."""
     text = (ROOT / "README.md").read_text()
-    text = re.sub(r"\]\(docs/", "](", text)
-    return (
-        re.sub(r"\]\((?!https?:|#|[\w./-]+\.md)([\w./-]+)\)", r"](../\1)", text)
-        .replace("](CHANGELOG.md)", "](../CHANGELOG.md)")
-        .replace("](CONTRIBUTING.md)", "](../CONTRIBUTING.md)")
-    )
+    text = re.sub(r"\]\((?!https?:|#|docs/)([\w./-]+)\)", r"](../\1)", text)
+    return text.replace("](docs/", "](")
 
 
-def _reference() -> str:
-    parts = ["# Reference", "From the docstrings and types of the source."]
+def _reference_page(package: str) -> str:
+    return f"reference/{package}.md"
+
+
+def _reference_index() -> str:
+    """Return the first page of the reference: every package with the first sentence of its docstring."""
+    lines = ["# Reference", "From the docstrings and types of the source.", "| package | |\n|---|---|"]
     for name in PACKAGES:
-        package = importlib.import_module(name)
-        parts.append(f"## {name}")
-        for member in getattr(package, "__all__", None) or public_members(package):
-            found = getattr(package, member)
-            if inspect.isroutine(found) or inspect.isclass(found):
-                if not found.__module__.startswith("apex."):
-                    continue  # PyTorch's own under this name
-                parts.append(f"::: {found.__module__}.{found.__qualname__}")
+        summary = (importlib.import_module(name).__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        lines[-1] += f"\n| [{name}]({_reference_page(name)}) | {summary.replace('|', ' ')} |"
+    return "\n\n".join(lines) + "\n"
+
+
+def _reference(name: str) -> str:
+    """Return the page of one package: the names that users call first, then all others."""
+    package = importlib.import_module(name)
+    parts = [f"# {name.replace('.', '.<wbr>')}"]  # a phone breaks the line behind a dot, not inside of a word
+    members = getattr(package, "__all__", None) or public_members(package)
+    for member in dict.fromkeys((*PACKAGES[name], *members)):
+        value = getattr(package, member)
+        is_documented = inspect.isroutine(value) or inspect.isclass(value)
+        if is_documented and value.__module__.startswith("apex"):  # PyTorch's names that a package passes on are not
+            parts.append(f"::: {value.__module__}.{value.__qualname__}")
     return "\n\n".join(parts) + "\n"
 
 
 def public_members(module: Any) -> list[str]:
-    """The functions and classes that a module without a list defines itself."""
+    """Return the functions and classes that a module without `__all__` defines itself."""
     own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return [name for name in own if not name.startswith("_")]
 
 
 def names_page(names: dict[str, Any]) -> str:
-    """A table of every name of the originals: whose it is, whether it is here, and which arguments are more here."""
+    """Return a table of every upstream name: its origin, whether this package has it, and arguments added here."""
     lines = [
         "# Every upstream name",
         "The public names of NVIDIA's, ROCm's and Ascend's Apex and of Colossal-AI's Booster, and where they are here:"
@@ -156,7 +176,7 @@ def names_page(names: dict[str, Any]) -> str:
 
 
 def find(name: str) -> Any:
-    """What has this dotted name here; None where nothing has."""
+    """Return the object of a dotted name, or None if this package lacks it."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:

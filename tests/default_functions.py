@@ -21,10 +21,16 @@ from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.fmha import FMHA, FMHAFun
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.index_mul_2d import index_mul_2d
+from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
-from apex.contrib.xentropy import LinearCrossEntropyLoss, SoftmaxCrossEntropyLoss, linear_cross_entropy
+from apex.contrib.xentropy import (
+    LinearCrossEntropyLoss,
+    SoftmaxCrossEntropyLoss,
+    linear_cross_entropy,
+    linear_log_probs,
+)
 from apex.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,
@@ -111,6 +117,19 @@ FUNCTIONS: dict[str, Case] = {
     "SoftmaxCrossEntropyLoss": op(SoftmaxCrossEntropyLoss.apply, (3, 5), integers(1, 0, 4), 0.1),
     "LinearCrossEntropyLoss": layer(LinearCrossEntropyLoss, (3, 4), (5, 4), integers(1, 0, 4), (5,)),
     "linear_cross_entropy": op(linear_cross_entropy, (3, 4), (5, 4), integers(1, -100, 4)),
+    "linear_log_probs": op(
+        lambda *a: linear_log_probs(*a, outputs=("log_probs", "entropy"))[:2], (3, 4), (5, 4), integers(1, -100, 4)
+    ),
+    "FusedLinearDPOLoss": layer(
+        lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
+    ),
+    "FusedLinearGRPOLoss": layer(
+        lambda: FusedLinearGRPOLoss(beta=0.0), (2, 3, 4), (5, 4), integers([1, 2, 0], [3, 1, 4]),
+        integers([1, 1, 1], [1, 0, 0]), drawn(2),
+    ),
+    "FusedLinearDistillationLoss": layer(
+        FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
+    ),
     "TransducerJoint": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),

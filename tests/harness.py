@@ -17,6 +17,14 @@ from torch import Tensor
 
 from apex.ops._tolerance import excess
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Why the transducer loss cannot run in this Triton's interpreter; empty if it can, or if there is no Triton at all.
+NO_GATHER = (
+    "Triton 3.2 has no tl.gather"
+    if _HAS_TRITON and not hasattr(importlib.import_module("triton.language"), "gather")
+    else ""
+)
+
 
 @dataclass(frozen=True)
 class Route:
@@ -29,11 +37,12 @@ class Route:
         return f"{self.device}-{self.implementation}"
 
 
-def routes(*, interpreter: bool = True) -> list:
-    """Every way to reach an op on this machine, as pytest parameters.
+def routes(*, interpreter: bool = True, lacks: str = "") -> list:
+    """Return every way to reach an op on this machine, as pytest parameters.
 
     The interpreter takes milliseconds per block of elements, so it is for tests of numbers; what an optimizer does
-    around its updates is tested without it.
+    around its updates is tested without it. `lacks` says what this release of Triton lacks for the op; the interpreter
+    is skipped then.
     """
     parameters = [pytest.param(Route("cpu", "torch"), id="cpu-torch")]
     if torch.cuda.is_available():
@@ -42,9 +51,9 @@ def routes(*, interpreter: bool = True) -> list:
             for implementation in ("torch", "triton")
         ]
     if interpreter:
-        usable = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-        reason = "Triton's interpreter needs triton, and is for machines without a GPU"
-        mark = pytest.mark.skipif(not usable, reason=reason)
+        usable = os.environ.get("TRITON_INTERPRET") == "1" and _HAS_TRITON
+        reason = lacks or "Triton's interpreter needs triton, and is for machines without a GPU"
+        mark = pytest.mark.skipif(not usable or bool(lacks), reason=reason)
         parameters.append(pytest.param(Route("cpu", "triton"), id="interpreter", marks=mark))
     return parameters
 

@@ -26,7 +26,7 @@ RELEASES = (
     (12, "torch==2.9.1", "triton==3.5.1; platform_system == 'Linux'", "numpy<2.4"),
     (13, "torch==2.15.0", "triton==3.9.0; platform_system == 'Linux'", "numpy"),
 )
-TOOLS = ("hatchling", "hypothesis", "matplotlib", "pytest", "pytest-timeout", "rich", "typer")
+TOOLS = ("hatchling", "hypothesis", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist", "rich", "typer")
 SLOW = re.compile(r"subprocess|tests\.warm|tests\.parallel\.processes|compile_kernels")
 
 
@@ -72,7 +72,8 @@ def _tested(python: str, packages: list[str]) -> str:
     subprocess.run([own, "-m", "pip", "install", *quietly, "-c", pins, *TOOLS, *packages], check=True)
     away = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if SLOW.search(path.read_text())]
     sources = os.pathsep.join([str(ROOT / "src"), str(ROOT / "src" / "compiled_names")])
-    command = [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"--ignore={path}" for path in away)]
+    command = [own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command += ["-p", "no:cacheprovider", *(f"--ignore={path}" for path in away)]
     command += sys.argv[1:]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"})
     return "passed" if done.returncode == 0 else f"failed ({done.returncode})"

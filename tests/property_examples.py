@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from apex.ops._examples import LAYOUTS, Example, Make, Random, all_examples
+from apex.ops._examples import LAYOUTS, Example, Make, Random, all_examples, outputs_of
 from tests.properties import Trial, draw_case, layer_trial
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -59,7 +59,8 @@ def trial(examples: Sequence[Example], draw: Draw) -> Trial:
 
     def with_tensors(function: Callable[..., Any], device: Any, given: Sequence[Tensor]) -> Any:
         others = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in arguments.items() if n not in names}
-        return function(*{**arguments, **others, **dict(zip(names, given, strict=True))}.values())
+        outputs = outputs_of(function(*{**arguments, **others, **dict(zip(names, given, strict=True))}.values()))
+        return outputs[0] if len(outputs) == 1 else torch.cat([output.reshape(-1) for output in outputs])
 
     return layer_trial(
         case,

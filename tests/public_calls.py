@@ -21,11 +21,13 @@ from apex.contrib import (
     fmha,
     groupbn,
     index_mul_2d,
+    llm_losses,
     multihead_attn,
     openfold_triton,
     transducer,
     xentropy,
 )
+from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.parallel import SyncBatchNorm
@@ -77,6 +79,7 @@ def calls() -> list[Call]:
     _add_layers(add)
     _add_transformers(add)
     _add_losses(add)
+    _add_llm_losses(add)
     _add_images(add)
     return table
 
@@ -156,6 +159,9 @@ def _add_losses(add: Callable[..., None]) -> None:
     given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
     add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
     add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
+    add("linear_log_probs", xentropy.linear_log_probs, "bias", **given)
+    given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
+    add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
     lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
     add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
         y_len=lengths[1], blank_idx=0)  # fmt: skip
@@ -165,6 +171,43 @@ def _add_losses(add: Callable[..., None]) -> None:
         g_len=lengths[1])  # fmt: skip
     add("packed TransducerJoint", transducer.TransducerJoint(pack_output=True), f=rows(2, 3, 8), g=rows(2, 2, 8),
         f_len=lengths[0], g_len=lengths[1], batch_offset=torch.tensor([3, 7]), packed_batch=7)  # fmt: skip
+
+
+def _add_llm_losses(add: Callable[..., None]) -> None:
+    pairs = {"chosen_logps": -rows(3).abs(), "rejected_logps": -rows(3).abs()}
+    refs = {"ref_chosen_logps": rows(3), "ref_rejected_logps": rows(3)}
+    add("dpo_loss", llm_losses.dpo_loss, " ".join(refs), **pairs, **refs)
+    for name in ("cpo_loss", "simpo_loss", "orpo_loss"):
+        add(name, getattr(llm_losses, name), **pairs)
+    add("kto_loss", llm_losses.kto_loss, "ref_logps kl", logps=rows(3), preference_labels=numbers(2, 3),
+        ref_logps=rows(3), kl=torch.tensor(0.1))  # fmt: skip
+    add("kto_kl", llm_losses.kto_kl, policy_kl_logps=rows(3), ref_kl_logps=rows(3))
+    add("sequence_log_probs", llm_losses.sequence_log_probs, log_probs=rows(2, 3), mask=numbers(2, 2, 3))
+    add("wpo_weights", llm_losses.wpo_weights, log_probs=rows(2, 3), log_sum_sq_probs=rows(2, 3), mask=numbers(2, 2, 3))
+    given = {"log_probs": rows(2, 3), "mask": numbers(2, 2, 3), "advantages": rows(2)}
+    more = {"old_log_probs": rows(2, 3), "ref_log_probs": rows(2, 3), "vllm_is_ratio": torch.ones(2, 3)}
+    add("grpo_loss", llm_losses.grpo_loss, " ".join(more), **given, **more)
+    add("kl_estimate", llm_losses.kl_estimate, log_probs=rows(3), ref_log_probs=rows(3))
+    add("token_weights", llm_losses.token_weights, mask=numbers(2, 2, 3))
+    add("divergence", llm_losses.divergence, student=rows(2, 3), teacher=rows(2, 3))
+    add("total_variation", llm_losses.total_variation, student=rows(2, 3), teacher=rows(2, 3))
+    add("top_k_log_probs", llm_losses.top_k_log_probs, log_probs=rows(2, 3).log_softmax(-1), indices=numbers(3, 2, 2))
+    add("distillation_loss", llm_losses.distillation_loss, "labels", student_logits=rows(2, 5),
+        teacher_logits=rows(2, 5), labels=numbers(5, 2))  # fmt: skip
+    head = {"lin_weight": rows(6, 8), "_input": rows(2, 3, 8), "target": numbers(6, 2, 3), "bias": rows(6)}
+    for name in ("CPO", "SimPO", "ORPO"):
+        add(f"FusedLinear{name}Loss", getattr(llm_losses, f"FusedLinear{name}Loss")(), "bias", **head)
+    ref = {"ref_input": rows(2, 3, 8), "ref_weight": rows(6, 8), "ref_bias": rows(6)}
+    add("FusedLinearDPOLoss", llm_losses.FusedLinearDPOLoss(), "bias ref_bias", **head, **ref)
+    head = {"_input": rows(2, 3, 8), "lin_weight": rows(6, 8), "target": numbers(6, 2, 3), "bias": rows(6)}
+    add("FusedLinearKTOLoss", llm_losses.FusedLinearKTOLoss(use_ref_model=True), "bias ref_bias kl", **head,
+        preference_labels=torch.tensor([True, False]), **ref, kl=torch.tensor(0.1))  # fmt: skip
+    add("FusedLinearGRPOLoss", llm_losses.FusedLinearGRPOLoss(), "bias old_per_token_logps", _input=rows(2, 3, 8),
+        lin_weight=rows(6, 8), selected_token_ids=numbers(6, 2, 3), attention_mask=numbers(2, 2, 3), advantages=rows(2),
+        bias=rows(6), ref_per_token_logps=rows(2, 3), old_per_token_logps=rows(2, 3))  # fmt: skip
+    add("FusedLinearDistillationLoss", llm_losses.FusedLinearDistillationLoss(), "student_bias teacher_bias",
+        student_input=rows(3, 8), student_weight=rows(6, 8), teacher_input=rows(3, 4), teacher_weight=rows(6, 4),
+        true_labels=numbers(6, 3), student_bias=rows(6), teacher_bias=rows(6))  # fmt: skip
 
 
 def _add_images(add: Callable[..., None]) -> None:

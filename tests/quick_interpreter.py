@@ -47,17 +47,19 @@ def can_install() -> bool:
 
 
 def install() -> None:
-    """Change the interpreter for the whole process, or do nothing if it is built in another way."""
+    """Change the interpreter for the whole process; if it is built in another way, correct its float8 alone."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    _round_float8(interpreter)
     if not can_install():
         return
-    from triton.runtime import interpreter
-
     _replace_functions_once(interpreter)
     _leave_out_the_overflow_check(interpreter)
     _remember_numpy_types(interpreter)
     _share_types(interpreter.tl)
     _convert_bfloat16_by_its_bits(interpreter)
-    _round_float8(interpreter)
     _refuse_arithmetic_in_half_precision(interpreter)
     _refuse_masks_of_integers(interpreter)
 
@@ -159,9 +161,9 @@ def _convert_bfloat16_by_its_bits(interpreter: Any) -> None:
 
 
 def _round_float8(interpreter: Any) -> None:
-    """The one change to results: Triton's own conversion loses the carry where a number is rounded to a power of two.
+    """Convert float32 to float8 as PyTorch and GPUs do.
 
-    It then gives 1 for 1.99 in float8. PyTorch rounds as GPUs do.
+    Triton's own conversion loses the carry when a number is rounded up to a power of two: it gives 1 for 1.99.
     """
     import numpy as np
     import torch

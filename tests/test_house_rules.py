@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -306,16 +306,55 @@ def test_the_rule_about_defaults_can_fail(code: str) -> None:
     assert made_without_device_or_dtype(ast.parse(f"x = nn.Parameter({code})")) == []
 
 
+def private_attributes(code: ast.Module, name: str) -> list[str]:
+    """Return the private attributes of a variable `name` that a file uses."""
+    attributes = [node for node in ast.walk(code) if isinstance(node, ast.Attribute)]
+    return [node.attr for node in attributes if getattr(node.value, "id", "") == name and node.attr.startswith("_")]
+
+
+def test_amp_uses_the_methods_of_a_loss_scaler() -> None:
+    """The scaler alone owns scale and overflow flag, and knows nothing of the optimizers that amp handles."""
+    others = [PACKAGE / "amp" / name for name in ("handle.py", "_combine_grad.py", "_process_optimizer.py", "opt.py")]
+    assert not {name_of(path): found for path in others if (found := private_attributes(parsed(path), "scaler"))}
+    assert "_amp_stash" not in read(PACKAGE / "amp" / "scaler.py").attributes
+    assert private_attributes(ast.parse("scaler._scale.to(x)"), "scaler") == ["_scale"]
+
+
+def is_ours(frame: FrameType) -> bool:
+    return SOURCE in Path(frame.f_code.co_filename).parents
+
+
+def callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames that led to a call, innermost first."""
+    caller = frame.f_back
+    while caller is not None:
+        yield caller
+        caller = caller.f_back
+
+
 def files_passed(function: Callable[[], object]) -> set[str]:
-    """The files of ours that a call goes through; kernels are not run, and what they would write is left as it is."""
+    """Return the files that a reader opens to follow a call down to the launch of its kernels.
+
+    A file counts if a function in it calls a function in another file of ours, or launches a kernel. Files that only
+    answer a question, such as a launch rule, do not count, nor do imports. Kernels are not run, and tensors that they
+    would write are left as they are.
+    """
     from apex.ops._launch import record_launches
 
     passed = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and SOURCE in path.parents:
-            passed.add(name_of(path))
+        if event != "call" or not is_ours(frame):
+            return
+        above = list(callers(frame))
+        if any(caller.f_code.co_filename.startswith("<frozen importlib") for caller in above):
+            return
+        path = name_of(Path(frame.f_code.co_filename))
+        if path == "apex/ops/_launch.py":
+            passed.add(path)
+        caller = next(filter(is_ours, above), frame)
+        if caller.f_code.co_filename != frame.f_code.co_filename:
+            passed.add(name_of(Path(caller.f_code.co_filename)))
 
     with record_launches():
         sys.setprofile(note)
@@ -326,38 +365,46 @@ def files_passed(function: Callable[[], object]) -> set[str]:
     return passed
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_few_files_are_passed(device: str) -> None:
-    """What a reader goes through to follow a call; a later call, which makes no table of addresses anew."""
+def cold_calls(device: str) -> dict[str, list[str]]:
+    """Return the files that the first calls of a process pass; called in a process of its own."""
     from apex import amp, normalization, optimizers
     from apex.ops import _library
 
+    found = {}
     x = torch.ones(4, 16, device=device)
     norm = normalization.FusedLayerNorm(16).requires_grad_(False).to(device)
     param = torch.nn.Parameter(torch.ones(16, device=device))
     param.grad = torch.ones(16, device=device)
     adam = optimizers.FusedAdam([param])
-
-    def check(function: Callable[[], object], most: int) -> None:
-        files_passed(function)
-        passed = files_passed(function)
-        assert len(passed) <= most, passed
-
     with _library.implementation("triton"):
-        check(lambda: norm(x), 6)
-        check(adam.step, 7)
+        found["layer norm"] = files_passed(lambda: norm(x))
+        found["FusedAdam.step"] = files_passed(adam.step)
         for level in ("O2", "O5"):
             model = torch.nn.Linear(16, 1).to(device)
             model, optimizer = amp.initialize(
                 model, optimizers.FusedAdam(model.parameters()), opt_level=level, verbosity=0
             )
-            losses = [model(x).sum() for _ in range(2)]
+            loss = model(x).sum()
 
             def train() -> None:
-                with amp.scale_loss(losses.pop(), optimizer) as loss:  # noqa: B023
-                    loss.backward()
+                with amp.scale_loss(loss, optimizer) as scaled:  # noqa: B023
+                    scaled.backward()
                 optimizer.step()  # noqa: B023
                 optimizer.zero_grad()  # noqa: B023
 
-            check(train, 10)
+            found[f"scale_loss and step, {level}"] = files_passed(train)
             amp.shutdown()
+    return {name: sorted(files) for name, files in found.items()}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_reader_of_a_cold_call_opens_few_files(device: str) -> None:
+    script = f"import json; from tests.test_house_rules import cold_calls; print(json.dumps(cold_calls({device!r})))"
+    root = Path(__file__).resolve().parents[1]
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    most = {"layer norm": 7, "FusedAdam.step": 8, "scale_loss and step, O2": 12, "scale_loss and step, O5": 12}
+    assert found.keys() == most.keys()
+    assert not {name: files for name, files in found.items() if len(files) > most[name]}, found
+    assert all("apex/ops/_launch.py" in files for files in found.values())

@@ -64,7 +64,7 @@ LAUNCHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_what_is_missing_is_named(name: str) -> None:
+def test_missing_launcher_variables_are_named(name: str) -> None:
     launch, arguments, missing = LAUNCHERS[name]
     with pytest.raises(RuntimeError, match=f"{missing}.* not started by {name}"):
         launch(*arguments)

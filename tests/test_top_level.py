@@ -54,7 +54,7 @@ def test_names_at_the_paths_where_clients_find_them() -> None:
     assert fused_rope.AITER_ROPE_BACKEND is False
 
 
-def test_log_records_say_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_records_have_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     formatter = apex.RankInfoFormatter("[%(rank_info)s] %(message)s")
     record = logging.LogRecord("apex", logging.INFO, "file.py", 1, "text", None, None)
     assert formatter.format(record) == "[] text"

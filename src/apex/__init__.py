@@ -29,6 +29,7 @@ _SUBPACKAGES = frozenset(
         "fused_dense",
         "git_version_info",
         "graphs",
+        "integrations",
         "logging",
         "mixed_precision",
         "mlp",
@@ -68,11 +69,11 @@ __all__ = [
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """The kind of warning that `deprecated_warning` gives."""
+    """A warning of `deprecated_warning`."""
 
 
 def deprecated_warning(msg: str) -> None:
-    """Warns of a deprecated feature; in a process group rank 0 alone does."""
+    """Warn of a deprecated feature; in a process group only on rank 0."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
@@ -80,21 +81,21 @@ def deprecated_warning(msg: str) -> None:
 
 
 def check_if_rocm_pytorch() -> bool:
-    """Whether this PyTorch was built for AMD GPUs."""
+    """Return whether this PyTorch was built for AMD GPUs."""
     import torch
 
     return torch.version.hip is not None
 
 
 def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
-    """Whether PyTorch's cuDNN is at least `required_cudnn_version`; warns and returns False where it is not."""
+    """Return whether PyTorch's cuDNN is at least `required_cudnn_version`; warn if it is not."""
     import torch
 
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if version is not None and version >= required_cudnn_version:
         return True
-    found = "cuDNN is not available" if version is None else f"cuDNN is {version}"
-    warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or newer, but {found}", stacklevel=2)
+    problem = "cuDNN is not available" if version is None else f"cuDNN is {version}"
+    warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or newer, but {problem}", stacklevel=2)
     return False
 
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a process or the machine stops, however many writers there are."""
+"""Atomic writes: a file or folder is complete or absent, even if the process stops or other processes write it too."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from typing import IO, Any
 if sys.platform != "win32":
     import fcntl
 
-# What begins with "." and ends so is unfinished: being written, or left behind by a process that was killed.
+# Names that begin with "." and end with this are unfinished: being written, or left behind by a killed process.
 TEMPORARY = ".tmp"
 _HOST = f"{zlib.crc32(platform.node().encode()):08x}"
-# Seconds after which something unfinished is taken for left behind where its lock says nothing: it is another
-# machine's, or the disk knows no locks.
+# Seconds after which an unfinished file counts as left behind if its lock cannot be tested, because another machine
+# made it or the disk does not support locks.
 _LEFT_BEHIND = 24 * 3600
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def temporary_beside(path: Path) -> Path:
-    """A name that no other writer has, in any process or machine, in the folder of `path`, which it is to become."""
+    """Return a temporary name in the folder of `path` that no other writer, process or machine uses."""
     return path.with_name(f".{path.name}.{_HOST}-{secrets.token_hex(8)}{TEMPORARY}")
 
 
 def sync_folder(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk; a rename is not before."""
+    """Wait until the names in a folder, after a rename for example, are on the disk."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
+    except OSError:  # Windows cannot open folders
         return
     try:
         os.fsync(descriptor)
@@ -46,18 +46,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, where they are missing, and waits until their names are on the disk."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Make a folder and its missing parents, and wait until their names are on the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_folder(each.parent)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """An empty file to write to, which takes the place of `path`, flushed, when the block ends; if it fails, it goes.
+    """Yield the name of an empty file to write, which replaces `path` when the block ends.
 
-    It has the permissions of the file before.
+    The file is flushed before, and gets the permissions of the old file. If the block raises, it is removed.
     """
     path = Path(path)
     mode = _mode_of(path)
@@ -69,7 +69,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.fsync(descriptor)
             if mode is not None:
                 os.chmod(temporary, mode)
-            if sys.platform == "win32":  # which renames no open file
+            if sys.platform == "win32":  # Windows cannot rename an open file
                 opened.close()
             os.replace(temporary, path)
         except BaseException:
@@ -82,16 +82,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """`replacing`, with the file opened in this mode."""
+    """Yield an open file that replaces `path` when the block ends; see `replacing`."""
     with replacing(path) as temporary, open(temporary, mode) as file:
         yield file
 
 
 @contextlib.contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder beside `path`, to be renamed to it; a folder that was not renamed goes when the block ends.
+    """Yield a new folder beside `path`, for the caller to rename to it; remove it at the end if it was not renamed.
 
-    If there is a folder at `path`, others cannot look into the new one before it has that folder's permissions.
+    If `path` exists, other users cannot read the new folder until it gets the permissions of the old one.
     """
     temporary, descriptor = _begin(path, 0o700 if path.is_dir() else 0o777, folder=True)
     try:
@@ -102,18 +102,18 @@ def unfinished_folder(path: Path) -> Iterator[Path]:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The permissions of a file; None without one."""
+    """Return the permissions of a regular file, or None if there is none."""
     try:
-        found = os.lstat(path).st_mode
+        mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return None
-    return stat.S_IMODE(found) if stat.S_ISREG(found) else None
+    return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
 
 
 def _begin(path: Path, mode: int, folder: bool = False) -> tuple[Path, int]:
-    """Make a new file or folder with these permissions; return its name and its descriptor, which locks it.
+    """Make a new file or folder with these permissions; return its name and its descriptor, which holds a lock.
 
-    It is not there before, and no link to something else.
+    Fails rather than opening an existing file or following a link.
     """
     while True:
         temporary = temporary_beside(path)
@@ -126,32 +126,32 @@ def _begin(path: Path, mode: int, folder: bool = False) -> tuple[Path, int]:
         except FileNotFoundError:
             if not path.parent.is_dir():
                 raise
-            continue  # somebody removed the folder before it was opened
+            continue  # another process removed the folder before it was opened
         _lock(descriptor, wait=True)
         if os.path.lexists(temporary):
             return temporary, descriptor
-        os.close(descriptor)  # somebody found it before it was locked, and took it for left behind
+        os.close(descriptor)  # another process removed it as left behind before it was locked
 
 
 def _lock(descriptor: int, wait: bool) -> bool | None:
-    """Whether it could be locked, until it is closed or its process ends; None where that cannot be done."""
+    """Lock a descriptor until it is closed or the process ends; return whether it worked, None without lock support."""
     if sys.platform == "win32":
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
-    except OSError:  # network disks that have no locks, or none of folders
+    except OSError:  # some network disks have no locks, or none for folders
         return None
     return True
 
 
 @contextlib.contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Let one thread of one process at a time into the block, where the disk has locks."""
+    """Let one thread of one process at a time into the block, if the disk supports locks."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
+    except OSError:  # Windows cannot open folders
         yield
         return
     try:
@@ -159,7 +159,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing is not enough: a process that was forked meanwhile has the descriptor, and with it the lock.
+            # Closing is not enough: a process that was forked meanwhile shares the descriptor and its lock.
             if locked and sys.platform != "win32":
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
@@ -168,7 +168,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked_file(path: Path) -> Iterator[None]:
-    """Let one process at a time inside, if the disk knows locks; the lock of a process that ends is free again."""
+    """Let one process at a time into the block, if the disk supports locks; a process that ends frees its lock."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NO_FOLLOW, 0o666)
     except OSError as error:
@@ -183,11 +183,11 @@ def locked_file(path: Path) -> Iterator[None]:
 
 
 def remove_if_left_behind(temporary: Path) -> None:
-    """Removes an unfinished file or folder unless somebody may still be writing to it."""
+    """Remove an unfinished file or folder unless a process may still be writing to it."""
     is_folder = temporary.is_dir()
     try:
         descriptor = os.open(temporary, (os.O_RDONLY if is_folder else os.O_RDWR) | _NO_FOLLOW)
-    except OSError:  # gone, a link, or somebody else's
+    except OSError:  # it is gone, a link, or another user's
         return
     try:
         is_ours = temporary.name.rpartition("-")[0].endswith(f".{_HOST}")

@@ -1,4 +1,4 @@
-"""What upstream's fused functions do under autocast, at the path where clients find it."""
+"""Helpers of upstream's fused functions under autocast, at upstream's import path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["_cast_if_autocast_enabled", "_get_autocast_dtypes"]
 
 
 def _get_autocast_dtypes() -> list[torch.dtype]:
-    """The half-precision dtypes that autocast can use here: without bfloat16 on a GPU that has none."""
+    """Return the half-precision dtypes that autocast can use: float16, and bfloat16 unless the GPU lacks it."""
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         return [torch.float16]
     return [torch.float16, torch.bfloat16]

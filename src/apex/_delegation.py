@@ -1,4 +1,4 @@
-"""Attributes that a wrapper has from what it wraps."""
+"""Attributes of a wrapper that are stored in the wrapped object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def delegated(wrapped: str, name: str) -> Any:
-    """The attribute `name` of the object that is the wrapper's attribute `wrapped`, to be read and set."""
+    """Return a property that reads and sets the attribute `name` of the wrapper's attribute `wrapped`."""
 
     def setter(self: Any, value: Any) -> None:
         setattr(getattr(self, wrapped), name, value)

@@ -1,4 +1,4 @@
-"""The one place that reads environment variables."""
+"""Environment variables: the only module that reads or sets them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Implementation = Literal["auto", "triton", "torch"]
 
 
 def requested_implementation() -> Implementation:
-    """What `APEX_IMPL` asks for: `auto` (default), `triton` or `torch`."""
+    """Return the value of `APEX_IMPL`: `auto` (default), `triton` or `torch`."""
     value = os.environ.get("APEX_IMPL", "auto").strip().lower() or "auto"
     if value not in get_args(Implementation):
         raise ValueError(f"APEX_IMPL={value!r} is not known; use one of {', '.join(get_args(Implementation))}")
@@ -20,45 +20,45 @@ def requested_implementation() -> Implementation:
 
 
 def triton_interpreter_requested() -> bool:
-    """Whether `TRITON_INTERPRET` asks Triton to run its kernels in Python, on the CPU."""
+    """Return whether `TRITON_INTERPRET` asks Triton to run its kernels in Python, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "yes", "on", "y")
 
 
 def is_one(name: str) -> bool:
-    """Whether the variable `name` is set to 1."""
+    """Return whether the variable `name` is set to 1."""
     return os.environ.get(name) == "1"
 
 
 def no_color() -> bool:
-    """Whether `NO_COLOR` asks for plain output."""
+    """Return whether `NO_COLOR` asks for plain output."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def torchrun_numbers() -> tuple[int, int] | None:
-    """This process's rank and the number of processes, if torchrun started it."""
+    """Return this process's rank and the number of processes if torchrun started it, else None."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """What the launcher says; one process without a launcher."""
+    """Return the rank and the number of processes that a launcher set; 0 and 1 without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def meeting_point() -> str:
-    """The address and port where processes meet; port 6000 of this machine without a launcher."""
+    """Return the address and port of the rendezvous of all processes; localhost:6000 without a launcher."""
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '6000')}"
 
 
 def processes_on_machine() -> int | None:
-    """How many processes torchrun started on this machine, if it did."""
+    """Return the number of processes that torchrun started on this machine, or None."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(number) if number.isdecimal() else None
 
 
 def gpus_per_infiniband_block() -> int | None:
-    """How many neighbouring ranks InfiniBand connects, if `NUM_GPUS_PER_IB_BLOCK` says so."""
+    """Return the number of neighbouring ranks that InfiniBand connects, `NUM_GPUS_PER_IB_BLOCK`, or None."""
     number = os.environ.get("NUM_GPUS_PER_IB_BLOCK")
     if number is not None and not (number.isdecimal() and int(number)):
         raise ValueError(f"NUM_GPUS_PER_IB_BLOCK must be a positive integer, got {number!r}")
@@ -66,17 +66,17 @@ def gpus_per_infiniband_block() -> int | None:
 
 
 def nccl_socket_interfaces() -> str | None:
-    """The network interfaces that `NCCL_SOCKET_IFNAME` names."""
+    """Return the network interfaces in `NCCL_SOCKET_IFNAME`, or None."""
     return os.environ.get("NCCL_SOCKET_IFNAME")
 
 
 def nccl_network() -> str | None:
-    """The network that `NCCL_NET` names."""
+    """Return the network in `NCCL_NET`, or None."""
     return os.environ.get("NCCL_NET")
 
 
 def set_nccl_network(name: str | None) -> None:
-    """Sets `NCCL_NET`, which NCCL reads when a communicator is made; None removes it."""
+    """Set `NCCL_NET`, which NCCL reads when a communicator is made; None removes the variable."""
     if name is None:
         os.environ.pop("NCCL_NET", None)
     else:
@@ -84,18 +84,18 @@ def set_nccl_network(name: str | None) -> None:
 
 
 def is_on(name: str, default: str) -> bool:
-    """Whether the variable `name`, or the variable `default` where it is not set, says yes."""
+    """Return whether the variable `name`, or `default` if `name` is not set, has a value other than off or 0."""
     return os.environ.get(name, os.environ.get(default, "")).strip().lower() not in ("", "0", "off", "false", "no")
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps what it compiled: `TRITON_CACHE_DIR`, else a folder of the user's home."""
+    """Return the folder of Triton's compiled kernels: `TRITON_CACHE_DIR`, or a folder in the user's home."""
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
 @contextlib.contextmanager
 def changed(name: str, value: str) -> Iterator[None]:
-    """The variable `name` has another value inside, also for processes that are started."""
+    """Set the variable `name` inside the block, also for processes started there, and restore it afterwards."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -108,39 +108,41 @@ def changed(name: str, value: str) -> Iterator[None]:
 
 
 def extensions_folder() -> Path:
-    """Where compiled extensions are kept: `TORCH_EXTENSIONS_DIR`, else a folder of the user's."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "apex_extensions")
+    """Return the folder of compiled extensions: `TORCH_EXTENSIONS_DIR`, or a folder in the user's cache."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or _user_cache() / "apex_extensions")
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def tuned_launches() -> Path | None:
-    """The table of tuned launches that `APEX_TUNED` names, else that of the user's cache; None where it is `off`."""
+    """Return the table of tuned launches: `APEX_TUNED`, or a file in the user's cache; None if it is `off`."""
     named = os.environ.get("APEX_TUNED", "").strip()
     if named.lower() == "off":
         return None
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else cache / "apex" / "tuned.json"
+    return Path(named) if named else _user_cache() / "apex" / "tuned.json"
 
 
 def cuda_architectures() -> str:
-    """The GPUs that `TORCH_CUDA_ARCH_LIST` names."""
+    """Return the GPU architectures in `TORCH_CUDA_ARCH_LIST`, "" if it is not set."""
     return os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 
 
 def nvcc_threads() -> int:
-    """What `APEX_NVCC_THREADS` says, else a thread for each core, 8 at most."""
+    """Return `APEX_NVCC_THREADS`, or the number of cores, at most 8."""
     number = os.environ.get("APEX_NVCC_THREADS", "")
     return int(number) if number.isdecimal() and int(number) else min(os.cpu_count() or 1, 8)
 
 
 def set_nccl_allocator_variables() -> None:
-    """NVLink SHARP on, and no registration of every allocation: what pools of NCCL's memory need."""
+    """Set the variables that NCCL's memory pools need: enable NVLink SHARP, do not register every allocation."""
     os.environ["NCCL_NVLS_ENABLE"] = "1"
     os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
 
 
 def launcher_variables(launcher: str, *names: str) -> list[str]:
-    """What a launcher has put into the environment; a RuntimeError that names what is missing."""
+    """Return the values of variables that a launcher sets; raise a RuntimeError that names missing ones."""
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise RuntimeError(
@@ -151,6 +153,6 @@ def launcher_variables(launcher: str, *names: str) -> list[str]:
 
 
 def optional_integer(name: str) -> int | None:
-    """The variable `name` as a number, if it is set."""
+    """Return the variable `name` as an integer, or None if it is not set or no number."""
     number = os.environ.get(name, "")
     return int(number) if number.isdecimal() else None

@@ -1,4 +1,4 @@
-"""What to say when processes that work together cannot reach each other."""
+"""Error messages for failed communication between processes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-# Errors of this process alone, which say enough, and which callers may catch by their kind.
+# Errors of this process alone. They are raised as they are, so that callers can catch their types.
 OWN = (NotImplementedError, torch.OutOfMemoryError)
-# Seconds that a rank gives the others to report that they failed too.
+# Seconds that a rank waits for the others to report that they failed too.
 _PATIENCE = 1.0
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Says in which rank `what` failed, why that may be, and what to do; for calls of torch.distributed inside."""
+    """Replace errors of torch.distributed in the block by one that names the rank, likely causes and the remedy.
+
+    `what` describes the operation, such as "averaging gradients".
+    """
     try:
         yield
     except OWN:
         raise
-    # Backends raise it, or DistError, which is one.
-    except RuntimeError as error:
+    except RuntimeError as error:  # backends raise RuntimeError or its subclass DistError
         raise unanswered(what, error) from error
 
 
 def unanswered(what: str, error: RuntimeError) -> RuntimeError:
-    """The error that `explained` raises, for callers with a `try` of their own: a context takes microseconds."""
+    """Return the error that `explained` raises, for callers that use `try` because a context takes microseconds."""
     return RuntimeError(
         f"rank {dist.get_rank()} of {dist.get_world_size()}: {what} failed. Another process has ended, or has not "
         f"answered within the timeout of the process group: {_silent_ranks()}the first error that any rank printed "
@@ -37,7 +39,7 @@ def unanswered(what: str, error: RuntimeError) -> RuntimeError:
 
 
 def _silent_ranks() -> str:
-    """Which ranks do not report a failure at the same time as this one, by way of the store where all have met."""
+    """Return a clause that names the ranks without a failure report; ranks report through the process group's store."""
     others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
     try:
         store = dist.distributed_c10d._get_default_store()

@@ -8,7 +8,7 @@ TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton", "pytorch-triton-rocm", "trit
 
 
 def installed_version(*distributions: str) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed, or None."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)

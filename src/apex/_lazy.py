@@ -1,4 +1,4 @@
-"""Subpackages that are imported at first use, so that importing a package is quick and starts nothing."""
+"""Subpackages that are imported at first use, so that importing a package is quick and starts no CUDA context."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 def lazy_subpackages(
     package: str, names: Iterable[str], members: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` that make the subpackages `names` of the module `package` reachable as attributes.
+    """Return `__getattr__` and `__dir__` for the module `package`, whose subpackages `names` become attributes.
 
-    `members` has what is reachable besides: names, and the modules below `package` that define them.
+    `members` maps the names of further attributes to the modules below `package` that define them.
     """
     known, members = frozenset(names), members or {}
 

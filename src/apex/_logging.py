@@ -1,4 +1,4 @@
-"""Log records that say which rank they come from."""
+"""Log records with the rank of their process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 
 class RankInfoFormatter(logging.Formatter):
-    """Adds `%(rank_info)s` to a format: "rank 1 of 4", or nothing outside a process group."""
+    """A formatter that fills in `%(rank_info)s`: "rank 1 of 4", or nothing outside a process group."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.rank_info = _rank_info()

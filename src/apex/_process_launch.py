@@ -1,4 +1,4 @@
-"""Connecting the processes of a script: `apex.launch` and its forms for torchrun, Slurm and Open MPI."""
+"""Connection of the processes of a script: `apex.launch`, and variants for torchrun, Slurm and Open MPI."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NCCL = "nccl"
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """A parser of the arguments that launch functions take; none of them is required."""
+    """Return a parser for the arguments of the launch functions; none of them is required."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=str, help="path to a configuration file")
     parser.add_argument("--host", type=str, help="the address of the first process")
@@ -41,18 +41,18 @@ def launch(
     verbose: bool = True,
     config: Any = None,
 ) -> None:
-    """Connects this process, number `rank` of `world_size`, with the others, which meet at `host` and `port`.
+    """Connect this process, number `rank` of `world_size`, to the others; all meet at `host` and `port`.
 
-    It takes the accelerator number `local_rank` of this machine, or `rank` modulo their number, and seeds the random
-    number generators, in all processes alike. "nccl" stands for what connects the devices that there are: Gloo where
-    there is no accelerator. `config` is ignored. Where torch.distributed is initialised, that is left as it is.
+    Selects accelerator `local_rank` of this machine, or `rank` modulo their number, and seeds the random number
+    generators alike in all processes. "nccl" means the default backend of the accelerator, Gloo without one. `config`
+    is ignored. If torch.distributed is already initialised, its process group is used.
     """
     address = f"[{host}]" if ":" in host else host
     _start(f"tcp://{address}:{port}", rank, world_size, backend, local_rank, seed, verbose)
 
 
 def launch_from_torch(config: Any = None, backend: str = _NCCL, seed: int = 1024, verbose: bool = True) -> None:
-    """`launch` in a process that torchrun, or `apex run`, has started."""
+    """Call `launch` in a process that torchrun or `apex run` has started."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, local_rank, world_size = map(int, _env.launcher_variables("torchrun", *names)[:3])
     _start("env://", rank, world_size, backend, local_rank, seed, verbose)
@@ -61,7 +61,7 @@ def launch_from_torch(config: Any = None, backend: str = _NCCL, seed: int = 1024
 def launch_from_slurm(
     host: str, port: int, backend: str = _NCCL, seed: int = 1024, verbose: bool = True, config: Any = None
 ) -> None:
-    """`launch` in a process that `srun` has started."""
+    """Call `launch` in a process that `srun` has started."""
     rank, world_size = map(int, _env.launcher_variables("Slurm", "SLURM_PROCID", "SLURM_NPROCS"))
     launch(rank, world_size, host, port, backend, _env.optional_integer("SLURM_LOCALID"), seed, verbose)
 
@@ -69,7 +69,7 @@ def launch_from_slurm(
 def launch_from_openmpi(
     host: str, port: int, backend: str = _NCCL, seed: int = 1024, verbose: bool = True, config: Any = None
 ) -> None:
-    """`launch` in a process that `mpirun` of Open MPI has started."""
+    """Call `launch` in a process that Open MPI's `mpirun` has started."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
     rank, local_rank, world_size = map(int, _env.launcher_variables("Open MPI", *names))
     launch(rank, world_size, host, port, backend, local_rank, seed, verbose)

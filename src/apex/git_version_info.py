@@ -1,4 +1,4 @@
-"""What was installed: the version, and the extensions that can be used, which are all of them."""
+"""The installed version, and the usable extensions, which are all of them."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from apex.ops import multi_tensor
 from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.dispatch import check
 from apex.ops.multi_tensor.list_updates import (
     TensorLists,
     adam_hyper,
@@ -28,7 +29,6 @@ from apex.ops.multi_tensor.list_updates import (
     update,
 )
 from apex.ops.multi_tensor.list_updates import update_scale_hysteresis as update_scale_hysteresis
-from apex.ops.multi_tensor.op import check
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor) -> None:

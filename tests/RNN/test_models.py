@@ -34,7 +34,7 @@ def copy_weights(stack: stackedRNN, peer: nn.RNNBase) -> None:
 
 
 def last(states: list, collect: bool, position: int = -1) -> list[Tensor]:
-    """The final states, from a list of all of them if they were collected."""
+    """Return the final states, from a list of all of them if they were collected."""
     return [entry[position] for entry in states] if collect else states
 
 
@@ -101,7 +101,7 @@ def test_bidirectional_is_two_stacks(name: str, collect: bool) -> None:
         compare(found, wanted)
 
 
-def test_one_bidirectional_layer_is_that_of_torch() -> None:
+def test_one_bidirectional_layer_equals_torchs() -> None:
     network = RNN.LSTM(INPUT, HIDDEN, 1, bidirectional=True).double()
     peer = nn.LSTM(INPUT, HIDDEN, 1, bidirectional=True).double()
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_one_bidirectional_layer_is_that_of_torch() -> None:
 
 
 def multiplicative_lstm(cells: list[mLSTMRNNCell], x: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
-    """Krause et al. (2016), equations 17 to 22, on the rows of each gate."""
+    """Compute Krause et al. (2016), equations 17 to 22, on the rows of each gate."""
     states = [[x.new_zeros(x.size(1), c.output_size), x.new_zeros(x.size(1), c.hidden_size)] for c in cells]
     outputs = []
     for value in x:
@@ -249,7 +249,7 @@ def test_hidden_state_methods(bidirectional: bool) -> None:
     assert all(state.shape == (BATCH, HIDDEN) and not state.any() for cell in cells for state in cell.hidden)
     x = torch.randn(TIME, BATCH, INPUT)
     network(x)
-    network.init_hidden(BATCH)  # what is there stays
+    network.init_hidden(BATCH)  # the existing states stay
     assert all(state.any() for cell in cells for state in cell.hidden)
     network.detach_hidden()
     assert not any(state.requires_grad for cell in cells for state in cell.hidden)

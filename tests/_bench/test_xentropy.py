@@ -37,13 +37,19 @@ def test_loss_and_gradient_together() -> None:
     torch.testing.assert_close(gradient.double(), prepared.expected[0].value)
 
 
-def test_expectations_of_a_linear_layer() -> None:
+@pytest.mark.parametrize("kind", xentropy.LINEAR)
+def test_expectations_of_a_linear_layer(kind: str) -> None:
     shape = (1030, 4, 11)
     values, weight, labels = xentropy.make_linear(shape, CPU)
     wide = [t.detach().double().requires_grad_() for t in (values, weight)]
-    loss = functional.cross_entropy(functional.linear(*wide), labels)
+    z = functional.linear(*wide)
+    z = xentropy.SOFTCAP * torch.tanh(z / xentropy.SOFTCAP) if "softcap" in kind else z
+    loss = functional.cross_entropy(z, labels)
+    if "entropy" in kind.split():
+        log_p = z.log_softmax(-1)
+        loss = -loss - 0.1 * (log_p.exp() * log_p).sum(-1).mean()
     wanted = (loss.detach(), *torch.autograd.grad(loss, wide))
-    prepared = xentropy._prepare_linear(shape, CPU)
+    prepared = xentropy._prepare_linear(kind, shape, CPU)
     for expected, value in zip(prepared.expected, wanted, strict=True):
         torch.testing.assert_close(expected.value, value)
     for implementation in prepared.implementations.values():

@@ -18,7 +18,7 @@ DOCTOR = ("-m", "apex", "doctor")
 
 
 def run_quickly(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python arguments...` with this package on the path, in a process that has PyTorch from the start."""
+    """Run `python arguments...` with this package on the path, in a forked process that has imported PyTorch."""
     return warm.run_python(*arguments, cwd=cwd, environment=_complete(environment))
 
 
@@ -28,7 +28,7 @@ def _complete(environment: dict[str, str]) -> dict[str, str]:
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same in a process that imports everything, with stdout and stderr in pipes."""
+    """Run Python in a new process with stdout and stderr in pipes."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -41,19 +41,19 @@ def run_python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Com
 
 
 def words(output: str) -> str:
-    """Output without colours, frames and line breaks, which depend on the terminal that the tests run in."""
+    """Return output without colours, frames and line breaks, which depend on the terminal of the tests."""
     return " ".join(re.sub(r"\x1b\[[0-9;]*m|[\u2500-\u257f]", " ", output).split())
 
 
 def write_package(folder: Path, name: str = "apex") -> Path:
-    """A package that is not this one; returns the folder that has to be on the path."""
+    """Write a package that is not this one; return the folder for the path."""
     (folder / name).mkdir(parents=True)
     (folder / name / "__init__.py").write_text("raise ImportError('the wrong package')\n")
     return folder
 
 
 def write_distribution(folder: Path, version: str, summary: str, entry_points: str = "") -> Path:
-    """The metadata of an installed distribution called apex."""
+    """Write the metadata of an installed distribution called apex."""
     metadata = folder / f"apex-{version}.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: apex\nVersion: {version}\nSummary: {summary}\n")

@@ -18,7 +18,7 @@ from .helpers import run_python, run_quickly, words
 
 @pytest.fixture
 def bench_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What `apex bench` asks of the benchmark package."""
+    """Return a list that records the calls of `run_bench`."""
     calls: list[tuple[Any, ...]] = []
 
     def run_bench(families: list[str], **options: Any) -> int:

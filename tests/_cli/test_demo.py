@@ -1,4 +1,4 @@
-"""`apex demo`: what it prints, what it draws and what it refuses."""
+"""`apex demo`: tables, JSON, plots and errors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_bad_options(arguments: list[str], message: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_no_gpu_says_so_and_why() -> None:
+def test_without_a_gpu_the_reason_is_printed() -> None:
     result = CliRunner().invoke(app, ["demo", "--device", "cuda"])
     assert result.exit_code == 2
     assert "available here: cpu" in words(result.output)

@@ -16,7 +16,7 @@ from apex.ops import _library
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with one working GPU, and a second one that cannot be asked anything."""
+    """Pretend that the machine has one working GPU, and one that raises for every question."""
 
     def properties(index: int) -> SimpleNamespace:
         if index == 1:

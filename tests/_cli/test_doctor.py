@@ -41,7 +41,7 @@ def replace_self_check(monkeypatch: pytest.MonkeyPatch, name: str, check: Any) -
 
 @pytest.fixture
 def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Self-checks that find nothing, for tests of everything else: the real ones take two seconds."""
+    """Replace the self-checks, which take two seconds, by ones that find nothing."""
     monkeypatch.setattr(dispatch, "self_check", lambda family, device: 0.0)
 
 
@@ -73,7 +73,7 @@ def test_text_shows_every_part() -> None:
 
 @pytest.mark.usefixtures("quick_checks")
 @pytest.mark.parametrize("implementation", ["auto", "torch", "triton"])
-def test_the_text_says_a_thing_once(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_repeats_no_message(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with _library.implementation(implementation):
         broken, report = doctor()

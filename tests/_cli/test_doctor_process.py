@@ -35,7 +35,7 @@ def test_an_implementation_that_cannot_be_met_is_broken(tmp_path: Path) -> None:
     assert any(f["severity"] == "broken" and "APEX_IMPL=triton" in f["message"] for f in report["findings"])
 
 
-def test_an_unknown_implementation_is_broken_and_says_what_is_known(tmp_path: Path) -> None:
+def test_an_unknown_implementation_is_broken_and_lists_the_known_ones(tmp_path: Path) -> None:
     result = run_quickly(*DOCTOR, cwd=tmp_path, APEX_IMPL="cuda")
     assert result.returncode == 1
     assert "use one of auto, triton, torch" in result.stdout

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a command, the last line is a hint; and what `apex` alone shows."""
+"""Errors of all commands, which end with a hint, and the screen of `apex` without a command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMANDS = {name: command for name, command in get_command(app).commands.items()
 
 
 def failed(*arguments: str) -> tuple[str, str]:
-    """The message and the hint of a command that cannot be run."""
+    """Return the message and the hint of a command that fails."""
     result: Result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.stderr
@@ -120,7 +120,7 @@ def test_a_package_that_does_not_import_gets_the_doctor(monkeypatch: pytest.Monk
     assert "`apex doctor` says" in hint
 
 
-def test_apex_alone_shows_what_one_can_do() -> None:
+def test_apex_alone_lists_commands_and_examples() -> None:
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 0
     text = result.stdout

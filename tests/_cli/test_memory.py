@@ -1,4 +1,4 @@
-"""`apex memory`: the table, JSON, Hugging Face configs and what it says of wrong arguments."""
+"""`apex memory`: the table, JSON, Hugging Face configs and errors."""
 
 from __future__ import annotations
 

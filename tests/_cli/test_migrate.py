@@ -248,7 +248,7 @@ TORCH = {name: IMPORTS + code for name, code in [("recipe", RECIPE), ("passed-on
 
 
 def rewritten(source: str, folder: Path, to: str, refused: tuple[str, ...] = ()) -> str:
-    """What a script becomes; a second rewrite changes nothing."""
+    """Return a rewritten script; check that a second rewrite changes nothing."""
     path = folder / "script.py"
     path.write_text(source)
     result = migrate(path, to=to, device="cpu")
@@ -260,7 +260,7 @@ def rewritten(source: str, folder: Path, to: str, refused: tuple[str, ...] = ())
 
 
 def losses_of(source: str) -> list[float]:
-    """Runs a script; the losses that it collects."""
+    """Run a script and return the losses that it collects."""
     names: dict = {"__name__": "__main__"}
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -298,7 +298,7 @@ def test_apex_to_the_booster(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_booster_has_levels_that_torch_has_not(level: str, tmp_path: Path) -> None:
+def test_the_booster_accepts_o2_which_torch_refuses(level: str, tmp_path: Path) -> None:
     source = SETUP + PLAIN.replace("O1", level)
     assert losses_of(rewritten(source, tmp_path, "booster")) == losses_of(source)
 
@@ -402,7 +402,7 @@ def test_constructors_and_their_defaults(tmp_path: Path) -> None:
 
 
 def test_every_number_of_the_loss_scale_keeps_its_meaning(tmp_path: Path) -> None:
-    """Arguments of `amp.initialize` and of `GradScaler`, which differ in names and in order, there and back."""
+    """Convert arguments of `amp.initialize` and `GradScaler`, whose names and order differ, in both directions."""
     numbers = {"dynamic_init_scale": 1024.0, "scale_growth_factor": 3.0, "scale_backoff_factor": 0.25}
     numbers["scale_window"] = 7
     theirs = {"init_scale": 1024.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
@@ -462,7 +462,7 @@ optimizer.step()
 """
 
 
-# The type is that of a part of the model alone.
+# Autocast decorates only a part of the model.
 DECORATED_PART = NATIVE.replace(
     "\nmodel", "\nclass Part(Module):\n    @autocast('cuda')\n    def forward(self, x): pass\nmodel"
 )
@@ -574,9 +574,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("rule", "line", "to", "source"), REFUSED)
-def test_what_is_not_certain_is_named_and_left_alone(
-    rule: str, line: int, to: str, source: str, tmp_path: Path
-) -> None:
+def test_unsupported_code_is_refused_with_its_rule(rule: str, line: int, to: str, source: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(source)
     result = migrate(path, to=to)
@@ -600,12 +598,12 @@ def test_models_that_are_wrapped_between_initialize_and_the_loop(tmp_path: Path)
     assert found.count("with torch.autocast") == 1
 
 
-def test_an_attribute_of_a_result_is_no_second_use(tmp_path: Path) -> None:
+def test_an_attribute_of_a_call_is_not_a_use_of_the_import(tmp_path: Path) -> None:
     source = "from apex.logging import get_dist_logger\nget_dist_logger().info(1)\n"
     assert rewritten(source, tmp_path, "torch", refused=("no-equivalent",)) == source
 
 
-def test_what_is_imported_is_not_imported_again(tmp_path: Path) -> None:
+def test_an_existing_import_is_not_repeated(tmp_path: Path) -> None:
     found = rewritten("import os, torch, torch.nn as nn\n" + SCRIPT, tmp_path, "torch")
     assert found.count("import") == 1
 
@@ -702,7 +700,7 @@ def test_json(tmp_path: Path) -> None:
     assert good["diff"].startswith("---")
 
 
-def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_paths_and_packages_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, errors = run(tmp_path / "nothing.py")
     assert (code, "nothing.py' does not exist" in errors) == (2, True)
     for name in [name for name in sys.modules if name.startswith(("libcst", "apex._cli.migrate"))]:

@@ -1,4 +1,4 @@
-"""`apex migrate --to apex`: the forms in which published scripts use torch.amp, run before and after."""
+"""`apex migrate --to apex`: scripts with the forms of torch.amp that published code uses, run before and after."""
 
 from __future__ import annotations
 
@@ -222,12 +222,12 @@ def test_branches_that_differ_by_the_scaler_alone_become_one(tmp_path: Path) -> 
     assert "    if args.amp:\n        state = amp.state_dict()" in code
 
 
-def test_a_model_that_ran_without_casts_still_does(tmp_path: Path) -> None:
+def test_a_model_called_without_autocast_runs_without_casts(tmp_path: Path) -> None:
     code = rewritten(SETUP + IMPORTS + SCRIPTS["optional-0"], tmp_path, "apex")
     assert "        with amp.disable_casts():\n            output = model(x)\n            losses.append(F." in code
 
 
-def test_options_that_are_known_when_the_script_runs(tmp_path: Path) -> None:
+def test_options_known_only_at_run_time(tmp_path: Path) -> None:
     code = rewritten(SETUP + IMPORTS + SCRIPTS["context-float16-True"], tmp_path, "apex")
     assert 'opt_level={torch.float32: "O0", torch.float16: "O1", torch.bfloat16: "O4"}[ptdtype]' in code
     assert 'loss_scale="dynamic" if dtype == "float16" else 1.0, enabled=casts)' in code

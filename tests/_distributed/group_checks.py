@@ -50,7 +50,7 @@ def an_uneven_mesh_has_rows_and_columns(rank: int) -> None:
 
 
 def groups_of_few_ranks_need_nobody_else(rank: int) -> None:
-    """Also if ranks are in different numbers of groups, and after a group of the same ranks was destroyed."""
+    """This holds if ranks are in different numbers of groups, and after a group of the same ranks was destroyed."""
     for first in range(3):
         dist.new_group([first])
     if rank in (0, 4):
@@ -60,7 +60,7 @@ def groups_of_few_ranks_need_nobody_else(rank: int) -> None:
             dist.destroy_process_group(group)
 
 
-def groups_of_ones_own_are_made_once(rank: int) -> None:
+def own_groups_are_made_once(rank: int) -> None:
     halves = [make_group(ranks) for ranks in ((0, 1, 2), (3, 4, 5))]
     half = halves[rank // 3]
     if rank < 3:  # the others wrap no model
@@ -80,6 +80,6 @@ CHECKS: dict[str, Check] = {
         all_groups_have_the_timeout_of_the_default_group,
         an_uneven_mesh_has_rows_and_columns,
         groups_of_few_ranks_need_nobody_else,
-        groups_of_ones_own_are_made_once,
+        own_groups_are_made_once,
     )
 }

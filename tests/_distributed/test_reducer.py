@@ -1,4 +1,4 @@
-"""The order in which buckets go out, without processes: what arrives when decides, and nothing is sent twice."""
+"""The order of sending buckets, without processes: it follows the arrival of gradients, and nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUCKETS = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=
 
 
 class Recorder(BucketReducer):
-    """Notes what is sent, and received, when which parameters have arrived."""
+    """A reducer that records the buckets it sends and receives."""
 
     def __init__(self, buckets: list[set[int]]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_every_bucket_is_sent_once_and_in_order(buckets: list[set[int]], params:
 
 
 def test_buckets_follow_the_order_of_the_first_process() -> None:
-    """Those that completed none of them come last, as they were."""
+    """Buckets that were not completed come last, in their old order."""
     recorder = Recorder([{0}, {1}, {2}, {3}])
     for param in (2, 1):
         recorder.gradient(param)
@@ -80,7 +80,7 @@ def test_buckets_follow_the_order_of_the_first_process() -> None:
 
 
 def test_a_bucket_whose_reduction_failed_stays_under_way() -> None:
-    """So that its memory, to which others may still send, is not used again."""
+    """Its memory, which others may still write to, is therefore not used again."""
     recorder = Recorder([{0}])
     recorder._send_rest()
     recorder._under_way[0].work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("no answer")))

@@ -1,4 +1,4 @@
-"""`apex.fuse` of modules that are not of transformers: norms, convolutional networks, losses; and what it says."""
+"""`apex.fuse` of norms, convolutional networks and losses, and its report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import apex
 from apex import amp
-from apex._fuse import Looked, Report, vision
+from apex._fuse import Report, ReportRow, vision
 from apex._fuse.rule import compare, random_input
 
 
@@ -43,7 +43,7 @@ class PlusOne(nn.LayerNorm):
 
 
 class GatedMLP(nn.Module):
-    """As models of transformers have it."""
+    """A gated MLP like the ones in transformers."""
 
     def __init__(self, activation: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Bottleneck(nn.Module):
 
 
 class PreActivation(Bottleneck):
-    """The same names in another order."""
+    """A block with a Bottleneck's names in another order."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(x)
@@ -170,8 +170,8 @@ def test_the_same_numbers(case: str, training: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_rms_norms_without_eps_add_what_pytorch_adds(dtype: torch.dtype) -> None:
-    """For half precision that is float32's, but up to PyTorch 2.6 the dtype's own."""
+def test_rms_norms_without_eps_use_pytorchs_default(dtype: torch.dtype) -> None:
+    """The default eps for half precision is float32's, up to PyTorch 2.6 the dtype's own."""
     norm = nn.RMSNorm(8, dtype=dtype)
     plain, x = copy.deepcopy(norm), torch.full((2, 8), 1e-3, dtype=dtype)
     apex.fuse(norm, verbose=False)
@@ -212,7 +212,7 @@ def test_cross_entropy(reduction: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_stays_and_why(model: nn.Module, reason: str) -> None:
+def test_reasons_against_fusing(model: nn.Module, reason: str) -> None:
     kind = type(model)
     (row,) = (row for row in apex.fuse(model, verbose=False) if not row.name)
     assert reason in row.reason
@@ -231,7 +231,7 @@ def test_a_replacement_that_fails_the_check_is_undone_and_named(monkeypatch: pyt
     assert "LayerNorm  no   undone: " in str(report)
 
 
-def test_what_is_compared_can_differ() -> None:
+def test_compare_reports_differences() -> None:
     norm = nn.LayerNorm(8)
     apex.fuse(norm, verbose=False)
     x = torch.randn(4, 8)
@@ -252,7 +252,7 @@ def test_nan_is_the_largest_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_numbers_of_the_training_stay_the_same() -> None:
-    """Modules that are recognised by their looks are tried with numbers of a generator of their own."""
+    """Trials of modules draw their numbers from a separate generator."""
     torch.manual_seed(5)
     expected = torch.randn(3)
     torch.manual_seed(5)
@@ -269,7 +269,7 @@ def test_random_numbers_of_the_training_stay_the_same() -> None:
 def test_alike_modules_share_a_line_of_the_table() -> None:
     names = {"block_0.norm_1": "block_*.norm_1", "norm_2": "norm_2", "layers.3": "layers.*"}
     for name, pattern in names.items():
-        assert f"\n{pattern} " in str(Report([Looked(name, "LayerNorm", "layer norm", "")]))
+        assert f"\n{pattern} " in str(Report([ReportRow(name, "LayerNorm", "layer norm", "")]))
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)))
     text = str(apex.fuse(model, verbose=False, choose=lambda name, module: name != "1.0"))
     assert text.splitlines() == [
@@ -359,7 +359,7 @@ def test_torch_compile() -> None:
 
 
 @pytest.mark.parametrize("activation", [nn.SiLU(), nn.functional.silu])
-def test_a_gated_unit_follows_what_happens_to_its_activation(activation: Any) -> None:
+def test_a_gated_unit_notices_a_changed_activation(activation: Any) -> None:
     model, calls, x = GatedMLP(activation), [], torch.randn(2, 8)
     assert [row.reason for row in apex.fuse(model, verbose=False)] == [""]
     plain = copy.deepcopy(model)
@@ -373,7 +373,7 @@ def test_a_gated_unit_follows_what_happens_to_its_activation(activation: Any) ->
 
 
 def test_modules_that_share_weights_hooks_or_parents() -> None:
-    """Tied weights stay tied, a module at two places is fused once, hooks see what they saw, frozen weights stay so."""
+    """Check tied weights, a module at two places, hooks and frozen weights."""
     shared = nn.LayerNorm(8)
     model = nn.Sequential(shared, nn.Linear(8, 8), nn.LayerNorm(8), shared, nn.RMSNorm(8))
     model[2].weight = shared.weight

@@ -76,7 +76,7 @@ def gradients(model: Any, **inputs: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def assert_alike(model: Any, plain: Any, rtol: float = 2e-6, **inputs: Any) -> None:
-    """Loss and gradients; tolerances of whole models are those of a few ops in a row."""
+    """Compare loss and gradients; a whole model gets the tolerance of a few ops in a row."""
     loss, found = gradients(model, **inputs)
     wanted_loss, wanted = gradients(plain, **inputs)
     torch.testing.assert_close(loss, wanted_loss, rtol=rtol, atol=1e-6)

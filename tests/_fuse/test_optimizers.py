@@ -38,7 +38,7 @@ def train(optimizer: Any, params: list[Tensor], steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_goes_on_with_the_same_numbers(name: str) -> None:
+def test_a_training_continues_with_the_same_numbers(name: str) -> None:
     make, options = OPTIMIZERS[name]
     results = []
     for fused in (True, False):
@@ -100,7 +100,7 @@ def test_hooks_stay() -> None:
         (torch.optim.Rprop, {}, "no fused counterpart of Rprop"),
     ],
 )
-def test_what_stays_and_why(make: Any, options: dict[str, Any], reason: str) -> None:
+def test_reasons_against_fusing(make: Any, options: dict[str, Any], reason: str) -> None:
     optimizer = make(parameters(), **options)
     (row,) = apex.fuse(optimizer, verbose=False)
     assert reason in row.reason

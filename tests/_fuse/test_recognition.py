@@ -1,4 +1,4 @@
-"""Modules that look like one that `apex.fuse` knows: what they compute with it is what they computed without it.
+"""Modules that resemble a kind that `apex.fuse` knows: they compute the same numbers after it as before.
 
 Causal language models and attentions are stand-ins with the structure of those in transformers, which these tests
 do not need.
@@ -119,7 +119,7 @@ class StandardisedConv(nn.Conv2d):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_computes_something_else_stays(make: Callable[[], nn.Module], reason: str, training: bool) -> None:
+def test_modules_with_another_formula_are_not_fused(make: Callable[[], nn.Module], reason: str, training: bool) -> None:
     model = make().train(training)
     kind, flags = type(model), [module.training for module in model.modules()]
     (row,) = apex.fuse(model, verbose=False)

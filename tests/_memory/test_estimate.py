@@ -1,4 +1,4 @@
-"""What is estimated beside real objects, and beside the storages of a real step on the CPU."""
+"""Estimates compared with real objects, and with the storages of a real step on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_STATE = ("parameters", "buffers", "gradients", "masters", "state")
 
 
 class Network(nn.Module):
-    """Convolution, batch norm, dense layers of which two share their weight, and their loss."""
+    """A convolution, a batch norm, dense layers with a shared weight, and their loss."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ NETWORK = task_of(Network, NETWORK_INPUTS)
 
 
 def real_state(settings: Settings) -> dict[str, int]:
-    """The bytes of real objects before the update of a second step."""
+    """Return the bytes of real objects before the update of the second step."""
     found: dict[str, int] = {}
     torch.manual_seed(0)
     with trained(NETWORK, settings, CPU) as training:
@@ -94,7 +94,7 @@ def test_state_is_that_of_real_objects_for_every_optimizer(optimizer: str) -> No
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_peak_is_that_of_a_real_step(level: str) -> None:
-    """On plain modules, of which host and GPU keep the same; both steps have state, and gradients that grow."""
+    """Use plain modules, which save the same tensors on host and GPU; both steps have state and growing gradients."""
 
     class Blocks(nn.Sequential):
         def __init__(self) -> None:
@@ -119,7 +119,7 @@ def test_peak_is_that_of_a_real_step(level: str) -> None:
     assert found.peak == pytest.approx(storages.peak, rel=0.05)
 
 
-def test_fused_ops_keep_what_their_kernels_keep() -> None:
+def test_fused_ops_save_the_tensors_of_their_kernels() -> None:
     rows, width = 64, 256
 
     def loss(model: nn.Module, batch: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is estimated beside what a GPU takes: within 5% of the fixed state and 15% of the peak."""
+"""Estimates compared with a GPU's memory: within 5% for the fixed state and 15% for the peak."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedSGD,momentum=0.9", "FusedLAMB"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("name", ["gpt", "gpt, fused", "resnet50", "perceptron"])
-def test_estimates_are_what_a_gpu_takes(name: str, level: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_close_to_a_gpus_memory(
+    name: str, level: str, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
     task, batch = importlib.import_module("memory").TASKS[name]
     settings = Settings(level, optimizer, batch)

@@ -24,7 +24,7 @@ def test_storages_are_counted_until_they_are_freed() -> None:
     assert storages.live == 0
 
 
-def test_what_backward_needs_is_counted() -> None:
+def test_tensors_saved_for_backward_are_counted() -> None:
     weight = torch.ones(1000, requires_grad=True)
     with counting() as storages:
         loss = (weight.exp() * 2).sum()  # exp's result is kept for the backward pass, the product is not

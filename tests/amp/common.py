@@ -13,13 +13,13 @@ HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": tor
 
 
 def small_model(seed: int = 0, device: str = "cpu") -> nn.Sequential:
-    """Two linear layers with a batch norm between them."""
+    """Return a model of two linear layers with a batch norm between them."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).to(device)
 
 
 def batch(step: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Inputs, and targets that can be learned."""
+    """Return inputs, and targets that can be learned."""
     inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 + step))
     return inputs.to(device), (inputs[:, :4] - inputs[:, 2:]).to(device)
 
@@ -30,7 +30,7 @@ def loss_of(model: nn.Module, step: int, factor: float = 1.0) -> Tensor:
 
 
 def overflow_at(*steps: int) -> Callable[[int], float]:
-    """A factor for the loss that makes gradients overflow at some steps."""
+    """Return a factor for the loss that makes gradients overflow at some steps."""
     return lambda step: float("inf") if step in steps else 1.0
 
 
@@ -40,7 +40,7 @@ def train(
     steps: Iterable[int] | int,
     factor: Callable[[int], float] = lambda step: 1.0,
 ) -> list[float]:
-    """The three lines of amp, in a loop; returns the losses."""
+    """Train with the three lines of amp in a loop; return the losses."""
     losses = []
     for step in range(steps) if isinstance(steps, int) else steps:
         optimizer.zero_grad()
@@ -57,12 +57,12 @@ def values(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def assert_same(first: Iterable[Tensor], second: Iterable[Tensor]) -> None:
-    """Equal bits."""
+    """Check that tensors have equal bits."""
     for a, b in zip(first, second, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b), f"largest difference {(a - b).abs().max()}"
 
 
 def quiet(*args: Any, **kwargs: Any) -> Any:
-    """`amp.initialize` without prints."""
+    """Call `amp.initialize` without prints."""
     return amp.initialize(*args, verbosity=0, **kwargs)

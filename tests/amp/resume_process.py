@@ -61,7 +61,7 @@ def run(case: Case, model: nn.Module, optimizer: Any, steps: range) -> list[floa
 
 
 def outcome(model: nn.Module, optimizer: Any, losses: list[float]) -> dict[str, Any]:
-    """Everything that must be equal in the end."""
+    """Return everything that must be equal at the end."""
     state = optimizer.state_dict()["state"]
     return {
         "losses": losses,
@@ -73,7 +73,7 @@ def outcome(model: nn.Module, optimizer: Any, losses: list[float]) -> dict[str, 
 
 
 def recipe(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """`save` and `resume` as the documentation has them."""
+    """Return the functions `save` and `resume` of the documentation."""
     text = (Path(__file__).parents[2] / "docs" / "amp.md").read_text()
     section = text[text.index("## Checkpoints") :]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)

@@ -1,4 +1,4 @@
-"""A model's class under amp: it stays what it is, so registries and checks of types see what they saw before."""
+"""A model's class under amp does not change, so that registries and type checks work as before."""
 
 import abc
 import copy
@@ -20,7 +20,7 @@ registry: list[str] = []
 
 
 class Registered(nn.Linear):
-    """Its subclasses are noted by name, and must say what they are called."""
+    """A class that registers its subclasses, which must give a name."""
 
     def __init_subclass__(cls, called: str) -> None:
         registry.append(called)
@@ -82,7 +82,7 @@ def test_a_class_that_changes_while_amp_is_on(level: str) -> None:
 
 
 def test_a_forward_pass_that_was_wrapped_since() -> None:
-    """It is the user's, and stays; what it wraps casts nothing any more."""
+    """Check that shutdown keeps the user's wrapper, and that the wrapped forward no longer casts."""
     model = quiet(nn.Linear(2, 2), opt_level="O2")
     inner = model.forward
     model.forward = lambda x: inner(x) + 1

@@ -1,4 +1,4 @@
-"""What published projects do with amp beyond its documentation."""
+"""Uses of amp in published projects that its documentation does not mention."""
 
 import inspect
 from types import MethodType
@@ -17,7 +17,7 @@ from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_mod
 
 
 def test_gradients_reduced_by_hand_after_accumulation() -> None:
-    """As NVIDIA's BERT: flat raw gradients, unscaling by amp_C, the scaler updated with a flag of its own."""
+    """Do as NVIDIA's BERT: flat raw gradients, unscaling by amp_C, and a scaler updated with the script's flag."""
     model = small_model()
     model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2", loss_scale="dynamic")
     flag = torch.zeros(1, dtype=torch.int32)
@@ -116,7 +116,7 @@ def test_arguments_of_scale_loss_come_in_upstreams_order() -> None:
 
 
 def test_weights_clamped_through_masters() -> None:
-    """As a Wasserstein GAN: what is done to masters reaches the model with the next step."""
+    """Do as a Wasserstein GAN: clamp masters; the model follows with the next step."""
     for kind in (torch.optim.SGD, FusedSGD):
         model = nn.Linear(6, 4)
         model, optimizer = quiet(model, kind(model.parameters(), lr=1e-4), opt_level="O2")
@@ -151,7 +151,7 @@ def test_a_model_in_channels_last() -> None:
 
 
 def test_gradients_zeroed_through_the_model() -> None:
-    """`model.zero_grad()` in the place of the optimizer's: no old gradient stays on the masters."""
+    """Call `model.zero_grad()` instead of the optimizer's: no old gradient stays on the masters."""
     results = []
     for through_model in (False, True):
         model = small_model()
@@ -167,7 +167,7 @@ def test_gradients_zeroed_through_the_model() -> None:
 
 
 def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
-    """Written for upstream, whose FusedLAMB and FusedAdam keep the kernel in an attribute."""
+    """The subclass was written for upstream, whose FusedLAMB and FusedAdam keep the kernel in an attribute."""
     from apex.optimizers import FusedAdam
 
     class Own(FusedAdam):
@@ -200,7 +200,7 @@ def test_a_subclass_of_a_fused_optimizer_that_calls_the_kernel() -> None:
 
 
 def test_hooks_that_a_script_replaces() -> None:
-    """Scripts put methods of upstream's arguments in their place: none before, the scaler after the backward pass."""
+    """Scripts replace the hooks by methods with upstream's arguments: none, and after the backward pass a scaler."""
     model = small_model()
     model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
     called = []
@@ -214,7 +214,7 @@ def test_hooks_that_a_script_replaces() -> None:
 
 
 def test_small_functions_that_scripts_import() -> None:
-    """By accident, it seems, and without calling them; a script must not stop at the import."""
+    """Scripts import them without calling them; the import must work."""
     from apex.amp.compat import filter_attrs
     from apex.amp.rnn_compat import has_old_rnns
     from apex.amp.utils import is_fp_tensor
@@ -225,7 +225,7 @@ def test_small_functions_that_scripts_import() -> None:
 
 
 def test_masters_named_before_the_first_backward_pass() -> None:
-    """As Varuna and an Adasum optimizer: masters asked for by `_amp_lazy_init`, and called as their parameters are."""
+    """Do as Varuna and an Adasum optimizer: `_amp_lazy_init`, then name masters like their parameters."""
     model = small_model()
     names = {param: name for name, param in model.named_parameters()}
     model, optimizer = quiet(model, FusedLAMB(model.parameters(), lr=0.01), opt_level="O2")
@@ -241,7 +241,7 @@ def test_masters_named_before_the_first_backward_pass() -> None:
     "options", [{"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O2", "combine_grad": True}]
 )
 def test_an_optimizer_for_the_centers_of_a_loss(options: dict[str, Any]) -> None:
-    """As person re-identification: one optimizer for the model, one for parameters of the loss, which no model has."""
+    """Do as person re-identification: an optimizer for the model, and one for parameters of the loss."""
     model = small_model()
     centers = nn.Parameter(torch.zeros(3))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([centers], lr=0.5)]
@@ -260,7 +260,7 @@ def test_an_optimizer_for_the_centers_of_a_loss(options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_first_and_its_optimizer_later(level: str) -> None:
-    """As a sharded GPT: the model without a loss scale, then the optimizer beside a module without parameters."""
+    """Do as a sharded GPT: initialize the model alone, then the optimizer with a module without parameters."""
     model = quiet(small_model(), opt_level=level, num_losses=0)
     assert _amp_state.loss_scalers == []
     assert amp.state_dict() == {}

@@ -55,7 +55,7 @@ def amp_lines(model: nn.Module, optimizer: Any, step: int, bad: tuple[int, ...] 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])
 def test_closures(level: str, kind: Any) -> None:
-    """A closure with the amp lines in it does what they do before a step, overflow included."""
+    """Check that amp's lines in a closure act as before a step, also after an overflow."""
     bad = (1,) if level in ("O1", "O2") else ()
     results = []
     for with_closure in (False, True):
@@ -79,7 +79,7 @@ def sam_step(model: nn.Module, optimizer: Any, step: int, bad_first: bool = Fals
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_optimizer_that_calls_its_closure_itself(level: str) -> None:
-    """The closure sees the weights that the step has moved, the model's as well as the masters."""
+    """The closure sees the weights that the step has changed, the model's and the masters."""
     plain = small_model()
     reference = SAM(plain.parameters(), lr=0.05)
     model = small_model()
@@ -103,7 +103,7 @@ def test_an_optimizer_that_calls_its_closure_itself(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("where", ["first", "second"])
-def test_an_overflow_in_such_a_step_skips_it(level: str, where: str) -> None:
+def test_an_overflow_in_either_closure_call_skips_the_step(level: str, where: str) -> None:
     model = small_model()
     model, optimizer = quiet(model, SAM(model.parameters(), lr=0.05), opt_level=level)
     sam_step(model, optimizer, 0)
@@ -119,7 +119,7 @@ def test_an_overflow_in_such_a_step_skips_it(level: str, where: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("third_party", [False, True])
 def test_lbfgs(level: str, third_party: bool) -> None:
-    """With masters and a dynamic scale too; an overflow in the first call leaves weights as they are."""
+    """Use masters and a dynamic scale too; an overflow in the first call leaves the weights unchanged."""
     kind = torch.optim.LBFGS
     if third_party:
         kind = type("LBFGS", (kind,), {"step": lambda self, closure: super(kind, self).step(closure)})
@@ -148,8 +148,8 @@ def test_lbfgs(level: str, third_party: bool) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize(("bad", "clears"), [(0, "model"), (1, "optimizer"), (5, "model")])
-def test_lbfgs_goes_on_after_an_overflow(level: str, bad: int, clears: str) -> None:
-    """An overflow in any call of the closure undoes the step: the ones after it do what they would do without it."""
+def test_lbfgs_continues_after_an_overflow(level: str, bad: int, clears: str) -> None:
+    """Check that an overflow in any call of the closure undoes the step, so that later steps are unaffected."""
     results = []
     for overflows in (True, False):
         factors = iter([1.0] * bad + [torch.inf] * overflows)

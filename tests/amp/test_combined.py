@@ -31,7 +31,7 @@ class WithUnused(nn.Module):
 
 
 def run(level: str, kind: str, **options: Any) -> tuple[list[Tensor], list[float]]:
-    """Accumulation, overflow, unused parameters, a new group: everything that moves gradients around."""
+    """Train with accumulation, an overflow, unused parameters and a new group."""
     model = WithUnused()
     optimizer = KINDS[kind](model.first.parameters())
     model, optimizer = quiet(model, optimizer, opt_level=level, scale_window=3, **options)

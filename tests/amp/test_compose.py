@@ -31,7 +31,7 @@ def prepared(level: str, kind: Any = FusedSGD, model: nn.Module | None = None, *
 @kinds
 @levels
 def test_accumulation(level: str, kind: Any) -> None:
-    """Several backward passes per step are one of the mean, with delay_unscale and without."""
+    """Several backward passes per step equal one pass over the mean, with delay_unscale and without."""
 
     def run(delay: bool) -> list[Tensor]:
         model, optimizer = prepared(level, kind, model=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
@@ -109,7 +109,7 @@ def test_clipping(level: str, kind: Any) -> None:
 
 @levels
 def test_evaluation_between_steps(level: str) -> None:
-    """Looking changes nothing, and sees the weights of now."""
+    """An evaluation changes nothing and uses the current weights."""
 
     def run(look: bool) -> list[Tensor]:
         model, optimizer = prepared(level, FusedAdam)
@@ -168,7 +168,7 @@ def test_weights_changed_by_hand_are_seen_at_once() -> None:
 
 @levels
 def test_loading_a_model_in_mid_training(level: str) -> None:
-    """The optimizer goes on from what was loaded: masters too."""
+    """Check that the optimizer and its masters continue from the loaded weights."""
     model, optimizer = prepared(level, FusedSGD)
     saved = copy.deepcopy(model.state_dict())
     start = values(amp.master_params(optimizer))
@@ -184,7 +184,7 @@ def test_loading_a_model_in_mid_training(level: str) -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("combine", [False, True], ids=["", "combined"])
 def test_weights_that_a_wrapper_writes_before_the_first_step(level: str, combine: bool) -> None:
-    """As torch's DistributedDataParallel and scripts do, which broadcast the weights of one process to the others."""
+    """Write weights as DistributedDataParallel does when it broadcasts them."""
     model, optimizer = prepared(level, model=small_model(seed=0), combine_grad=combine)
     other, other_optimizer = prepared(level, model=small_model(seed=1), combine_grad=combine)
     with torch.no_grad():
@@ -343,7 +343,7 @@ def test_a_compiled_training_step_has_graphs_of_the_model_alone() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_export(level: str) -> None:
-    """What torch.export makes of a model casts as the model does; its weights are the model's."""
+    """Check that an exported model casts like the model and shares its weights."""
     model, _ = prepared(level, model=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).eval())
     inputs = batch(0)[0]
     expected = model(inputs)
@@ -355,7 +355,7 @@ def test_export(level: str) -> None:
 
 @levels
 def test_threads_with_replicas(level: str) -> None:
-    """As nn.DataParallel: shallow replicas with weights of their own, each in a thread that knows nothing of amp."""
+    """Do as nn.DataParallel: shallow replicas with their own weights, each in a new thread."""
     model, _ = prepared(level, model=nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)))
     replica = model._replicate_for_data_parallel()
     replica._modules = {name: child._replicate_for_data_parallel() for name, child in model._modules.items()}
@@ -445,7 +445,7 @@ def test_autocast_that_the_user_switches_off() -> None:
 
 
 def test_a_forward_pass_inside_scale_loss() -> None:
-    """As a gradient penalty may have it: the model casts as always, backward is not cast."""
+    """Call the model inside scale_loss, as a gradient penalty may: only its forward pass casts."""
     model, optimizer = prepared("O1", model=nn.Linear(6, 4))
     with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
         assert model(batch(0)[0]).dtype == torch.float16

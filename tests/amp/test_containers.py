@@ -45,7 +45,7 @@ class FrozenSlots:
 
 @dataclasses.dataclass
 class ModelOutput(OrderedDict):
-    """Like those of Hugging Face: items are attributes too, and the methods of dicts that change it are closed."""
+    """A container like Hugging Face's: items are attributes too, and dict methods that change it raise."""
 
     loss: Any = None
     logits: Any = None
@@ -95,7 +95,7 @@ class MovableData:
 
 Point = namedtuple("Point", "x y")
 
-# What is made of two tensors, and how to get at them again.
+# Functions that put two tensors into a container, and functions that take them out.
 CONTAINERS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "dict": (lambda a, b: {"a": a, "b": [b]}, lambda c: (c["a"], c["b"][0])),
     "OrderedDict": (lambda a, b: OrderedDict(b=b, a=a), lambda c: tuple(c.values())[::-1]),
@@ -149,7 +149,7 @@ def test_models_take_and_return_them(name: str) -> None:
     assert [each.dtype for each in tensors(result)] == [torch.float32] * 2
 
 
-def test_what_containers_hold_besides() -> None:
+def test_other_contents_of_containers_are_kept() -> None:
     ones = torch.ones(1)
     made = halved(defaultdict(list, a=ones))
     assert made["missing"] == []
@@ -166,7 +166,7 @@ def test_what_containers_hold_besides() -> None:
     assert largest.indices.dtype == torch.int64
 
 
-def test_what_has_nothing_to_cast_is_passed_on() -> None:
+def test_values_without_tensors_are_passed_on() -> None:
     """Objects may be large, compared by identity, or impossible to copy."""
 
     class Singleton:
@@ -189,7 +189,7 @@ def test_what_has_nothing_to_cast_is_passed_on() -> None:
 
 
 def test_circles() -> None:
-    """A tree whose nodes know their parent: cast once, and what refers back is left as it is."""
+    """A tree whose nodes refer to their parent is cast once, and the references back are kept."""
     parent, child = SimpleNamespace(value=torch.ones(1)), Output(torch.ones(1))
     parent.children, child.hidden = [child], parent
     result = halved(parent)

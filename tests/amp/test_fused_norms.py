@@ -19,7 +19,7 @@ from tests.harness import Route, routes
 
 
 class Plain(nn.BatchNorm2d):
-    """The same norm of PyTorch's operators."""
+    """A batch norm with ReLU made of PyTorch's operators."""
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         y = super().forward(x)
@@ -123,8 +123,8 @@ def test_keep_batchnorm_fp32(norm: Any, kept: Any) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_state_dicts_are_those_of_pytorchs_norm(level: str) -> None:
-    """Float32, the same names, and each network goes on from what the other has saved."""
+def test_state_dicts_equal_those_of_pytorchs_norm(level: str) -> None:
+    """State dicts are float32 with the same names, and each network loads the other's."""
     model, optimizer = prepared(fused, level)
     learn(model, optimizer, 3)
     saved = copy.deepcopy(model.state_dict())
@@ -148,7 +148,7 @@ def test_state_dicts_are_those_of_pytorchs_norm(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_copies_after_a_step(level: str) -> None:
-    """A norm remembers its last batch, which must not stand in the way of copies."""
+    """A norm stores statistics of its last batch, which must not prevent copies."""
     model, optimizer = prepared(fused, level)
     learn(model, optimizer, 1)
     x = images()[0]

@@ -37,7 +37,7 @@ def no_waiting() -> Iterator[Any]:
 
 
 def steps_without_waiting(level: str, make_optimizer: Any, no_waiting: Any, **options: Any) -> nn.Module:
-    """Accumulation, overflow, reports and updates: all without asking the device, once everything is made."""
+    """Train with accumulation, overflows, reports and updates without waiting for the device."""
     model = small_model(device="cuda")
     model, optimizer = quiet(model, make_optimizer(model.parameters()), opt_level=level, **options)
     data = [tuple(tensor.cuda() for tensor in batch(step)) for step in range(8)]
@@ -63,7 +63,7 @@ def steps_without_waiting(level: str, make_optimizer: Any, no_waiting: Any, **op
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_divided_state(level: str, no_waiting: Any) -> None:
-    """DistributedFusedAdam, in one process here: as FusedAdam, and without waiting too."""
+    """DistributedFusedAdam in one process equals FusedAdam and does not wait either."""
     found = steps_without_waiting(
         level, lambda params: DistributedFusedAdam(params, lr=0.01, store_params=level != "O3"), no_waiting
     )
@@ -97,7 +97,7 @@ def test_no_optimizer_of_apex_waits(name: str, level: str, no_waiting: Any) -> N
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "LARC(FusedSGD)"])
 def test_pytorchs_operators_do_not_wait(name: str, no_waiting: Any) -> None:
-    """Where there is no Triton."""
+    """Without Triton, PyTorch's operators are used."""
     with _library.implementation("torch"):
         steps_without_waiting("O2", FUSED[name], no_waiting)
 
@@ -115,7 +115,7 @@ def test_nothing_waits_where_the_scale_never_changes(level: str, no_waiting: Any
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_fused_batch_norms(level: str, no_waiting: Any) -> None:
-    """The kernels of apex.contrib.groupbn, for which images must be large, learn as PyTorch's operators do."""
+    """The kernels of apex.contrib.groupbn, which need large images, train like PyTorch's operators."""
     inputs = torch.randn(8, 3, 272, 272, device="cuda").to(memory_format=torch.channels_last)
     kinds = torch.arange(8, device="cuda") % 4
     losses: dict[Any, list[Tensor]] = {Plain: [], fused: []}
@@ -221,7 +221,7 @@ def test_memory_of_masters() -> None:
 
 
 def test_weights_of_an_rnn_stay_in_one_piece() -> None:
-    """cuDNN wants them so, and PyTorch copies them at every call, with a warning, where they are not."""
+    """Otherwise PyTorch copies them for cuDNN at every call, with a warning."""
     model = nn.LSTM(4, 8, num_layers=2).cuda()
     quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
     assert len({param.untyped_storage().data_ptr() for param in model.parameters()}) == 1

@@ -1,4 +1,4 @@
-"""What `amp.initialize` takes, returns and refuses."""
+"""Arguments, results and errors of `amp.initialize`."""
 
 import copy
 import inspect
@@ -25,7 +25,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 # In and out ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_comes_back() -> None:
+def test_results_have_the_form_of_the_arguments() -> None:
     model = small_model()
     optimizer = sgd(model)
     assert quiet(model) is model
@@ -197,7 +197,7 @@ def test_numbers_and_flags_of_numpy() -> None:
 
 
 def test_a_disabled_amp_asks_for_nothing_else() -> None:
-    """Scripts give the level that the command line has, or none."""
+    """Scripts pass the level of their command line, or none."""
     model = small_model()
     assert quiet(model, enabled=None, opt_level=None, loss_scale="none") is model
     assert quiet(model, enabled=False, opt_level="", num_losses=0) is model
@@ -207,7 +207,7 @@ def test_a_disabled_amp_asks_for_nothing_else() -> None:
 
 
 def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
-    """`initialize` raises, and a session that was there before goes on as if nothing had been tried."""
+    """Check that `initialize` raises and that an existing session continues unchanged."""
     model = small_model(seed=5)
     model, optimizer = quiet(model, FusedAdam(model.parameters(), lr=0.01), opt_level="O2", num_losses=2)
     twin = small_model(seed=5)
@@ -356,7 +356,7 @@ def test_a_scripted_model() -> None:
 @pytest.mark.parametrize("second", LEVELS)
 @pytest.mark.parametrize("first", ["O1", "O2", "O3"])
 def test_a_second_initialize_replaces_the_first(first: str, second: str) -> None:
-    """Numbers are those of a pair that was only ever initialized the second way."""
+    """Compare with a model and optimizer that were only initialized the second way."""
     model = small_model()
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     model, optimizer = quiet(model, optimizer, opt_level=first)
@@ -375,7 +375,7 @@ def test_a_second_initialize_replaces_the_first(first: str, second: str) -> None
     assert_same(masters, amp.master_params(optimizer))
 
 
-def test_initializing_again_in_mid_training_keeps_what_was_learned() -> None:
+def test_initializing_again_keeps_the_trained_weights() -> None:
     model = small_model()
     model, optimizer = quiet(model, FusedAdam(model.parameters(), lr=0.01), opt_level="O2")
     train(model, optimizer, 3)
@@ -388,8 +388,8 @@ def test_initializing_again_in_mid_training_keeps_what_was_learned() -> None:
     train(model, optimizer, 3)
 
 
-def test_a_copied_optimizer_is_refused_where_there_are_masters() -> None:
-    """Its step would update copies of the masters, and leave the copied model as it is."""
+def test_a_copied_optimizer_with_masters_is_refused() -> None:
+    """Its step would update copies of the masters and not the copied model."""
     model = small_model()
     copied, optimizer = copy.deepcopy(quiet(model, FusedAdam(model.parameters()), opt_level="O5"))
     with pytest.raises(RuntimeError, match="has not seen"), amp.scale_loss(loss_of(copied, 0), optimizer):
@@ -479,7 +479,7 @@ def test_amp_keeps_nothing_alive() -> None:
 
 
 def test_arguments_of_other_variants_are_taken() -> None:
-    """ROCm's and Ascend's, by keyword."""
+    """Pass the arguments of ROCm's and Ascend's variants by keyword."""
     model = small_model()
     model, optimizer = quiet(
         model,

@@ -60,7 +60,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     ),
 }  # fmt: skip
 
-# What follows the tensors.
+# Arguments after the tensors.
 OTHERS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
     **dict.fromkeys(("pow", "__pow__", "__rpow__"), lambda m: (2,)),
     **dict.fromkeys(("cumprod", "cumsum", "logsumexp", "softmax", "log_softmax", "softmin"), lambda m: (1,)),
@@ -73,6 +73,9 @@ OTHERS: dict[str, Callable[[Make], tuple[Any, ...]]] = {
     "local_response_norm": lambda m: (2,),
     "ctc_loss": lambda m: (m.i(1, 2) + 1, (5,), (2,)),
 }
+# CUDA builds of PyTorch 2.6 and 2.9 ask the driver which implementation of these to take, if dtypes or sizes allow
+# several. That of 2.15 does not.
+MAY_ASK_THE_DRIVER = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention")
 COMPARISONS = {f"{prefix}{name}{prefix}" for name in ("eq", "ge", "gt", "le", "lt", "ne") for prefix in ("", "__")}
 
 
@@ -91,7 +94,7 @@ def call(overrides: ModuleType, kind: str, name: str, make: Make) -> Any:
 
 
 def wrong(make: Make, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The functions on the lists whose result has another type than their list says."""
+    """Return the listed functions whose result has another dtype than their list requires."""
     found = {}
     half = "FP16_FUNCS" if make.low == torch.float16 else "BFLOAT16_FUNCS"
     expected = {half: make.low, "FP32_FUNCS": torch.float32, "CASTS": torch.float32, "SEQUENCE_CASTS": torch.float32}
@@ -100,7 +103,12 @@ def wrong(make: Make, without: tuple[str, ...] = ()) -> dict[str, Any]:
             for name in getattr(overrides, kind, ()):
                 if name in without:
                     continue
-                result = call(overrides, kind, name, make)
+                try:
+                    result = call(overrides, kind, name, make)
+                except RuntimeError as error:
+                    if name in MAY_ASK_THE_DRIVER and "driver" in str(error):
+                        continue
+                    raise
                 if name == "equal":
                     assert result is True
                 elif result.dtype != (torch.bool if name in COMPARISONS else dtype):
@@ -115,7 +123,7 @@ def test_every_name_is_cast_as_its_list_says(low: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["O1", "O4"])
-def test_and_on_a_gpu_that_is_not_there(low: torch.dtype) -> None:
+def test_every_name_is_cast_with_fake_gpu_tensors(low: torch.dtype) -> None:
     with pretended_gpu(low) as make:
         assert wrong(make, without=(*NEED_A_GPU, "equal", "pdist")) == {}
 
@@ -162,7 +170,7 @@ def softmax() -> torch.dtype:
 
 
 def test_a_function_that_was_moved_to_half_precision() -> None:
-    """What Tacotron 2 does before it calls initialize."""
+    """Do as Tacotron 2 before it calls initialize."""
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
     original = F.softmax

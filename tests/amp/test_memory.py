@@ -30,7 +30,7 @@ WIDTH, WORDS, LENGTH = 32, 128, 256
 
 
 class Language(nn.Module):
-    """A stream of activations to which every block adds, and many outputs: what takes memory in a transformer."""
+    """A residual stream and many outputs, which take most of a transformer's memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Te
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_look_through() -> None:
-    """Tests here collect garbage several times, which takes 0.3 s among all that other tests have imported."""
+    """Freeze existing objects: collecting garbage among them takes 0.3 s each time."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # imports PyTorch's compiler
     gc.collect()
     gc.freeze()
@@ -76,8 +76,8 @@ def step(model: nn.Module, optimizer: Any, data: tuple[Tensor, Tensor]) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_stays_between_steps(name: str, level: str) -> None:
-    """Weights, their masters and the optimizer's state: no gradient, no third copy of a weight."""
+def test_memory_between_steps(name: str, level: str) -> None:
+    """Only weights, masters and optimizer state remain: no gradient, no third copy of a weight."""
     data = PROBLEMS["language"][1]()
     gc.collect()
     with LiveStorages(lambda tensor: True) as live:
@@ -96,7 +96,7 @@ def test_what_stays_between_steps(name: str, level: str) -> None:
 
 
 def peak(level: str, name: str, make: Callable[[Any], Any]) -> int:
-    """The most bytes at once in steps after the first."""
+    """Return the peak memory of steps after the first."""
     new_model, new_data = PROBLEMS[name]
     data = new_data()
     gc.collect()
@@ -114,7 +114,7 @@ def peak(level: str, name: str, make: Callable[[Any], Any]) -> int:
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O4", "O5")], ids="-".join)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_masters_cost_no_more_than_casting(name: str, levels: tuple[str, str]) -> None:
-    """Where activations are most of it, O2 is below O1 or level: half-precision weights are there in both."""
+    """Check that O2 takes at most as much as O1 if activations dominate: both have half-precision weights."""
     casting, masters = (peak(level, name, OPTIMIZERS["FusedAdam"][1]) for level in levels)
     assert masters <= casting + SMALL
     if name == "language":  # the stream is in float32 under autocast
@@ -122,7 +122,7 @@ def test_masters_cost_no_more_than_casting(name: str, levels: tuple[str, str]) -
 
 
 def test_outputs_in_half_precision_take_less() -> None:
-    """What `cast_model_outputs` is for: the model's own float32 copy of many outputs."""
+    """Check that `cast_model_outputs` avoids the model's float32 copy of many outputs."""
     sizes = []
     for outputs in (None, torch.float16):
         data = PROBLEMS["language"][1]()

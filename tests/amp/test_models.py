@@ -263,7 +263,7 @@ for level in sys.argv[2:]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_three_lines(device: str, tmp_path: Path) -> None:
-    """In a process of its own, where a warning is an error."""
+    """Run in a new process, in which a warning is an error."""
     result = run_python("-c", SCRIPT, device, "O1", "O2", cwd=tmp_path, environment=os.environ)
     assert result.returncode == 0, result.stderr
     losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss ")]

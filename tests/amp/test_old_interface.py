@@ -13,7 +13,7 @@ from tests.amp.common import assert_same, batch, quiet, small_model, values
 
 
 def product() -> torch.dtype:
-    """The type that a matrix product has here and now."""
+    """Return the dtype of a matrix product under the current casts."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
@@ -174,7 +174,7 @@ def test_decorators() -> None:
     assert half_function is amp.half_function
 
 
-def test_what_a_decorated_function_calls_is_cast_as_always() -> None:
+def test_operators_inside_a_decorated_function_are_cast_as_usual() -> None:
     @amp.half_function
     def attention(q: Tensor, k: Tensor) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         scores = q @ k
@@ -186,7 +186,7 @@ def test_what_a_decorated_function_calls_is_cast_as_always() -> None:
 
 @pytest.mark.parametrize("preferred", [None, True, False])
 def test_registered_functions_run_in_the_users_type(preferred: bool | None) -> None:
-    """Also where PyTorch's own list says otherwise: the user knows."""
+    """The user's registration overrides PyTorch's list."""
     namespace = type("namespace", (), {"function": staticmethod(types)})
     originals = torch.einsum, torch.matmul, F.softmax, torch.Tensor.exp
     amp.register_half_function(torch, "einsum")

@@ -107,7 +107,7 @@ def test_an_overflow_changes_nothing(name: str, level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", ["torch.SGD", "torch.Adam", "apex.FusedAdam", "apex.FusedSGD", "apex.FusedLAMB"])
 def test_other_levels(level: str, name: str) -> None:
-    """Losses follow those of float32."""
+    """Check that the losses are close to float32's."""
     if (level, name) == ("O3", "torch.Adam"):
         pytest.skip("its second moments and its eps do not fit in float16; FusedAdam keeps them in float32")
     losses = {}
@@ -119,7 +119,7 @@ def test_other_levels(level: str, name: str) -> None:
     assert losses[level] == pytest.approx(losses["O0"], rel=0.02)
 
 
-def test_an_optimizer_that_is_not_for_amp() -> None:
+def test_an_optimizer_without_support_for_amp() -> None:
     model = small_model()
     with pytest.raises(RuntimeError, match=r"apex\.optimizers\.FusedSGD is"):
         quiet(model, apex.contrib.optimizers.FusedSGD(model.parameters(), lr=0.1), opt_level="O2")
@@ -193,7 +193,7 @@ def test_by_every_route(name: str, route: Route) -> None:
 
 
 def test_a_subclass_with_a_step_of_its_own() -> None:
-    """Written for the original: it calls the kernel, which knows nothing of the model."""
+    """The subclass was written for the original and calls the kernel, which does not write the model."""
 
     class Own(FusedAdam):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -227,7 +227,7 @@ UNSCALING = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLARS", "FusedNovoGr
     [*((kind, "O2", 1) for kind in UNSCALING), ("FusedSGD", "O2", 3), ("FusedAdam", "O5", 1)],
 )
 def test_without_materialized_master_gradients(kind: str, level: str, passes: int) -> None:
-    """The same numbers, up to the rounding of sums in half precision; no float32 gradients of half parameters."""
+    """Compare numbers, up to rounding of sums in half precision; half parameters get no float32 gradients."""
     results = []
     for materialize in (True, False):
         model = small_model()
@@ -277,7 +277,7 @@ def test_sums_that_half_precision_cannot_hold(route: Route, capsys: pytest.Captu
 
 @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
 def test_gradients_keep_the_smallest_scale(loss_scale: Any) -> None:
-    """Losses with scales of their own, in either order; a parameter that only the first one uses."""
+    """Two losses with their own scales, in either order, and a parameter that only the first one uses."""
     for scales in ((1024.0, 64.0), (64.0, 1024.0)):
         model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
         sgd = FusedSGD(model.parameters(), lr=1.0, materialize_master_grads=False)
@@ -427,7 +427,7 @@ def test_zero_grad() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_zero_grad_of_an_optimizer_that_keeps_zeros(level: str) -> None:
-    """Where masters have the sums, zeros for the model's own gradients would be for nothing."""
+    """If masters have the sums, zeros in the model's own gradients would be useless."""
     model = small_model()
     model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1, momentum=0.9), opt_level=level)
     train(model, optimizer, 1)

@@ -1,4 +1,4 @@
-"""What is said about skipped steps, and what happens when the scale cannot be lowered any further."""
+"""Messages about skipped steps, and the error when the scale cannot be lowered any further."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_a_good_step_restores_patience() -> None:
 
 
 def test_overflow_of_one_of_several_losses_skips_the_step() -> None:
-    """Two losses, one optimizer, a scale each."""
+    """Use two losses with a scale each and one optimizer."""
     for kind in (torch.optim.SGD, FusedSGD):
         model, optimizer = prepared(kind, num_losses=2, verbosity=0)
         before = model[0].weight.detach().clone()
@@ -117,7 +117,7 @@ def test_overflow_of_one_of_several_losses_skips_the_step() -> None:
 
 
 def test_delay_overflow_check() -> None:
-    """The scale stays, the step happens: the caller looks after overflow."""
+    """The scale does not change and the step happens: the caller checks for overflow."""
     model, optimizer = prepared(verbosity=0)
     with amp.scale_loss(loss_of(model, 0, float("inf")), optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()

@@ -1,4 +1,4 @@
-"""What docs/amp.md says about weights in O2 and O5, one test for each sentence."""
+"""Statements of docs/amp.md about weights in O2 and O5, one test for each."""
 
 import copy
 from typing import Any
@@ -159,7 +159,7 @@ def test_numbers_that_do_not_fit() -> None:
 @kinds
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> None:
-    """Where gradients are scaled they can be neither unscaled twice nor used; nothing changes, and training goes on."""
+    """Scaled gradients can neither be unscaled twice nor used; the error changes nothing, and training continues."""
     model = small_model()
     model, optimizer = quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, loss_scale=16.0)
     train(model, optimizer, 1)
@@ -182,7 +182,7 @@ def test_scale_loss_and_steps_inside_of_scale_loss(level: str, kind: Any) -> Non
 @kinds
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_an_inner_scale_loss_that_does_not_unscale(level: str, kind: Any) -> None:
-    """The outer one unscales what both have added, once, and keeps the gradients that were there before."""
+    """Check that the outer scale_loss unscales the sum once and keeps earlier gradients."""
     results = []
     for nests in (False, True):
         model = small_model()

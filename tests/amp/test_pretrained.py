@@ -38,7 +38,7 @@ class PreTrainedModel(nn.Module):
 
 
 def saved(model: Any, folder: Path, **options: Any) -> tuple[str, str]:
-    """Return the dtype that is written into the configuration, and that of the first tensor in the file."""
+    """Return the dtype in the written configuration, and the dtype of the first tensor in the file."""
     model.save_pretrained(folder, **options)
     written = json.loads((folder / "config.json").read_text())["dtype"]
     return written, str(next(iter(torch.load(folder / "model.bin").values())).dtype)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trains every case to the end, saving in the middle; then lets a new process continue from there."""
+    """Train every case to the end and save in the middle; then continue from there in a new process."""
     folder = tmp_path_factory.mktemp("resume")
     for case in cases():
         model, optimizer = prepared(case, seed=0)
@@ -49,7 +49,7 @@ def test_equal_bits(case: Any, results: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
-def test_another_level_goes_on_from_the_same_weights(level: str, tmp_path: Path) -> None:
+def test_another_level_continues_from_the_same_weights(level: str, tmp_path: Path) -> None:
     model = small_model()
     model, optimizer = quiet(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), opt_level="O2")
     train(model, optimizer, 3)

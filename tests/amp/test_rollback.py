@@ -76,7 +76,7 @@ def test_a_module_that_cannot_be_cast(level: str) -> None:
 @pytest.mark.parametrize("first", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("second", ["O1", "O2", "O5"])
 def test_a_second_initialize(first: str, second: str) -> None:
-    """The session of the first goes on, to the bit."""
+    """The first session continues bit for bit."""
     runs = []
     for fails in (False, True):
         model = small_model()

@@ -1,6 +1,6 @@
-"""Which function runs in which type between initialize and shutdown: upstream's lists, on a CPU and on a GPU.
+"""Dtypes of functions between initialize and shutdown: upstream's lists, on a CPU and on a GPU.
 
-The GPU's rules are held without one: with fake tensors, operators go through the same autocast kernels.
+The GPU's rules are checked without a GPU: fake tensors go through the same autocast kernels.
 """
 
 import contextlib
@@ -195,7 +195,7 @@ def test_on_a_cpu(name: str, low: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def pretended_gpu(low: torch.dtype) -> Iterator[Make]:
-    """Autocast for GPUs with apex's kernels, on tensors without memory."""
+    """Yield with autocast for GPUs and apex's rules, for fake tensors."""
     kernels = RuleKernels()
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", low)
@@ -212,7 +212,7 @@ NEED_A_GPU = ("grid_sample", "ctc_loss")
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in NEED_A_GPU])
-def test_on_a_gpu_that_is_not_there(name: str) -> None:
+def test_rules_of_a_gpu_with_fake_tensors(name: str) -> None:
     with pretended_gpu(torch.float16) as make:
         check(*CALLS[name], make)
 
@@ -235,7 +235,7 @@ def test_equal_of_mixed_types() -> None:
 
 
 def test_the_numbers_are_float32_numbers() -> None:
-    """What is cast up is computed there, not rounded on the way."""
+    """Check that a function cast to float32 computes in float32 without rounding in between."""
     quiet(nn.Linear(1, 1), opt_level="O1")
     x = torch.linspace(0.1, 0.9, 50).half()
     assert torch.equal(torch.exp(x), torch.exp(x.float()))
@@ -284,7 +284,7 @@ def test_the_advice_for_banned_functions_works() -> None:
 
 
 def test_in_place_where_casts_are_off() -> None:
-    """In a backward pass, an optimizer's step, or disable_casts; and for types that amp does not cast."""
+    """Casts are off in backward passes, optimizer steps and disable_casts, and for dtypes that amp does not cast."""
     quiet(nn.Linear(1, 1), opt_level="O1")
     half = torch.zeros(2).half()
     with amp.disable_casts():

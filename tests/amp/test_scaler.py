@@ -63,7 +63,7 @@ def test_sequence(overflows: list, start: float, window: int, bounds: tuple, gro
 @settings(max_examples=50, deadline=None)
 @given(overflows=st.lists(st.booleans(), min_size=1, max_size=30), growth=st.floats(1, 3), backoff=st.floats(0.3, 1))
 def test_sequence_with_factors_that_are_no_powers_of_two(overflows: list, growth: float, backoff: float) -> None:
-    """In float32, so to a rounding per change."""
+    """Compare up to one float32 rounding per change."""
     ours = LossScaler("dynamic", 2.0**10, growth, 3, backoff_factor=backoff)
     theirs = Model(2.0**10, 3, None, 2.0**24, growth, backoff)
     for overflow in overflows:
@@ -131,7 +131,7 @@ def test_attributes_that_clients_read_and_write() -> None:
     scaler._scale_seq_len = 1
     assert scaler.update_scale() is False
     assert scaler._loss_scale == 128.0
-    # As NVIDIA's BERT does after reducing gradients itself: an integer flag in the place of amp's.
+    # NVIDIA's BERT reduces gradients itself and replaces amp's flag by an integer.
     flag, scaler._overflow_buf = scaler._overflow_buf, torch.tensor([1], dtype=torch.int32)
     assert scaler.update_scale()
     assert scaler._loss_scale == 64.0
@@ -150,7 +150,7 @@ def test_a_scale_set_outside_of_the_bounds() -> None:
 
 
 def test_an_update_scale_of_the_clients_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projects that shard models replace it to ask all processes; its answer counts."""
+    """Projects that shard models replace it to ask all processes; amp uses its result."""
     calls = []
 
     def update_scale(self: LossScaler) -> bool:
@@ -244,7 +244,7 @@ GOOD = {"loss_scale": 8.0, "unskipped": 5}
     ],
 )
 def test_bad_scales_change_nothing(error: type[Exception], match: str, entry: Any) -> None:
-    """Not even the scale of the first loss, which is good."""
+    """Not even the valid scale of the first loss is loaded."""
     quiet(small_model(), opt_level="O2", num_losses=2)
     before = amp.state_dict()
     with pytest.raises(error, match=match):
@@ -320,7 +320,7 @@ def test_unknown_loss(loss_id: Any) -> None:
     ],
 )
 def test_bad_arguments_of_scale_loss(match: str, arguments: dict, level: str) -> None:
-    """Refused before gradients are touched."""
+    """They are refused before gradients change."""
     model = small_model()
     model, optimizer = quiet(model, FusedSGD(model.parameters(), lr=0.1), opt_level=level)
     with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:

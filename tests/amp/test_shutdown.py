@@ -17,7 +17,7 @@ from tests.amp.common import LEVELS, assert_same, loss_of, quiet, small_model, t
 
 
 def picture(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Everything that amp may have changed."""
+    """Return everything that amp may have changed."""
     return {
         "class": type(model),
         "attributes": {m: sorted(vars(m)) for m in model.modules()},
@@ -139,12 +139,12 @@ def test_autocast_of_the_users_own_is_restored() -> None:
 
 
 def product() -> torch.dtype:
-    """What a thread's autocast makes of a product."""
+    """Return the dtype of a product under the thread's autocast."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def in_thread(function: Any) -> Any:
-    """What a function returns in a thread of its own."""
+    """Return the result of a function that runs in a new thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
@@ -165,7 +165,7 @@ def test_autocast_blocks_that_end_before_amp_does() -> None:
 
 
 def test_an_autocast_block_around_shutdown() -> None:
-    """The block is the user's while it lasts; its end puts amp's casts back, and the next call of amp ends them."""
+    """Inside the block the user's autocast counts. Its end restores amp's casts, and the next call of amp ends them."""
     quiet(small_model(), opt_level="O1")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         amp.shutdown()

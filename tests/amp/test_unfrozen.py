@@ -36,7 +36,7 @@ def add_group(model: nn.Module, optimizer: Any) -> None:
 
 
 def trained(model: nn.Sequential, way: Any) -> Any:
-    """What the optimizer is made with: with `add_group`, all but the last layer."""
+    """Return the parameters for the optimizer: with `add_group`, all but the last layer's."""
     return model.parameters() if way is unfreeze else model[:3].parameters()
 
 
@@ -101,7 +101,7 @@ def test_frozen_weights_take_no_more_memory() -> None:
 
 
 def test_a_frozen_weight_that_changes_after_loading() -> None:
-    """As a teacher's, which follows the student: what was loaded is forgotten where the weight is another."""
+    """Change a weight as a teacher that follows its student: the loaded exact value is then forgotten."""
     model = frozen(seed=0)
     model, _ = quiet(model, FusedAdam(model.parameters()), opt_level="O2")
     loaded = small_model(seed=7)

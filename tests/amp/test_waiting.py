@@ -17,7 +17,7 @@ from tests.amp.test_optimizers import MAKERS, make
 
 
 def host_knows(optimizer: Any, model: nn.Module) -> bool:
-    """Whether the host was told of an overflow before the step."""
+    """Return whether the host knew of an overflow before the step."""
     with amp.scale_loss(loss_of(model, 0, float("inf")), optimizer) as scaled:
         scaled.backward()
     return optimizer._amp_stash.already_patched
@@ -53,12 +53,12 @@ def test_torchs_fused_adam_takes_the_flag() -> None:
 
 @pytest.fixture
 def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers on their way to the host never arrive."""
+    """Make copies to the host never arrive."""
     monkeypatch.setattr(sys.modules["apex.amp.scaler"], "_copy_to_host", lambda tensor: (tensor, lambda: False))
 
 
 def steps(name: str, level: str, **options: Any) -> None:
-    """Accumulation, clipping, zeros and updates of a model without values."""
+    """Train a model without values: accumulation, clipping, zeros and updates."""
     model = small_model(device="meta")
     model, optimizer = quiet(model, make(name, model.parameters()), opt_level=level, **options)
     for count in (2, 1):

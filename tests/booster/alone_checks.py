@@ -1,4 +1,4 @@
-"""Those of `process_checks` that one process runs: the combinations that four do not."""
+"""The checks of `process_checks` for one process: the combinations that four processes do not run."""
 
 from tests.booster import process_checks
 

@@ -1,8 +1,7 @@
-"""Those of `process_checks` that four processes run: every second combination of a plugin and a precision.
+"""The checks of `process_checks` for four processes: every second combination of a plugin and a precision.
 
-Resuming to the bit is that of `TorchDDPPlugin(find_unused_parameters=True)` where it is torch's: without, torch's
-DistributedDataParallel changes the order of its buckets after its first step, and with it that in which the gradients
-of more than two processes are summed up.
+Bit-exact resuming with torch's DistributedDataParallel is checked with `find_unused_parameters=True`. Without it the
+order of its buckets changes after the first step, and so does the order of the sums of more than two gradients.
 """
 
 from tests.booster import process_checks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.plugin import (
     GradientCheckpointConfig,
     HybridParallelPlugin,
@@ -72,7 +72,7 @@ def criterion(outputs: Tensor, inputs: Any) -> Tensor:
 
 @functools.cache
 def plain(steps: int, split: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Weights before and after, and losses, of one process."""
+    """Return the weights before and after training in one process, and the losses."""
     parallel_state.destroy_model_parallel()
     start = model_of(False)
     if split:  # their biases are zero, and their weights drawn in another way
@@ -143,7 +143,7 @@ def equality(precision: str, **options: Any) -> Check:
 
 
 def resumes(precision: str, shard: bool, **options: Any) -> Check:
-    """To the bit, with the same layout; what was saved is that of a whole model, and every other layout loads it."""
+    """Return a check that a run resumes bit for bit, and that every other layout loads its whole checkpoint."""
 
     def check(rank: int) -> None:
         with ended():
@@ -181,7 +181,7 @@ def resumes(precision: str, shard: bool, **options: Any) -> Check:
 
 
 def overflow(precision: str, **options: Any) -> Check:
-    """In one process, or in its loss, skips the step in all."""
+    """Check that an overflow in one process, or in its loss, skips the step in all."""
 
     def check(rank: int) -> None:
         with ended():
@@ -205,7 +205,7 @@ def overflow(precision: str, **options: Any) -> Check:
 
 
 def trains_without_pipelines(rank: int) -> None:
-    """`backward` of the Booster, as with every other plugin, and `no_sync`."""
+    """Train with `booster.backward`, as with every other plugin, and `no_sync`."""
     _, after, _ = plain(STEPS, True)
     for zero_stage in (0, 1):
         with ended():
@@ -248,7 +248,7 @@ def evaluates(rank: int) -> None:
 
 
 def measures(rank: int) -> None:
-    """`get_grad_norm` has the last step's norm, and changes nothing."""
+    """Check that `get_grad_norm` returns the last step's norm and changes nothing."""
     for options in ({"tp_size": 2}, {"pp_size": 2}, {"pp_size": 2, "zero_stage": 1}):
         with ended():
             found: dict[bool, dict[str, Tensor]] = {}
@@ -267,7 +267,7 @@ def measures(rank: int) -> None:
 
 
 def saves_others_beside_stages(rank: int) -> None:
-    """A model that is not split, trained in the processes that have just trained the stages of another one."""
+    """Save a model without stages in processes that have just trained the stages of another model."""
     with ended():
         booster, parts = boosted("fp32", pp_size=2)
         train(booster, parts, range(1))
@@ -298,7 +298,7 @@ def is_refused(rank: int) -> None:
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
             NotImplementedError,
-            "sequence_parallelism_mode='ring' is not there",
+            "sequence_parallelism_mode='ring' is not supported",
         ),
         ({"no_such": 1}, TypeError, "no_such"),
         ({"sp_size": 2}, ValueError, "sp_size=2 needs enable_sequence_parallelism"),
@@ -317,7 +317,7 @@ def is_refused(rank: int) -> None:
 
 
 def ranks_that_differ(rank: int) -> None:
-    """Numbers of microbatches, by `boost`; learning rates of tensor-parallel ranks, by the first step."""
+    """Check that `boost` compares numbers of microbatches, and the first step tensor-parallel learning rates."""
     with ended():
         booster = make(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2 + 2 * rank, precision="fp32"))
         with pytest.raises(RuntimeError, match="num_microbatches of the plugin is 2 in rank 0 and 4 in rank 1"):
@@ -330,7 +330,7 @@ def ranks_that_differ(rank: int) -> None:
 
 
 def checkpoints_layers(rank: int) -> None:
-    """Stage 0 has two layers, of which it computes one twice; stage 1 has four and computes none twice."""
+    """Check that stage 0 computes one of its two layers twice, and stage 1 none of its four."""
     _, after, _ = plain(STEPS, False)
     with ended():
         config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1, 0])

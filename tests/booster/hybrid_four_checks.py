@@ -13,7 +13,7 @@ from tests.parallel.processes import Check
 
 
 class Mixture(nn.Module):
-    """A dense weight that all ranks share and an expert, each of which gets the gradient x."""
+    """A model of a dense weight that all ranks share and an expert; the gradient of both is x."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Mixture(nn.Module):
 
 
 def experts(rank: int) -> None:
-    """Two experts on two ranks each: own values, gradients summed over both and divided by four, one norm."""
+    """Train two experts on two ranks each: gradients are summed over both ranks and divided by four."""
     with ended():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
         booster = make(plugin=HybridParallelPlugin(precision="fp32", max_norm=1e9))

@@ -1,4 +1,4 @@
-"""Runs of the Booster of which one rank kills itself in a step or in a save; started by test_processes.py.
+"""Runs of the Booster in which one rank kills itself, in a step or in a save; started by test_processes.py.
 
 Argument: a folder. This process imports everything and divides, into the ranks of every run. Each run has a folder of
 its own with what its ranks printed and the checkpoints of its cases; `ends.json` has the exit codes of its ranks.
@@ -28,7 +28,7 @@ from tests.booster.problem import adam, net, train
 from tests.booster.process_checks import PLUGINS, needs_fsdp
 from tests.forked_ranks import die, start
 
-# What each killed run trains, plugin and precision, and the rank that dies.
+# The plugin, the precision and the rank that dies, of each killed run.
 KILLED = {
     "backward": ("zero 1", "fp16_naive", 1),
     "save": ("ddp", "fp16", 0),
@@ -41,7 +41,7 @@ EXACT_LAST = 3
 
 
 def train_case(name: str, plugin: str, precision: str, folder: Path, victim: bool) -> None:
-    """Trains from the newest checkpoint to the last step, and saves after every step; a victim dies after `SAVED`."""
+    """Train from the newest checkpoint to the last step and save after every step; a victim dies after `SAVED`."""
     booster, model = PLUGINS[plugin](precision), net()
     optimizer = adam(model)
     parts = booster.boost(model, optimizer, nn.CrossEntropyLoss(), None, LinearWarmupLR(optimizer, 8, 2))
@@ -57,7 +57,7 @@ def train_case(name: str, plugin: str, precision: str, folder: Path, victim: boo
 
 
 def arm(name: str, model: nn.Module) -> None:
-    """Has this process die in the next step, or in the save after it with half of the optimizer written."""
+    """Make this process die in the next step, or in the save after it with half of the optimizer written."""
     if name == "backward":
         next(model.parameters()).register_hook(die)
         return
@@ -72,14 +72,14 @@ def arm(name: str, model: nn.Module) -> None:
 
 
 def save(booster: Booster, parts: tuple[Any, ...], folder: Path, use_async: bool) -> None:
-    """The optimizer last: where it is there, so is the rest."""
+    """Save all parts, the optimizer last: a checkpoint with an optimizer is complete."""
     booster.save_lr_scheduler(parts[4], folder / "scheduler")
     booster.save_model(parts[0], folder / "model", use_async=use_async)
     booster.save_optimizer(parts[1], folder / "optimizer", shard=True, size_per_shard=0, use_async=use_async)
 
 
 def load_newest(booster: Booster, parts: tuple[Any, ...], folder: Path) -> int:
-    """Loads the newest whole checkpoint; the step that it was saved after."""
+    """Load the newest complete checkpoint; return the step that it was saved after."""
     step = max((int(path.parent.name) for path in folder.glob("*/optimizer")), default=0)
     if step:
         booster.load_model(parts[0], folder / str(step) / "model")

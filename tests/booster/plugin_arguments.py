@@ -145,7 +145,7 @@ OURS = {
 
 @dataclass
 class Acts:
-    """`key` of what is seen is `expected` with this value of the argument, and something else with the default."""
+    """An expectation: `key` of the observations is `expected` with this value, but not with the default."""
 
     value: Any
     key: str
@@ -184,7 +184,7 @@ class Prefetch:
 
 
 class Policy:
-    """As torch.distributed.fsdp.MixedPrecision."""
+    """A policy like torch.distributed.fsdp.MixedPrecision."""
 
     param_dtype, reduce_dtype, buffer_dtype = torch.bfloat16, torch.bfloat16, torch.float16
 
@@ -354,7 +354,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sequence_parallelism_mode": [
             Warns("split_gather", "no effect of sequence_parallelism_mode='split_gather'"),
             *[
-                Raises(mode, NotImplementedError, f"mode='{mode}' is not there", {"enable_sequence_parallelism": True})
+                Raises(mode, NotImplementedError, f"'{mode}' is not supported", {"enable_sequence_parallelism": True})
                 for mode in ("ring", "all_to_all", "ring_attn")
             ],
         ],

@@ -48,7 +48,7 @@ def net(seed: int = 0) -> Net:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Two parameter groups with options of their own; `eps` keeps tiny gradients from being noise."""
+    """Return an Adam with two parameter groups; `eps` keeps tiny gradients from becoming noise."""
     decays = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     return torch.optim.AdamW(
@@ -65,7 +65,7 @@ OPTIMIZERS = {"adam": adam, "sgd": sgd}
 
 @functools.cache
 def plain(optimizer_name: str = "adam", steps: int = STEPS) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses of plain float32 training; to be called first before `apex.amp` casts in this thread."""
+    """Return weights and losses of plain float32 training; call it before `apex.amp` casts in this thread."""
     model = net()
     optimizer, criterion = OPTIMIZERS[optimizer_name](model), nn.CrossEntropyLoss()
     losses = []
@@ -83,7 +83,7 @@ def plain(optimizer_name: str = "adam", steps: int = STEPS) -> tuple[dict[str, T
 def train(
     booster: Any, parts: tuple[Any, ...], steps: range = range(STEPS), rank: int = 0, ranks: int = 1
 ) -> list[float]:
-    """Losses of this process's part of each batch."""
+    """Train, and return the losses of this process's part of each batch."""
     model, optimizer, criterion = parts[:3]
     losses = []
     for step in steps:
@@ -98,9 +98,9 @@ def train(
 
 
 def assert_as_plain(weights: dict[str, Tensor], optimizer_name: str, tolerance: float, steps: int = STEPS) -> None:
-    """The way that weights have gone differs from plain PyTorch's by a small part of its length.
+    """Check that the change of the weights is close to plain PyTorch's, relative to its norm.
 
-    Single elements may differ more: Adam moves those with tiny gradients as far as others, in the direction of noise.
+    Single elements may differ more: Adam moves elements with tiny gradients as far as others, but in random directions.
     """
     start, (expected, _) = net().state_dict(), plain(optimizer_name, steps)
     assert weights.keys() == expected.keys()
@@ -111,7 +111,7 @@ def assert_as_plain(weights: dict[str, Tensor], optimizer_name: str, tolerance: 
 
 
 def assert_equal(found: Any, expected: Any) -> None:
-    """Equal bits, in nested containers."""
+    """Check that nested containers have equal bits."""
     assert type(found) is type(expected)
     if isinstance(expected, dict):
         assert found.keys() == expected.keys()

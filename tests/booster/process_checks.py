@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from apex import amp
 from apex.booster import Booster, _whole, checkpoint_io
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from apex.checkpoint import DamagedCheckpoint, _huggingface
@@ -44,7 +44,7 @@ needs_fsdp = torch.__version__ >= "2.7"  # 2.6 has none for a CPU
 
 
 def precision_of(name: str) -> Any:
-    """As an object, for plugins whose own names mean something else."""
+    """Return a precision object, because some plugins give the names another meaning."""
     if name == "fp16_apex":
         return FP16ApexMixedPrecision("O2", verbosity=0)
     return FP8MixedPrecision(smallest_weight=0) if name == "fp8" else mixed_precision_factory(name)
@@ -62,7 +62,7 @@ if needs_fsdp:
         "fsdp": lambda name: make(mixed_precision=_or_none(name), plugin=TorchFSDPPlugin()),
         "gemini": lambda name: make(plugin=GeminiPlugin(precision=_or_fp32(name), offload_optim_frac=1.0)),
     }
-# Those that few checks are of.
+# Plugins that few checks use.
 OTHERS: dict[str, Callable[[str], Booster]] = {
     "ddp in order": lambda name: make(plugin=TorchDDPPlugin(find_unused_parameters=True)),
     "none": lambda name: make(),
@@ -81,7 +81,7 @@ def _or_fp32(name: str) -> Any:
 
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
-    """Leaves nothing behind that later checks would see."""
+    """Clean up after a check, so that later checks see nothing of it."""
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def equality(plugin: str, precision: str, optimizer: str) -> Check:
-    """From an optimizer that has two parameter groups, and state of a step that was taken before boosting."""
+    """Return a check that training equals plain PyTorch's, from an optimizer with two groups and existing state."""
 
     def check(rank: int) -> None:
         plain(optimizer)
@@ -128,7 +128,7 @@ def starts_from_the_first_process(rank: int) -> None:
 
 
 def adds_up(plugin: str, precision: str) -> Check:
-    """Two backward passes, the first without an exchange, are one over both halves."""
+    """Return a check that two backward passes, the first in no_sync, equal one over both halves."""
 
     def check(rank: int) -> None:
         plain()
@@ -151,7 +151,7 @@ def adds_up(plugin: str, precision: str) -> Check:
 
 
 def overflow(plugin: str, precision: str) -> Check:
-    """In one process skips the step in all, and lowers the scale in all."""
+    """Return a check that an overflow in one process skips the step and lowers the scale in all."""
 
     def check(rank: int) -> None:
         with ended():
@@ -175,7 +175,7 @@ def overflow(plugin: str, precision: str) -> Check:
 
 
 def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
-    """To the bit, with new objects, from files; the scheduler and the loss scale too."""
+    """Return a check that new objects resume bit for bit from files, scheduler and loss scale included."""
 
     def check(rank: int) -> None:
         with ended():
@@ -211,10 +211,10 @@ def _train(booster: Booster, parts: tuple[Any, ...], steps: range, rank: int, ra
         parts[4].step()
 
 
-def goes_on_elsewhere(rank: int) -> None:
-    """What each plugin saved in two processes: the same bits in any number of processes and in other plugins.
+def checkpoints_load_in_other_plugins(rank: int) -> None:
+    """Check that a checkpoint of each plugin loads bit for bit in any number of processes and in other plugins.
 
-    Whoever trains on has the weights of one process without a plugin, but for roundings.
+    Training continued from it gives the weights of one process without a plugin, up to rounding.
     """
     for plugin in PLUGINS:
         ways = []
@@ -241,7 +241,7 @@ def goes_on_elsewhere(rank: int) -> None:
 
 
 def waits_for_a_save_elsewhere(rank: int) -> None:
-    """A load waits for what the first process still writes, and what went wrong there is raised in all."""
+    """Check that a load waits for the first process's save, whose error is raised in all processes."""
     booster, model = make(plugin=TorchDDPPlugin()), net()
     model, *_ = booster.boost(model)
     write = _huggingface.write_file
@@ -260,7 +260,7 @@ def waits_for_a_save_elsewhere(rank: int) -> None:
 
 
 def refuses_a_checkpoint_together(rank: int) -> None:
-    """One rank finds damage, a tensor that does not fit or a mad loss scale: no rank has changed anything."""
+    """Check that no rank changes anything if one rank finds damage, a misfit tensor or an invalid loss scale."""
     booster, model = make("fp16", TorchDDPPlugin()), net()
     model, optimizer, *_ = booster.boost(model, adam(model))
     booster.save_model(model, "fits")
@@ -304,7 +304,7 @@ def refuses_a_checkpoint_together(rank: int) -> None:
 
 
 def only_the_first_process_writes(rank: int) -> None:
-    """Each process gives a path of its own, and of these only that of the first is written, beside training or not."""
+    """Check that only the first process's path is written, whether asynchronously or not."""
     booster, model = make(plugin=TorchDDPPlugin()), net()
     model, optimizer, *_ = booster.boost(model, adam(model))
     for use_async in (False, True):
@@ -357,7 +357,7 @@ def clips_by_itself(rank: int) -> None:
 
 
 def measures(plugin: str, precision: str) -> Check:
-    """`get_grad_norm` has the last step's norm, before and after `zero_grad`, and training goes on as without it."""
+    """Check that `get_grad_norm` returns the last step's norm, also after `zero_grad`, and does not affect training."""
 
     def check(rank: int) -> None:
         _, norms = _measured("none", "fp32", (0, 1), asks=True)
@@ -371,7 +371,7 @@ def measures(plugin: str, precision: str) -> Check:
 
 
 def _measured(plugin: str, precision: str, place: tuple[int, int], asks: bool) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after some steps, and the norms of their gradients."""
+    """Return the weights after some steps, and the norms of their gradients."""
     booster, model = (PLUGINS | OTHERS)[plugin](precision), net()
     model, optimizer, criterion, *_ = booster.boost(model, adam(model), nn.CrossEntropyLoss())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in net().named_parameters()]
@@ -402,7 +402,7 @@ def refuses_plain_backward_passes(rank: int) -> None:
 
 
 def loads_into_a_model_that_was_trained(rank: int) -> None:
-    """The weights in ZeRO's state are loaded too, file by file; those of earlier files stay exact."""
+    """Check that ZeRO's float32 weights are loaded too, and that the next file keeps earlier ones exact."""
     for precision in ("fp32", "fp16_naive"):
         with ended():
             booster, model, folder = PLUGINS["zero 1"](precision), net(), Path(f"loaded again {precision}")
@@ -421,7 +421,7 @@ def loads_into_a_model_that_was_trained(rank: int) -> None:
 
 
 def _train_without_rate(booster: Booster, parts: tuple[Any, ...], rank: int) -> None:
-    """A step that leaves the weights as they are."""
+    """Take a step with a learning rate of zero."""
     rates = [group["lr"] for group in parts[1].param_groups]
     for group in parts[1].param_groups:
         group["lr"] = 0.0
@@ -451,7 +451,7 @@ class Wider(Net):
 
 
 class Reordered(Net):
-    """The same layers in another order."""
+    """A Net with its layers in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +459,7 @@ class Reordered(Net):
 
 
 def ranks_that_differ(plugin: str) -> Check:
-    """What the last rank has otherwise is named in all ranks, by `boost`, which changes nothing, or the first step."""
+    """Return a check that all ranks name the last rank's difference in `boost` or in the first step."""
 
     def check(rank: int) -> None:
         last = dist.get_world_size() - 1
@@ -494,7 +494,7 @@ def ranks_that_differ(plugin: str) -> Check:
 
 
 def other_loss_scales(rank: int) -> None:
-    """A loss scale that was set in one rank only is found in the first step."""
+    """Check that the first step finds a loss scale that was set in one rank only."""
     for plugin in PLUGINS:
         with ended():
             booster, model = PLUGINS[plugin]("fp16"), net()
@@ -526,7 +526,7 @@ for plugin in PLUGINS:
 if needs_fsdp:
     CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
 CHECKS |= {
-    "goes on elsewhere": goes_on_elsewhere,
+    "goes on elsewhere": checkpoints_load_in_other_plugins,
     "is refused": is_refused,
     "waits for a save elsewhere": waits_for_a_save_elsewhere,
     "refuses a checkpoint together": refuses_a_checkpoint_together,

@@ -65,7 +65,7 @@ def test_arguments_are_checked() -> None:
             getattr(plugin, name)()
 
 
-def test_what_boost_and_backward_are_given_is_checked() -> None:
+def test_arguments_of_boost_and_backward_are_checked() -> None:
     model = net()
     optimizer = adam(model)
     booster = make()
@@ -111,7 +111,7 @@ def test_an_optimizer_may_update_more_or_less_than_the_model() -> None:
     booster.boost(nn.ReLU(), torch.optim.SGD([centers], lr=0.1))  # a model without parameters
 
 
-def test_what_a_plugin_controls_is_ignored_with_a_warning() -> None:
+def test_arguments_that_a_plugin_controls_are_ignored_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="decides on the device: device='meta' is ignored"):
         booster = Booster(device="meta", plugin=Controlling())
     assert booster.device != torch.device("meta")
@@ -155,8 +155,8 @@ def test_boost_returns_five_and_trains_as_pytorch() -> None:
 
 @pytest.mark.filterwarnings("ignore:fp8. no layer of the model")
 @pytest.mark.parametrize("precision", [None, "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"])
-def test_a_scheduler_from_before_goes_on_without_warnings(precision: str | None, capsys: Any) -> None:
-    """Made on the raw optimizer with a total of 2 and 50 steps of warm-up; the first step overflows."""
+def test_an_existing_scheduler_keeps_working_without_warnings(precision: str | None, capsys: Any) -> None:
+    """The scheduler is made on the raw optimizer, with 2 steps and 50 steps of warm-up; the first step overflows."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = LinearWarmupLR(optimizer, 2, 50)
@@ -263,8 +263,8 @@ def test_a_step_takes_no_closure_where_gradients_are_changed_before_it(precision
         optimizer.step(lambda: None)
 
 
-def test_gradients_wait_for_what_is_left_to_do_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO must not take the gradients of a split model before they are finalized, whichever backward pass it was."""
+def test_zero_takes_gradients_only_after_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO must not take the gradients of a split model before they are finalized, by any kind of backward pass."""
     model = net()
     _, optimizer, *_ = make().boost(model, adam(model))
     held: list[str] = []

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apex.booster import Booster
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.checkpoint import DamagedCheckpoint, _huggingface
 
 from .problem import adam, assert_equal, net, train
@@ -38,7 +38,7 @@ def test_every_format_gives_back_the_bits(shard: bool, use_safetensors: bool, us
     booster.save_model(parts[0], path, use_safetensors=use_safetensors, **options)
     booster.save_optimizer(parts[1], tmp_path / "optimizer", **options)
     expected = whole_model(parts[0], copies=True), whole_optimizer(parts[1], copies=True)
-    train(booster, parts, range(2, 3))  # what is being written does not change
+    train(booster, parts, range(2, 3))  # the save in progress must not see this
     booster.wait_for_saves()
     other, loaded = trained(seed=1)
     other.load_model(loaded[0], path, low_cpu_mem_mode=not shard, num_threads=1 + use_async)
@@ -96,7 +96,7 @@ def test_other_files_of_a_folder_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_failure_leaves_what_was_there(shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_checkpoint(shard: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     booster, parts = trained()
     path = tmp_path / "model"
     booster.save_model(parts[0], path, shard=shard, size_per_shard=0)
@@ -133,7 +133,7 @@ def test_an_asynchronous_failure_is_raised_later(tmp_path: Path, monkeypatch: py
     assert "apex-booster-save" in threads[0]
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     booster, parts = trained()
     booster.save_model(parts[0], tmp_path / "model")
     booster.save_optimizer(parts[1], tmp_path / "optimizer")
@@ -177,7 +177,7 @@ def test_tied_weights(tmp_path: Path) -> None:
 
 
 def test_a_missing_buffer_among_distributed_ones(tmp_path: Path) -> None:
-    """DTensors have no address of their own, and yet are not all the same."""
+    """DTensors all have the address 0, and must not be taken for one tensor."""
     from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -198,7 +198,7 @@ def test_a_missing_buffer_among_distributed_ones(tmp_path: Path) -> None:
 
 
 def test_buffers_of_several_chunks() -> None:
-    """State dicts of chunks are not alive at the same time, so that a tensor is none by its id."""
+    """State dicts of chunks do not live at the same time, so that ids of tensors may repeat."""
     model = SimpleNamespace(chunks=[nn.ModuleDict({str(index): nn.BatchNorm1d(2)}) for index in range(8)])
     for index, chunk in enumerate(model.chunks):
         chunk[str(index)].running_mean.fill_(index)
@@ -219,7 +219,7 @@ def test_the_package_safetensors_is_not_needed(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("precision", ["fp16_naive", "fp16"])
 def test_models_are_saved_in_float32_and_masters_follow_what_is_loaded(precision: str, tmp_path: Path) -> None:
-    """Also where the optimizer's state is not loaded: its masters would write the old weights back."""
+    """Masters are set even if the optimizer's state is not loaded: else they would write the old weights back."""
     booster, parts = trained(0, precision)
     booster.save_model(parts[0], tmp_path / "model")
     saved = torch.load(tmp_path / "model")

@@ -31,7 +31,7 @@ def assert_learned(output: str) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_tutorial(processes: int, tmp_path: Path) -> None:
-    """With the numbers that `apex run` gives processes, and nothing imported anew."""
+    """Run the tutorial in forked processes with the environment of `apex run`."""
     with launched(processes) as numbers:
         inherited = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "default"}
         arguments = (str(SCRIPT), *SIZES, "--mixed-precision", *PRECISIONS)

@@ -27,7 +27,7 @@ WRITTEN = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
 
 
 def constant(value: float) -> nn.Module:
-    """A model whose elements all have one value, in several tensors."""
+    """Return a model of several tensors whose elements all have one value."""
     model = nn.Sequential(*[nn.Linear(40, 40) for _ in range(4)])
     for param in model.parameters():
         nn.init.constant_(param, value)
@@ -40,7 +40,7 @@ def value_of(model: nn.Module) -> float:
 
 
 class Config:
-    """What a model of transformers has as `config`."""
+    """A `config` like the ones of transformers."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -49,7 +49,7 @@ class Config:
         (Path(folder) / "config.json").write_text(self.text)
 
 
-def test_the_manifest_lists_what_saves_wrote(tmp_path: Path) -> None:
+def test_the_manifest_lists_saved_files(tmp_path: Path) -> None:
     booster, model = make(), net()
     _, optimizer, *_ = booster.boost(model, adam(model))
     for name in ("tokenizer.json", "notes.txt"):
@@ -67,7 +67,7 @@ def test_the_manifest_lists_what_saves_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*sorted(WRITTEN), "manifest.json", "config.json"])
 def test_a_foreign_file_under_a_needed_name(name: str, tmp_path: Path) -> None:
-    """As in a folder that came from Hugging Face."""
+    """Save into a folder with files from Hugging Face."""
     model = net()
     model.config = Config("{}")
     folder = tmp_path / "folder"
@@ -79,7 +79,7 @@ def test_a_foreign_file_under_a_needed_name(name: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
-    """Its files stay, the index that we wrote is read, and a configuration that is the same is left alone."""
+    """Its files stay, the index that we wrote is read, and an equal configuration is not replaced."""
     model, booster = constant(1.0), make()
     model.config = Config("{}")
     (tmp_path / "config.json").write_text("{}")
@@ -146,10 +146,10 @@ def test_a_folder_that_is_replaced_while_it_is_read(
 
 
 @pytest.mark.parametrize("use_safetensors", [False, True])
-def test_what_is_flushed_and_locked_is_what_is_renamed(
+def test_the_renamed_file_was_flushed_and_locked(
     use_safetensors: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a new file has the permissions of any file; an old one keeps its own."""
+    """Check also that a new file has default permissions and that an existing one keeps its own."""
     path, flushed = tmp_path / "model", set[int]()
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (flushed.add(os.fstat(file).st_ino), fsync(file)))
@@ -185,7 +185,7 @@ def test_a_save_that_is_cut_off(shard: bool, use_safetensors: bool, tmp_path: Pa
 
 
 def test_an_asynchronous_save_that_fails_ends_the_process_with_an_error(tmp_path: Path) -> None:
-    """Though nobody waits for it, and the Booster is gone."""
+    """Nobody waits for the save, and the Booster no longer exists."""
     script = """
         import sys
         from torch import nn

@@ -25,7 +25,7 @@ WORLD = 6
 
 @contextmanager
 def place(rank: int, world: int = WORLD) -> Iterator[None]:
-    """Lets this process be one of several that answer nothing; their collectives leave tensors as they are."""
+    """Make this process one of several fake ones, whose collectives change nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -117,7 +117,7 @@ def test_the_place_on_an_uneven_mesh(rank: int) -> None:
 
 
 def test_data_are_shuffled_by_the_seed_and_divided_among_replicas() -> None:
-    """In the order of PyTorch's sampler with this seed, so that a run can be repeated; workers have seeds too."""
+    """The order is PyTorch's sampler's with this seed, so that a run can be repeated; workers are seeded too."""
     data = list(range(48))
     for seed in (1024, 3):
         with place(3):

@@ -1,4 +1,4 @@
-"""What each of the five precisions does to weights, activations, gradients and states, on one device."""
+"""The five precisions: dtypes of weights, activations, gradients and state on one device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import apex
 from apex import amp
 from apex.booster import Booster, mixed_precision
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import (
     BF16MixedPrecision,
     FP8MixedPrecision,
@@ -38,7 +38,7 @@ KINDS = (
     FP8MixedPrecision,
     FP16NaiveMixedPrecision,
 )
-# Of the way that weights go: gradients have errors of 2^-11 in float16 and of 2^-8 in bfloat16, times a few layers.
+# Relative to the change of the weights. Gradients have errors of 2^-11 in float16 and 2^-8 in bfloat16 per layer.
 TOLERANCE = {"fp16": 0.005, "fp16_apex": 0.005, "fp16_naive": 0.005, "bf16": 0.03, "fp8": 0.2}
 
 
@@ -79,7 +79,7 @@ def test_training_is_plain_pytorch_s(name: str, optimizer: str) -> None:
 
 
 def kinds(precision: Any) -> dict[str, Any]:
-    """Types of weights, of what a layer computes, of outputs and gradients, and of the optimizer's parameters."""
+    """Return the dtypes of weights, activations, outputs, gradients and the optimizer's parameters."""
     booster, (model, optimizer, criterion, _, _) = boosted(precision)
     inner: nn.Module = model.unwrap()
     seen: dict[str, Any] = {}
@@ -153,7 +153,7 @@ def test_overflow_skips_the_step_and_lowers_the_scale(name: str) -> None:
 
 
 def test_clipping_sees_unscaled_gradients_and_returns_the_norm() -> None:
-    """The original's returns None under fp16."""
+    """The original returns None under fp16."""
     norms = {}
     for name in (None, *NAMES):
         booster, (model, optimizer, criterion, _, _) = boosted(quiet(name) if name else None)
@@ -206,7 +206,7 @@ def test_clipped_gradients_may_be_dropped(name: str) -> None:
 
 
 def scales(scaler: HysteresisScaler, overflows: str) -> list[float]:
-    """The scale after steps that overflow ("x") or do not (".")."""
+    """Return the scale after each step that overflows ("x") or does not (".")."""
     param = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([param], lr=0.0)
     found = []
@@ -220,7 +220,7 @@ def scales(scaler: HysteresisScaler, overflows: str) -> list[float]:
 
 
 def test_hysteresis() -> None:
-    """Overflows are counted until the scale grows: from the second on each lowers it, clean steps do not reset that."""
+    """Overflows are counted until the scale grows. The second and later ones lower it; clean steps reset nothing."""
     scaler = HysteresisScaler(8.0, 2.0, 0.5, growth_interval=3, hysteresis=2, min_scale=1.0, max_scale=16.0)
     assert scales(scaler, "x.x.x...x") == [8, 8, 4, 4, 2, 2, 2, 4, 4]
     assert scales(scaler, "xxxx") == [2, 1, 1, 1]  # not below min_scale
@@ -231,7 +231,7 @@ def test_hysteresis() -> None:
 
 @pytest.mark.parametrize("cut", [1, 4, 7])
 def test_the_whole_state_of_the_scaler_is_saved(cut: int) -> None:
-    """The original's saves neither counter."""
+    """The original saves neither counter."""
     pattern, options = "x..x...xx...x", dict(growth_interval=3, hysteresis=2)
     whole = scales(HysteresisScaler(8.0, **options), pattern)
     first, second = HysteresisScaler(8.0, **options), HysteresisScaler(8.0, **options)

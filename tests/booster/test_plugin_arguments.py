@@ -23,7 +23,7 @@ from apex._fuse.rule import RULES, FusedModule
 from apex.booster import plugin as plugins
 from apex.booster.mixed_precision import FP8MixedPrecision
 from apex.booster.plugin import GradientCheckpointConfig, PipelineGradientCheckpointConfig, _arguments
-from apex.booster.plugin._fusing import HEAD
+from apex.booster.plugin._fusion_arguments import HEAD
 from apex.booster.plugin._gradient_checkpoints import checkpoint_layers, chosen_layers
 from apex.transformer import parallel_state
 from apex.transformer import tensor_parallel as tp
@@ -139,7 +139,7 @@ ARGUMENTS = [(name, argument) for name in ORIGINAL for argument in signature(nam
 
 
 @pytest.mark.parametrize("name", ORIGINAL)
-def test_arguments_are_those_of_the_original_in_its_order(name: str) -> None:
+def test_arguments_and_their_order_match_the_original(name: str) -> None:
     found = signature(name)
     assert list(found) == [*ORIGINAL[name], *OURS.get(name, [])]
     differ = {"sync_module_states"}  # without it processes would train different models
@@ -200,7 +200,7 @@ def test_another_value_acts_warns_is_logged_or_raises(
 
 
 def _entry(seen: dict[str, Any], key: str) -> Any:
-    """Return an entry, an attribute of one, or the number of what is in it."""
+    """Return an entry of the observations, an attribute of an entry, or its length."""
     if key in seen:
         return seen[key]
     first, *names = key.split(".")
@@ -259,7 +259,7 @@ def test_groups_in_another_order_are_warned_of() -> None:
     assert dist.get_process_group_ranks(plugin.pg_mesh.get_group_along_axis(0)) == [0, 2]
 
 
-def test_fusing_warns_if_there_is_nothing_to_fuse() -> None:
+def test_fusing_warns_without_modules_to_fuse() -> None:
     for argument in ("enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"):
         with pytest.warns(UserWarning, match=f"{argument}=True changes nothing"):
             make(plugin=plugins.HybridParallelPlugin(**{argument: True})).boost(nn.Linear(2, 2))
@@ -287,7 +287,7 @@ def test_heads_of_language_models_keep_their_logits() -> None:
     assert [rule.name for rule in RULES].count(HEAD) == 1
     head = next(rule for rule in RULES if rule.name == HEAD)
     place, model = RULES.index(head), Model()
-    # As if apex.fuse took this model for a language model whose head it can fuse.
+    # Makes apex.fuse treat this model as a language model whose head it can fuse.
     RULES[place] = head._replace(matches=lambda module: isinstance(module, Model), reason=lambda module: "")
     try:
         make(plugin=plugins.HybridParallelPlugin(enable_all_optimization=True)).boost(model)
@@ -311,7 +311,7 @@ class Config:
 
 
 class Attending(nn.Linear):
-    """As a model of Hugging Face's."""
+    """A model with an attention implementation like Hugging Face's."""
 
     def __init__(self, knows: bool) -> None:
         super().__init__(2, 2)
@@ -370,8 +370,8 @@ def test_checkpointed_layers_draw_the_same_numbers_again() -> None:
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
 
 
-def test_layers_are_those_of_the_longest_list() -> None:
-    """A model's short lists (heads, embeddings) are not what a ratio or a count of layers is about."""
+def test_layers_come_from_the_longest_module_list() -> None:
+    """A ratio or a count of layers does not refer to a model's short lists (heads, embeddings)."""
     model = nn.Module()
     model.heads, model.blocks, model.more = (nn.ModuleList([nn.Identity() for _ in range(size)]) for size in (1, 4, 2))
     assert chosen_layers(model, GradientCheckpointConfig(0.5), 0) == list(model.blocks)[:2]

@@ -51,7 +51,7 @@ def test_gradients_of_a_plain_backward_pass_are_refused(name: str, call: str) ->
     booster.backward(loss_of(parts), optimizer)
     optimizer.step()
     assert not torch.equal(model.state_dict()["last.weight"], before["last.weight"])
-    if name == "fp16":  # the gradients are there still, unscaled
+    if name == "fp16":  # the gradients still exist, unscaled
         with pytest.raises(RuntimeError, match="do not come from a scaled loss"):
             optimizer.step()
 
@@ -96,7 +96,7 @@ def test_skipped_steps_are_told_with_the_names_of_parameters(name: str, capsys: 
 
 @pytest.mark.parametrize("name", SCALED)
 def test_steps_that_can_only_be_skipped_are_an_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After as many steps as amp allows with the scale at its floor; the scale is not zero, and training can go on."""
+    """The error comes after as many steps at the smallest scale as amp allows; training can continue after it."""
     booster, parts = boosted(SCALED[name])
     optimizer = parts[1]
     assert optimizer.overflow_patience == 100

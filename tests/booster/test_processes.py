@@ -27,7 +27,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What became of the checks of each run; folders are named like it."""
+    """Return the results of the checks of each run, which has a folder of its name."""
     folder = Path(tmp_path_factory.mktemp("booster"))
     results = {}
     for name, (module, processes) in RUNS.items():
@@ -50,8 +50,8 @@ def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", killed.KILLED)
-def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, killed_runs: Path) -> None:
-    """SIGKILL in a step and in saves: the last whole checkpoint is the one before, the end is the same to the bit."""
+def test_a_killed_run_resumes_bit_for_bit(case: str, killed_runs: Path) -> None:
+    """After SIGKILL in a step or a save the previous checkpoint is complete, and a resumed run ends equally."""
     ends = json.loads((killed_runs / "ends.json").read_text())
     victim = killed.KILLED[case][2]
     assert ends[case] == [-signal.SIGKILL if rank == victim else 1 for rank in range(2)]
@@ -65,8 +65,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(case: str, killed_runs: Path
 
 @pytest.mark.parametrize("run", ["exact alone", "exact in four"])
 @pytest.mark.parametrize("plugin", killed.EXACT)
-def test_another_number_of_processes_goes_on_with_the_same_bits(plugin: str, run: str, killed_runs: Path) -> None:
-    """Where no sum is rounded: float64 comes to the same numbers."""
+def test_another_number_of_processes_resumes_with_the_same_bits(plugin: str, run: str, killed_runs: Path) -> None:
+    """Sums of these float64 numbers are not rounded, so that all results are equal."""
     ends = json.loads((killed_runs / "ends.json").read_text())
     assert ends["exact"] == [-signal.SIGKILL] * 2
     assert ends[run] == [0] * killed.RUNS[run], (killed_runs / run / "rank0.txt").read_text()
@@ -81,7 +81,7 @@ def test_another_number_of_processes_goes_on_with_the_same_bits(plugin: str, run
 
 
 def content(folder: Path) -> dict[str, Any]:
-    """What a checkpoint of `killed` holds."""
+    """Return the content of a checkpoint of `killed`."""
     optimizer: dict[Any, Any] = {}
     for path in sorted((folder / "optimizer").glob("*.bin")):
         optimizer |= torch.load(path)

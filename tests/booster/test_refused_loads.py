@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint
-from apex.booster._whole import whole_model, whole_optimizer
+from apex.booster._whole_state import whole_model, whole_optimizer
 from tests.campaign.saves import damaged
 
 from .problem import adam, assert_equal, net
@@ -118,7 +118,7 @@ def with_state(value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def of_sgd(state: dict[str, Any]) -> None:
-    """A state dict of PyTorch's, which does not say which optimizer it is of."""
+    """Return a state dict of PyTorch's SGD, which does not name its optimizer."""
     model = net()
     saved = torch.optim.SGD([{"params": [*model.parameters()][:4]}, {"params": [*model.parameters()][4:]}]).state_dict()
     del state["algorithm"]
@@ -145,7 +145,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_an_optimizer_that_does_not_fit_is_not_touched(name: str, tmp_path: Path) -> None:
-    """Whether it has taken steps or not."""
+    """The optimizer may have taken steps or not."""
     change, message = BAD[name]
     booster, parts = trained(0, "fp16")
     state = whole_optimizer(parts[1])

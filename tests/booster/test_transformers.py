@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.booster.plugin._fusing import Fusing
+from apex.booster.plugin._fusion_arguments import FusionArguments
 from apex.booster.plugin._gradient_checkpoints import GradientCheckpointConfig, checkpoint_layers, chosen_layers
 
 from .problem import booster as make
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not a
 
 @pytest.mark.parametrize("use_safetensors", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
-def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: bool, tmp_path: Path) -> None:
+def test_from_pretrained_reads_a_saved_folder(precision: str, use_safetensors: bool, tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)  # the embedding and the head share a weight
@@ -44,7 +44,7 @@ def test_from_pretrained_reads_what_was_saved(precision: str, use_safetensors: b
 
 
 def test_layers_are_checkpointed_and_fused_as_plugins_ask() -> None:
-    """Gradients stay, a layer's cache is not filled twice, and logits are there."""
+    """Check that gradients do not change, that a layer's cache is filled once, and that logits are returned."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
     config = transformers.LlamaConfig(
         **sizes, num_attention_heads=2, num_key_value_heads=2, attn_implementation="eager"
@@ -55,7 +55,7 @@ def test_layers_are_checkpointed_and_fused_as_plugins_ask() -> None:
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(copy.deepcopy(config)).train()
         if changes:
-            Fusing(True, False, False, False).apply(model)
+            FusionArguments(True, False, False, False).apply(model)
             checkpoint_layers(chosen_layers(model, GradientCheckpointConfig(0.5), 0))
             assert model.config._attn_implementation == "sdpa"
         calls = []

@@ -56,7 +56,7 @@ def test_a_boosted_model_is_a_wrapper_with_the_names_of_the_user_s(name: str) ->
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_a_state_dict_loads_into_every_precision(name: str) -> None:
-    """The next step goes on from the loaded weights: masters have their exact values."""
+    """The next step starts from the loaded weights, because masters have their exact values."""
     inner = net()
     model, optimizer, *_ = make().boost(inner, adam(inner))
     train(make(), (model, optimizer, nn.CrossEntropyLoss()))
@@ -100,7 +100,7 @@ def test_a_boosted_model_is_pickled_without_its_optimizer() -> None:
 
 
 def norms_of(precision: Any, order: str, steps: int = 3) -> tuple[list[float | None], dict[str, Tensor], list[float]]:
-    """Norms that `get_grad_norm` returned, weights at the end, and the norms that `clip_grad_by_norm` returned."""
+    """Return the norms of `get_grad_norm`, the final weights, and the norms of `clip_grad_by_norm`."""
     booster, inner = make(precision), net()
     model, optimizer, criterion, *_ = booster.boost(inner, OPTIMIZERS["sgd"](inner), nn.CrossEntropyLoss())
     found: list[float | None] = []

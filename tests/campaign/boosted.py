@@ -21,7 +21,7 @@ from torch import nn
 
 from apex import checkpoint
 from apex.booster import Booster
-from apex.booster._whole import whole_optimizer
+from apex.booster._whole_state import whole_optimizer
 from tests.campaign.saves import damaged, in_threads
 from tests.campaign.trials import Trials, in_child, in_children
 

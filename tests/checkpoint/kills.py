@@ -1,4 +1,4 @@
-"""A process that saves without pause, killed at random moments; run by test_kills.py.
+"""A process that saves without pause and is killed at random moments; run by test_kills.py.
 
 Torch is imported once: each process that is killed is a fork of this one.
 """
@@ -29,12 +29,12 @@ def content(step: int) -> dict[str, Any]:
 
 
 def saved(state: dict[str, Any], sharded: bool) -> dict[str, Any]:
-    """What of a state is saved: of several processes only tensors are."""
+    """Return the part of a state that is saved: several processes save only tensors."""
     return {"weights": state["weights"]} if sharded else state
 
 
 def save_forever(series: checkpoint.Series, same: int | None, first: int, pipe: int) -> None:
-    """Says through the pipe before and after each save; of `same` step, or of one after the other."""
+    """Report each save through the pipe before and after it; save the `same` step, or increasing steps."""
     number = first
     while True:
         os.write(pipe, b"begin %d\n" % number)
@@ -44,7 +44,7 @@ def save_forever(series: checkpoint.Series, same: int | None, first: int, pipe: 
 
 
 def kill_while_saving(series: checkpoint.Series, same: int | None, first: int, delay: float) -> tuple[int, int]:
-    """The last save that was begun, and the last one that was done (-1: none)."""
+    """Return the number of the last save that was begun, and of the last one that was done (-1: none)."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,7 +68,7 @@ def kill_while_saving(series: checkpoint.Series, same: int | None, first: int, d
 
 
 def number_in(path: Path, sharded: bool) -> int:
-    """Which save a checkpoint is of, every element of it."""
+    """Return the number of the save that a checkpoint is of, which every element of it holds."""
     if sharded:
         state: dict[str, Any] = {"weights": torch.zeros(ELEMENTS)}
         checkpoint.load_sharded(state, path)
@@ -90,7 +90,7 @@ def main(
     seed: int = 0,
     told: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Saves `same` step again and again, or a new one each time; calls `told` after each kill."""
+    """Save the `same` step again and again, or a new one each time; call `told` after each kill."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rng = random.Random(seed)
@@ -107,7 +107,7 @@ def main(
         path = series.latest()
         assert path is not None
         found = number_in(path, sharded)
-        # What was said to be done is there, and nothing that was not begun.
+        # Every save that was reported as done exists, and none that was not begun.
         assert max(done, finished) <= found <= begun, (done, finished, found, begun)
         if same is None:
             # The newest name is the newest whole one, and those before are whole as well.

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what is written, what is kept, and what damage is noticed."""
+"""Checkpoints in one process: contents, retention and detection of damage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "checkpoint.pt"
     checkpoint.save(state_of(3), path)
     found = checkpoint.load(path, map_location="cpu")
@@ -60,7 +60,7 @@ def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:
 @settings(max_examples=40, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_damage_is_noticed(where: float, bit: int, cut: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A file that was cut, or of whose tensors one bit is another."""
+    """The file was cut, or one bit of a tensor was flipped."""
     path = tmp_path_factory.mktemp("damage") / "checkpoint.pt"
     weights = torch.rand(5000)
     checkpoint.save({"weights": weights}, path)
@@ -76,7 +76,7 @@ def test_damage_is_noticed(where: float, bit: int, cut: bool, tmp_path_factory: 
 
 
 def test_damage_around_the_tensors_is_noticed(tmp_path: Path) -> None:
-    """Names, lengths, flags and versions in the archive: what still passes loads, and has the same values."""
+    """Names, lengths, flags and versions in the archive: a damaged file that passes still loads the same values."""
     series = checkpoint.Series(tmp_path)
     weights = torch.rand(4)
     series.save({"weights": weights}, 1)
@@ -92,7 +92,7 @@ def test_damage_around_the_tensors_is_noticed(tmp_path: Path) -> None:
 
 
 def test_new_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a crash of the machine would take them away, with what is in them."""
+    """Otherwise a crash of the machine would remove them with their contents."""
     flushed: list[Path] = []
     monkeypatch.setattr(_atomic, "sync_folder", flushed.append)
     checkpoint.save({}, tmp_path / "a" / "b" / "x.pt")
@@ -103,7 +103,7 @@ def test_new_folders_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_save_returns(
     sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a machine that stops leaves an empty file under the name of a checkpoint."""
+    """Otherwise a machine that stops could leave an empty file under the name of a checkpoint."""
     flushed: dict[int, int] = {}  # by inode: the size at the last flush
     unflushed: list[str] = []
     renames: list[Path] = []
@@ -147,7 +147,7 @@ def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
         checkpoint.load_sharded(state, tmp_path / "checkpoint")
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*nothing\.pt"):
         checkpoint.load(tmp_path / "nothing.pt")
     assert checkpoint.latest(tmp_path / "nowhere") is None
@@ -182,13 +182,13 @@ def test_series(tmp_path: Path, sharded: bool) -> None:
     damaged = newest / "__0_0.distcp" if sharded else newest
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert series.latest() == series.path_of(2)
-    # What comes before the damaged one is kept, whatever its step.
+    # Checkpoints before the damaged one are kept, whatever their step.
     series.save({"weights": torch.full((3,), 3.0)}, 3)
     assert names(tmp_path / "run")[1:] == [f"step-0000000{n}{ending}" for n in (2, 3)] + [f"step-00000010{ending}"]
     assert value(series.latest()) == 3
 
 
-def test_a_series_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
+def test_a_series_does_not_touch_other_files(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()  # not a name of ours
     under_way = tmp_path / ".step-00000009.pt.00000000-0123456789abcdef.tmp"
     under_way.write_text("of another machine")
@@ -203,8 +203,8 @@ def test_a_series_leaves_alone_what_is_not_its_own(tmp_path: Path) -> None:
     assert files.load()["weights"].tolist() == [1.0, 1.0]
 
 
-def test_a_kill_while_a_sharded_one_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two renames take the place of one: in between the old one is there under another name."""
+def test_a_kill_while_a_sharded_checkpoint_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replacement takes two renames; between them the old folder exists under another name."""
     series = checkpoint.Series(tmp_path, keep=2, sharded=True)
     path = series.save({"weights": torch.ones(2)}, 1)
     rename = os.rename

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: read as they were at one moment, and replaced without a loss of anybody's files."""
+"""Checkpoint folders: read as of one moment, and replaced without loss of the user's files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# Foreign files --------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
     path = tmp_path / "thesis"
     path.mkdir()
@@ -55,7 +52,7 @@ def test_a_folder_that_is_no_checkpoint_stays(tmp_path: Path) -> None:
 
 
 def test_foreign_files_of_a_checkpoint_stay(tmp_path: Path) -> None:
-    """Files, folders, links and what cannot be read as a checkpoint, each as it was."""
+    """Files, folders, links and unreadable manifests stay unchanged."""
     path = tmp_path / "checkpoint"
     save(path)
     (path / "notes.txt").write_text("mine")
@@ -86,7 +83,7 @@ def test_a_foreign_file_under_a_needed_name(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
 
 
-def test_what_users_write_while_a_save_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_users_write_during_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path)
     (path / "log").write_text("a")
@@ -122,7 +119,7 @@ def test_a_kill_between_the_renames_loses_nobodys_files(tmp_path: Path, monkeypa
     assert value_of(path) == 3.0
 
 
-def test_a_series_removes_only_what_it_wrote(tmp_path: Path) -> None:
+def test_a_series_removes_only_its_own_files(tmp_path: Path) -> None:
     series = checkpoint.Series(tmp_path, keep=1, sharded=True)
     (tmp_path / "step-00000000").mkdir()
     (tmp_path / "step-00000000" / "thesis.tex").write_text("years of work")
@@ -153,10 +150,7 @@ def test_permissions_are_kept(mode: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert {stat.S_IMODE(each.stat().st_mode) for each in path.iterdir()} == {0o600}
 
 
-# Readers --------------------------------------------------------------------------------------------------------------
-
-
-def test_a_reader_stays_with_what_it_has_opened(tmp_path: Path) -> None:
+def test_a_reader_keeps_its_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path)
     with Generation(path) as before:
@@ -168,10 +162,10 @@ def test_a_reader_stays_with_what_it_has_opened(tmp_path: Path) -> None:
 
 
 def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are opened when they are read, of this folder or not at all."""
+    """The other files are opened when they are read, from this folder or not at all."""
     path = tmp_path / "checkpoint"
     save(path)
-    monkeypatch.setattr(_folders, "_HELD", 1)
+    monkeypatch.setattr(_folders, "_MAX_OPEN_FILES", 1)
     with Generation(path) as before:
         before.check()
         save(path, 2.0)
@@ -181,7 +175,7 @@ def test_more_files_than_are_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_readers_while_a_thread_saves(tmp_path: Path) -> None:
-    """Every reader finds a whole checkpoint, of one save."""
+    """Every reader finds a complete checkpoint of one save."""
     path = tmp_path / "checkpoint"
     save(path, 0.0)
     done = threading.Event()
@@ -209,7 +203,7 @@ def test_readers_while_a_thread_saves(tmp_path: Path) -> None:
 
 
 def test_values_that_are_refused_change_no_tensor(tmp_path: Path) -> None:
-    """Of several processes all refuse before any of them changes a tensor."""
+    """All processes refuse before any of them changes a tensor."""
     path = tmp_path / "checkpoint"
     checkpoint.save_sharded({"a": torch.ones(3), "other": a_fraction(), "z": torch.ones(3)}, path)
     state = {"a": torch.zeros(3), "other": 0, "z": torch.zeros(3)}
@@ -220,7 +214,7 @@ def test_values_that_are_refused_change_no_tensor(tmp_path: Path) -> None:
 
 
 def a_fraction() -> object:
-    """Something that can be pickled, and is not loaded with `weights_only`."""
+    """Return an object that can be pickled but not loaded with `weights_only`."""
     from fractions import Fraction
 
     return Fraction(1, 3)

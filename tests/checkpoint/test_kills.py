@@ -1,4 +1,4 @@
-"""Processes that are killed while they save leave the newest checkpoint readable, and those before it."""
+"""Processes that are killed while they save leave the newest checkpoint and those before it readable."""
 
 from __future__ import annotations
 

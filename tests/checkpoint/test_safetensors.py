@@ -1,4 +1,4 @@
-"""Files of safetensors: the package reads ours, we read the package's, and every damage is noticed."""
+"""Safetensors files: the package reads ours, we read the package's, and all damage is noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.campaign.saves import damaged
 
 
 def example() -> dict[str, torch.Tensor]:
-    """Tensors of all kinds: odd sizes before large elements, none, one, and a name that JSON escapes."""
+    """Return tensors of all kinds: odd sizes before large elements, empty, scalar, and a name that JSON escapes."""
     found = {
         f"of {name}": torch.arange(5).to(dtype) for name, dtype in _safetensors._DTYPES.items() if "F8" not in name
     }
@@ -35,28 +35,28 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_the_package_reads_ours_and_we_read_the_packages(tmp_path: Path) -> None:
     theirs = pytest.importorskip("safetensors.torch")
     state = example()
-    _files.put(state, tmp_path / "ours", use_safetensors=True)
+    _files.write_state(state, tmp_path / "ours", use_safetensors=True)
     assert_same(theirs.load_file(tmp_path / "ours"), state)
     theirs.save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "theirs")
     checkpoint.verify(tmp_path / "theirs")
     assert_same(checkpoint.load(tmp_path / "theirs"), state)
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_round_trip(tmp_path: Path) -> None:
     state = example()
-    _files.put(state, tmp_path / "x", use_safetensors=True)
+    _files.write_state(state, tmp_path / "x", use_safetensors=True)
     checkpoint.verify(tmp_path / "x")
     assert_same(checkpoint.load(tmp_path / "x"), state)
     with open(tmp_path / "x", "rb") as file:
         assert _files.shapes_in(file, "x") == {name: value.shape for name, value in state.items()}
     with pytest.raises(TypeError, match=r"steps is of int, which safetensors cannot hold; use use_safetensors=False"):
-        _files.put({"steps": 3}, tmp_path / "y", use_safetensors=True)
+        _files.write_state({"steps": 3}, tmp_path / "y", use_safetensors=True)
 
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
-    """One bit of any byte, and damage of other kinds."""
+    """One bit of any byte is flipped, or the file is damaged otherwise."""
     path, state = tmp_path / "x", {"weights": torch.rand(7), "step": torch.tensor(3)}
-    _files.put(state, path, use_safetensors=True)
+    _files.write_state(state, path, use_safetensors=True)
     content, rng = path.read_bytes(), random.Random(5)
     changes = [content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :] for at in range(len(content))]
     for changed in [*changes, *(damaged(content, rng) for _ in range(200))]:
@@ -81,7 +81,7 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_headers_that_lie(header: str, message: str, tmp_path: Path) -> None:
-    """Of files without a checksum, such as other programs write."""
+    """Files of other programs have no checksum, so their headers are checked."""
     (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(8))
     with pytest.raises(checkpoint.DamagedCheckpoint, match=message):
         checkpoint.load(tmp_path / "x")

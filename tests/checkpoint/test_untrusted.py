@@ -1,4 +1,4 @@
-"""Files that hold code: every place that reads one refuses it, and runs nothing of it."""
+"""Files that contain code: every reader refuses them and executes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCE = Path(apex.__file__).resolve().parent
 
 
 class Payload:
-    """Whoever unpickles it makes a folder."""
+    """An object whose unpickling makes a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,14 +49,17 @@ def in_a_series(folder: Path, payload: Any) -> None:
 
 
 def in_a_scaler(folder: Path, payload: Any) -> None:
-    """NVIDIA's FP16_Optimizer pickled its scaler whole; such a file is loaded by who trusts it."""
+    """Return a pickle of NVIDIA's FP16_Optimizer, which holds its whole scaler.
+
+    Only who trusts such a file loads it.
+    """
     optimizer = FP16_Optimizer(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1))
     checkpoint.save({**optimizer.state_dict(), "loss_scaler": payload}, folder / "checkpoint.pt")
     optimizer.load_state_dict(checkpoint.load(folder / "checkpoint.pt"))
 
 
 def signed(folder: Path) -> None:
-    """A manifest that fits the files."""
+    """Write a manifest that matches the files."""
     facts = {path.name: _folders.size_and_checksum(path) for path in folder.iterdir() if path.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(facts))
 
@@ -96,7 +99,7 @@ def in_place_of_a_tensor(folder: Path, payload: Any) -> None:
 
 
 def of_divided_adam(folder: Path, payload: Any) -> None:
-    """Format 1 has bytes that the loader of the file takes for a tensor."""
+    """Return a state of format 1, with bytes that the loader takes for a tensor."""
     optimizer = DistributedFusedAdam(nn.Linear(3, 2).parameters())
     local = io.BytesIO()
     torch.save({"state": payload, "param_groups": []}, local)
@@ -156,7 +159,7 @@ def test_the_payload_works(tmp_path: Path) -> None:
 
 
 def test_classes_of_an_optimizer_are_reached_by_their_names_only(tmp_path: Path) -> None:
-    """Pickles name a class inside a class by a call of getattr, which must not reach anything else."""
+    """Pickles name a nested class by a call of getattr, which must not reach anything else."""
     optimizer = DistributedFusedAdam(nn.Linear(3, 2).parameters())
 
     class Reached:
@@ -177,7 +180,7 @@ def test_classes_of_an_optimizer_are_reached_by_their_names_only(tmp_path: Path)
 
 
 def test_plain_values_are_loaded(tmp_path: Path) -> None:
-    """All that is read without running code, tensors of other dtypes and memory formats among it."""
+    """Everything that can be read without executing code is loaded; tensors have other dtypes and memory formats."""
     state = {
         "images": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "half": torch.rand(3).to(torch.bfloat16),
@@ -240,7 +243,7 @@ def test_a_manifest_with_no_end_or_with_files_elsewhere_is_damage(tmp_path: Path
 
 
 def test_no_other_unpickler_is_used() -> None:
-    """What reads files asks for nothing that runs code: a new place that does belongs into the list above."""
+    """No reader uses a function that executes code; a new exception belongs into the list above."""
     unsafe = re.compile(r"weights_only\s*=\s*False|pickle\.loads?\(|allow_pickle\s*=\s*True|jit\.load\(")
     for root in (
         SOURCE,

@@ -1,4 +1,4 @@
-"""Several writers at once, in threads and processes; links that were planted; permissions; disks that are full."""
+"""Several writers at once, in threads and processes; planted links; permissions; full disks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Runs `work(number)` in threads that begin together; raises what any of them raised."""
+    """Run `work(number)` in threads that start together, and raise the first error."""
     failures: list[BaseException] = []
     together = threading.Barrier(count)
 
@@ -73,7 +73,7 @@ def test_threads_that_save_to_one_path(sharded: bool, saves: int, tmp_path: Path
 
 @pytest.mark.parametrize(("sharded", "saves"), [(False, 15), (True, 5)])
 def test_threads_that_save_to_one_series(sharded: bool, saves: int, tmp_path: Path) -> None:
-    """Each step once, and one that all write again and again."""
+    """Each thread saves its own steps, and one step that all of them write repeatedly."""
     series = checkpoint.Series(tmp_path, keep=None, sharded=sharded)
 
     def work(number: int) -> None:
@@ -89,7 +89,7 @@ def test_threads_that_save_to_one_series(sharded: bool, saves: int, tmp_path: Pa
         assert (weights_of(series.path_of(step), sharded) == step).all()
 
 
-def test_old_ones_are_removed_by_several_threads(tmp_path: Path) -> None:
+def test_several_threads_remove_old_checkpoints(tmp_path: Path) -> None:
     series = checkpoint.Series(tmp_path, keep=2, sharded=True)
     in_threads(3, lambda number: [series.save({"weights": torch.ones(2)}, 3 * i + number) for i in range(4)] and None)
     found = names(tmp_path)
@@ -100,7 +100,7 @@ def test_old_ones_are_removed_by_several_threads(tmp_path: Path) -> None:
 
 
 def test_threads_with_checksums_switched_off(tmp_path: Path) -> None:
-    """They are switched on for each save, and off again when no other thread is saving."""
+    """Checksums are enabled for each save, and disabled again when no other thread is saving."""
 
     def work(number: int) -> None:
         torch.serialization.set_crc32_options(False)
@@ -118,7 +118,7 @@ def test_threads_with_checksums_switched_off(tmp_path: Path) -> None:
 
 
 def test_checksums_stay_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As up to PyTorch 2.10, where the switch is that of all threads, and one ends a save in another's middle."""
+    """Up to PyTorch 2.10 the switch is shared by all threads, and a save may end during another."""
     on = [False]
     monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: on[0])
     monkeypatch.setattr(torch.serialization, "set_crc32_options", lambda value: on.__setitem__(0, value))
@@ -145,8 +145,11 @@ def test_checksums_stay_on_while_a_thread_saves(monkeypatch: pytest.MonkeyPatch)
     assert not on[0]
 
 
-def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
-    """In this process or another; what a killed one left is removed, and another machine's after a day."""
+def test_files_being_written_are_not_removed(tmp_path: Path) -> None:
+    """Files being written in this or another process stay.
+
+    A killed process's are removed, another machine's after a day.
+    """
     left = temporary_beside(tmp_path / "x.json")
     left.write_text("of a process that is gone")
     elsewhere = [tmp_path / f".x.json.{host:08x}-0123456789abcdef.tmp" for host in (0, 1)]
@@ -162,8 +165,8 @@ def test_what_somebody_is_writing_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "x.json").read_text() == "[1]"
 
 
-def test_a_new_name_where_the_first_was_taken_for_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between creation and lock another writer's tidying may come."""
+def test_a_new_name_if_a_cleanup_removed_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer's cleanup may come between creation and lock."""
     lock = _atomic._lock
 
     def tidied_first(descriptor: int, wait: bool) -> bool | None:
@@ -209,11 +212,8 @@ def test_permissions_stay(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
-# Disks that take no more ------------------------------------------------------------------------------------------
-
-
 def in_child(work: Callable[[], None]) -> str:
-    """What a forked process, which may write 100 kB to a file, says of `work`."""
+    """Return the report of `work` from a forked process that may write only 100 kB to a file."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -238,7 +238,7 @@ def in_child(work: Callable[[], None]) -> str:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a limit is for a process of its own")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_save_that_is_cut_off(sharded: bool, tmp_path: Path) -> None:
-    """The new one goes, the old one stays, and the error names the path and the system's reason."""
+    """The new file is removed, the old one stays, and the error names the path and the system's reason."""
     series = checkpoint.Series(tmp_path / "run", sharded=sharded)
     path = series.save({"weights": torch.ones(2000)}, 1)
     said = in_child(lambda: series.save({"weights": torch.ones(200_000)}, 1) and None)
@@ -250,7 +250,7 @@ def test_a_save_that_is_cut_off(sharded: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_full_disk_is_named(sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's writer fails with a position, not with the reason."""
+    """PyTorch's writer only reports a position, not the reason."""
     path = tmp_path / "checkpoint"
     save: Callable[[Any, Path], None] = checkpoint.save_sharded if sharded else checkpoint.save
     save({"weights": torch.ones(2000)}, path)
@@ -273,7 +273,7 @@ def test_a_full_disk_is_named(sharded: bool, tmp_path: Path, monkeypatch: pytest
     assert (weights_of(path, sharded) == 1).all()
 
 
-def test_what_cannot_be_saved_or_does_not_fit(tmp_path: Path) -> None:
+def test_values_that_cannot_be_saved_or_do_not_fit(tmp_path: Path) -> None:
     """PyTorch raises an exception that `except Exception` does not catch."""
     path = tmp_path / "checkpoint"
     with pytest.raises(RuntimeError, match=r"could not be written; rank 0 had \w+: .*(pickle|get) local object"):

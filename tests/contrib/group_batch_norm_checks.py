@@ -25,13 +25,13 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 4e-3, to
 
 
 def made(rows: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """[rows, C, 3, 2], far from zero."""
+    """Return an input [rows, C, 3, 2], far from zero."""
     generator = torch.Generator().manual_seed(seed)
     return (3 + 2 * torch.randn(rows, CHANNELS, 3, 2, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 class Group:
-    """The batches of this process's group: those of all its processes, joined, and which rows are this process's."""
+    """The joined batches of this process's group, and the rows that are this process's."""
 
     def __init__(self, rank: int, size: int, rows: Sequence[int]) -> None:
         first = rank // size * size
@@ -137,7 +137,7 @@ def grouped(size: int = 0, rows: Sequence[int] = (4,), dtype: torch.dtype = torc
 
 
 class Compiled:
-    """One step of a group by functions without autograd: what they are given and what they should answer."""
+    """One step of a group by functions without autograd: their arguments and the expected results."""
 
     def __init__(self, rank: int, addend: bool, relu: bool) -> None:
         self.size = dist.get_world_size()
@@ -275,7 +275,7 @@ def autocast(rank: int) -> None:
 
 
 def training_is_that_of_one_process(rank: int) -> None:
-    """Averaged by DistributedDataParallel, gradients are those of all of the data."""
+    """Averaged by DistributedDataParallel, gradients equal those of all of the data."""
     processes = dist.get_world_size()
     whole = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2)).double()
     part = copy.deepcopy(whole)

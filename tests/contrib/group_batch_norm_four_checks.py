@@ -1,4 +1,4 @@
-"""The checks of group norms that say something else in four processes than in two."""
+"""Checks of group norms that differ between four processes and two."""
 
 from tests.contrib import group_batch_norm_checks as checks
 

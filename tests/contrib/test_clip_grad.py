@@ -32,7 +32,7 @@ def exact(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def nonempty(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """PyTorch's function refuses empty tensors where the norm is the largest element."""
+    """Return the tensors with elements; PyTorch's function refuses empty ones for the infinity norm."""
     return [param for param in params if param.numel()]
 
 
@@ -75,7 +75,7 @@ def test_any_limit_that_torch_takes(bad: float | None, max_norm, route: Route) -
 
 @pytest.mark.parametrize("route", routes())
 def test_a_parameter_that_is_given_twice(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a GPU would write to its gradient at the same time, as those of PyTorch's own function do."""
+    """One pass over all would write its gradient concurrently on a GPU, as PyTorch's own function does."""
     param = nn.Parameter(torch.ones(4, device=route.device))
     calls: list[int] = []
     torchs = nn.utils.clip_grad_norm_
@@ -122,7 +122,7 @@ def test_a_tensor_a_generator_and_nothing() -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @pytest.mark.parametrize("bad", [INF, float("nan")])
-def test_what_is_not_finite(bad: float, norm_type: float, route: Route) -> None:
+def test_nonfinite_gradients(bad: float, norm_type: float, route: Route) -> None:
     params = parameters(route, torch.float32)
     params[0].grad[3, 3] = bad
     before = [None if p.grad is None else p.grad.clone() for p in params]

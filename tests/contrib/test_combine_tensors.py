@@ -60,7 +60,7 @@ def test_any_shapes(shapes: list[list[int]]) -> None:
     torch.testing.assert_close(combined.sum(), sum(value.sum() for value in values))
 
 
-def test_strides_are_kept_where_there_are_no_gaps() -> None:
+def test_strides_without_gaps_are_kept() -> None:
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     matrix, holes = torch.randn(3, 4).t(), torch.randn(6, 6)[::2, ::3]
     tensors = [image, matrix, holes]
@@ -133,7 +133,7 @@ def test_broken_sharing_is_detected_and_named() -> None:
         ([torch.zeros(2), torch.zeros(2).to_sparse()], TypeError, "sparse"),
     ],
 )
-def test_what_cannot_be_combined_is_refused(tensors: list, error: type[Exception], message: str) -> None:
+def test_invalid_lists_are_refused(tensors: list, error: type[Exception], message: str) -> None:
     address = tensors[0].data_ptr()
     with pytest.raises(error, match=message):
         combine_npu(tensors)

@@ -20,7 +20,7 @@ KINDS = ("bias", "bias relu", "mask", "frozen scale")
 
 
 def problem(device: str, dtype: torch.dtype, channels_last: bool = True) -> tuple[Tensor, ...]:
-    """Input, weight, bias, mask, scale and the output's gradient; halves that sum without rounding."""
+    """Return input, weight, bias, mask, scale and the output's gradient: halves that sum without rounding."""
     generator = torch.Generator().manual_seed(0)
     whole = lambda *shape: torch.randint(-4, 5, shape, generator=generator).float() / 4  # noqa: E731
     x, weight, dy = whole(2, 6, 9, 7), whole(10, 6, 3, 3), whole(2, 10, 5, 4)
@@ -107,7 +107,7 @@ def test_compiled_name(route: Route) -> None:
 @pytest.mark.parametrize("kind", ["bias relu", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rounded_once(kind: str, dtype: torch.dtype) -> None:
-    """A sum of convolution and bias near zero shows what was rounded before."""
+    """A sum of convolution and bias near zero reveals earlier rounding."""
     tensors = [torch.randn(shape, device="cuda") for shape in ((8, 64, 14, 14), (64, 64, 3, 3), (64,))]
     x, weight, bias = (each.to(dtype) for each in tensors)
     x, weight = (each.to(memory_format=torch.channels_last) for each in (x, weight / 24))
@@ -136,7 +136,7 @@ def test_autocast(kind: str, dtype: torch.dtype, route: Route) -> None:
 
 @pytest.fixture
 def cudnn_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch's convolution in place of cuDNN's call, kernels by Triton's interpreter."""
+    """Replace cuDNN's call by PyTorch's convolution, and run kernels in Triton's interpreter."""
     pytest.importorskip("triton")
 
     def relu(x, weight, bias, stride, padding, dilation, groups):  # type: ignore[no-untyped-def]
@@ -163,7 +163,7 @@ def test_autocast_leaves_float64_alone(kind: str) -> None:
 @pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
 @pytest.mark.usefixtures("cudnn_on_cpu")
 def test_wanted_gradients_behind_cudnns_call(channels_last: bool, wanted: str, autocast: bool) -> None:
-    """Right results whatever is wanted and however gradients lie."""
+    """Results are right for every choice of gradients and every layout."""
     x, weight, bias, *_, dy = problem("cpu", torch.float32 if autocast else torch.float16, channels_last)
     given, dtype = (x, weight, bias), torch.bfloat16 if autocast else dy.dtype
     exact_leaves = [each.double().requires_grad_(name in wanted) for name, each in zip("xwb", given, strict=True)]
@@ -246,7 +246,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [ConvBiasReLU, ConvBiasMaskReLU, ConvFrozenScaleBiasReLU])
 def test_a_gradient_penalty_is_refused(kind: Callable) -> None:
-    """The gradient of a sum is constant, that of the input behind it is not."""
+    """The gradient of a sum is constant; the gradient of the input behind it is not."""
     x, weight, bias, mask, scale, _ = problem("cpu", torch.float32)
     x.requires_grad_()
     weight.requires_grad_()

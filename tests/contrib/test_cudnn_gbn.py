@@ -1,4 +1,4 @@
-"""apex.contrib.cudnn_gbn and cudnn_gbn_lib, for one process; test_group_batch_norm.py has more of them."""
+"""apex.contrib.cudnn_gbn and cudnn_gbn_lib in one process; test_group_batch_norm.py tests several."""
 
 import pytest
 import torch

@@ -125,8 +125,7 @@ def test_an_optimizer_that_is_replaced_is_let_go() -> None:
         distributed_step(second, params, step)
     assert_solved(params, STEPS)
     assert torch.equal(first.state_dict()["fp32_m"], before["fp32_m"])
-    assert first._reducer is not None
-    assert all(gradient is None for arena in first._reducer.arenas for gradient in arena.gradients)
+    assert all(gradient is None for arena in first._gradients.arenas for gradient in arena.gradients)
     gc.collect()
     gc.disable()  # nothing refers to itself, so that memory is free at once
     try:

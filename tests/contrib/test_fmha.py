@@ -19,7 +19,7 @@ def module(dropout: float = 0.0) -> FMHA:
 
 
 def by_hand(qkv: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """Sequence by sequence, with queries, keys and values one after the other in each row."""
+    """Compute attention sequence by sequence; each row holds queries, keys and values one after the other."""
     outputs = []
     for rows in qkv.split(lengths):
         query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(0, 1) for part in rows.chunk(3, -1))
@@ -46,7 +46,7 @@ def test_module(route: Route) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("is_training", [True, False])
 def test_function(route: Route, is_training: bool) -> None:
-    """The same numbers as the module, also with dropout, which is for training only."""
+    """The function equals the module, also with dropout, which applies in training only."""
     assert SameFMHAFun is FMHAFun
     qkv = torch.randn(8, 3, HEADS, HIDDEN // HEADS, device=route.device, requires_grad=True)
     bounds = torch.tensor([0, 6], dtype=torch.int32, device=route.device)

@@ -17,7 +17,7 @@ ALPHA, GAMMA = 0.24, 2.0
 
 
 def sigmoid_focal_loss(logits, classes):
-    """The sum of torchvision's loss of this name."""
+    """Compute the sum of torchvision's loss of this name."""
     targets = functional.one_hot(classes, logits.shape[-1]).to(logits.dtype)
     cross_entropy = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
     probability = logits.sigmoid()
@@ -45,7 +45,7 @@ def test_like_upstreams_test(route: Route) -> None:
 
 
 def test_names_that_clients_import() -> None:
-    """Older versions of upstream's package give the function under its name, newer ones the module."""
+    """Older versions of upstream's package export the function under its name, newer ones the module."""
     module = importlib.import_module("apex.contrib.focal_loss.focal_loss")
     assert focal_loss is module.focal_loss is focal_loss.focal_loss is apex.contrib.focal_loss.focal_loss
     assert focal_loss.FocalLoss is FocalLoss is module.FocalLoss

@@ -21,7 +21,7 @@ def test_module(route: Route, act: str | None) -> None:
     assert_close(actual, functional.silu(expected) if act else expected)
 
 
-def test_parameters_are_those_of_torch() -> None:
+def test_parameters_equal_torchs() -> None:
     ours, torchs = GroupNorm(2, 6, act="silu"), torch.nn.GroupNorm(2, 6)
     torchs.weight.data.uniform_()
     ours.load_state_dict(torchs.state_dict())

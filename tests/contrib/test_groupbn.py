@@ -1,4 +1,4 @@
-"""apex.contrib.groupbn and the compiled name bnp, for one process; test_group_batch_norm.py has more of them."""
+"""apex.contrib.groupbn and the compiled name bnp in one process; test_group_batch_norm.py tests several."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ SHAPE = (3, 4, 5, 8)  # [N, H, W, C]
 
 
 class Expected:
-    """Everything in float64, from PyTorch's operators on [N, C, H, W] and its autograd."""
+    """The expected results in float64, from PyTorch's operators on [N, C, H, W] and autograd."""
 
     def __init__(self, x: Tensor, z: Tensor | None, dy: Tensor, weight: Tensor, bias: Tensor, relu: bool) -> None:
         given = (x, z, weight, bias)
@@ -94,7 +94,7 @@ def test_half_input_and_float_parameters() -> None:
     )
 
 
-def test_state_and_copies_are_those_of_torch() -> None:
+def test_state_and_copies_equal_torchs() -> None:
     import copy
 
     ours, torchs = BatchNorm2d_NHWC(8), nn.BatchNorm2d(8)

@@ -16,7 +16,7 @@ def inputs(device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 
 
 def energy_and_force(product, in1, in2, idx1):
-    """Upstream's own test: the loss holds the gradient of an energy."""
+    """Compute upstream's own test: the loss contains the gradient of an energy."""
     out = product(in1, in2, idx1)
     energy = (out.to(torch.promote_types(out.dtype, torch.float32)) ** 2).sum() / out.numel()
     (force,) = torch.autograd.grad(energy, in1, create_graph=True)
@@ -91,7 +91,7 @@ def test_compiled_without_graph_breaks(route: Route) -> None:
 
 
 @pytest.mark.gpu
-def test_deterministic_without_being_asked() -> None:
+def test_deterministic_by_default() -> None:
     in1, in2 = (torch.randn(rows, 64, device="cuda", requires_grad=True) for rows in (50, 40000))
     idx1 = torch.randint(50, (40000,), device="cuda")
     grad_out = torch.randn_like(in2)

@@ -70,7 +70,7 @@ def test_hidden_rows_are_zero_and_inputs_stay() -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """Not computed as if the probabilities were constants."""
+    """It must not be computed as if the probabilities were constants."""
     x = logits("cpu")
     output = fast_mask_softmax_dropout_func(True, HEADS, x, None, False, 0.0)
     (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)

@@ -38,7 +38,7 @@ def arguments(mask: Mask | None) -> dict:
 
 
 def expected_self(module: SelfMultiheadAttn, x: Tensor, mask: Mask | None) -> Tensor:
-    """By the reference, from the module's parameters as upstream lays them out."""
+    """Compute self attention by the reference, from the module's parameters in upstream's layout."""
     parameters = dict(module.named_parameters())
     if module.separate_qkv_params:
         by_head = [parameters[f"{name}_weight"].view(HEADS, -1, WIDTH) for name in "qkv"]
@@ -63,7 +63,7 @@ def expected_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def assert_right(output: Tensor, expected: Tensor, leaves: list) -> None:
-    """Values and gradients, in float64."""
+    """Compare values and gradients in float64."""
     dy = torch.randn_like(output)
     actual = torch.autograd.grad(output, leaves, dy)
     wanted = torch.autograd.grad(expected, leaves, dy)
@@ -153,7 +153,7 @@ def test_half_precision_with_norm_and_mask(route: Route, dtype: torch.dtype, imp
 
 
 def as_default(state: dict) -> dict:
-    """Names of the layer norm's parameters as the step-by-step module has them."""
+    """Return the step-by-step module's names of the layer norm's parameters."""
     names = {"lyr_nrm_gamma_weights": "lyr_nrm.weight", "lyr_nrm_beta_weights": "lyr_nrm.bias"}
     return {names.get(name, name): tensor for name, tensor in state.items()}
 
@@ -191,7 +191,7 @@ def test_state_dicts_are_upstreams(module: nn.Module, names: list[str]) -> None:
 
 
 def test_initial_parameters_are_upstreams() -> None:
-    """Drawn in upstream's order, so that a seed gives upstream's model."""
+    """They are drawn in upstream's order, so that a seed gives upstream's model."""
     torch.manual_seed(7)
     module = SelfMultiheadAttn(8, 2, bias=True, include_norm_add=True)
     torch.manual_seed(7)
@@ -368,7 +368,7 @@ def test_compiled_with_dropout(impl: str) -> None:
 
 @pytest.mark.parametrize("time_mask", [False, True])
 def test_functions_by_name(time_mask: bool) -> None:
-    """Called with upstream's positional arguments, each gives what its module gives."""
+    """Each function, called with upstream's positional arguments, equals its module."""
     x, kv = (torch.randn(n, BATCH, WIDTH, dtype=torch.float64, requires_grad=True) for n in (LENGTH, LENGTH))
     mask = make_mask("time" if time_mask else "padding", LENGTH, LENGTH, BATCH, "cpu")
     given = arguments(mask)
@@ -402,7 +402,7 @@ def test_functions_by_name(time_mask: bool) -> None:
             assert_right(output, expected, [x, kv, *encdec.parameters()])
 
 
-def test_a_functions_graph_can_be_used_twice_if_asked_for() -> None:
+def test_a_functions_graph_can_be_used_twice_with_retain_graph() -> None:
     x = torch.randn(LENGTH, BATCH, WIDTH, requires_grad=True)
     module = SelfMultiheadAttn(WIDTH, HEADS)
     weights = module.in_proj_weight, module.out_proj_weight, None, None

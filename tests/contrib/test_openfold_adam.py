@@ -109,7 +109,7 @@ def test_a_parameter_without_gradient_is_averaged_all_the_same(route: Route) -> 
     twin.check()
 
 
-def test_goes_on_from_adam() -> None:
+def test_continues_from_adam() -> None:
     twin = Twin("cpu", torch.float32, torch.bfloat16)
     adam = torch.optim.Adam(twin.params, **OPTIONS)
     for _ in range(2):
@@ -127,7 +127,7 @@ def test_goes_on_from_adam() -> None:
     twin.check()
 
 
-def test_goes_on_from_an_adam_that_has_not_begun() -> None:
+def test_continues_from_an_adam_without_steps() -> None:
     """The first step is step 1: upstream would take it for step 2."""
     twin = Twin("cpu", torch.float32, torch.bfloat16)
     optimizer = FusedAdamSWA.from_optim(torch.optim.Adam(twin.params, **OPTIONS), *twin.lists())

@@ -1,4 +1,4 @@
-"""apex.contrib.openfold_triton as OpenFold uses it: attention, layer norm, and what belongs to tuning."""
+"""apex.contrib.openfold_triton as OpenFold uses it: attention, layer norm, and the tuning functions."""
 
 import pytest
 import torch
@@ -95,8 +95,8 @@ def test_layer_norm_goes_to_the_norms() -> None:
     assert_close_by_table(output, norm.layer_norm(x.double(), (3, 8), weight.double(), bias.double()))
 
 
-def test_there_is_nothing_to_tune() -> None:
-    """What clients do before training: load tuned launches, then send them to the other ranks."""
+def test_tuning_functions_do_nothing() -> None:
+    """Clients load tuned launches before training and send them to the other ranks."""
     from apex.contrib.openfold_triton._layer_norm_config_ampere import _auto_tuned_config_ampere
     from apex.contrib.openfold_triton._layer_norm_config_hopper import _auto_tuned_config_hopper
 

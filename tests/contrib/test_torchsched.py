@@ -42,7 +42,7 @@ def test_gradients_are_split_in_order(scheme: str, order: str) -> None:
 
 
 def test_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing changes nothing; a backend that is named wins."""
+    """Importing changes nothing, and a named backend takes precedence."""
     own, called = torch.compile, []
 
     def compile_fx(model, inputs, decompositions, **options):  # type: ignore[no-untyped-def]

@@ -107,7 +107,7 @@ def test_joint_as_its_reference() -> None:
         _transducer_ref.transducer_joint_reference(*given[:9])
 
 
-def test_gradients_of_one_input_alone() -> None:
+def test_gradient_of_a_single_input() -> None:
     f, g, f_len, g_len = joint_tensors()
     h = TransducerJoint()(f.detach(), g, f_len, g_len)
     dh = torch.randn_like(h)
@@ -207,8 +207,8 @@ def test_gradients_have_the_dtypes_of_their_inputs(compiled: bool, route: Route)
     assert [h.dtype, half.grad.dtype, g.grad.dtype] == [torch.float32, torch.float16, torch.float32]
 
 
-def test_dropout_of_inputs_of_which_one_is_double() -> None:
-    """No kernel takes h, although one takes f: it must not get the noise of a kernel."""
+def test_dropout_with_one_float64_input() -> None:
+    """A kernel accepts f but not h, so the dropout noise must not be a kernel's."""
     f, g, f_len, g_len = joint_tensors()
     joint = TransducerJoint(dropout=True, dropout_prob=0.5, probe_mask=True)
     choose = _library.runs_triton

@@ -13,7 +13,7 @@ from tests.harness import Route, assert_close, routes
 
 
 def smoothed(logits: Tensor, labels: Tensor, padding_idx: int, smoothing: float) -> Tensor:
-    """The definition that upstream is tested against: mean and own log-probability, weighted; padding is zero."""
+    """Compute upstream's reference: a weighted sum of mean and own log-probability; padding is zero."""
     log_probabilities = torch.log_softmax(logits.double(), -1)
     own = log_probabilities.gather(-1, labels[:, None])[:, 0]
     losses = (smoothing - 1.0) * own - smoothing * log_probabilities.mean(-1)
@@ -38,7 +38,7 @@ def test_as_upstream_tests_it(route: Route, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("route", routes())
 def test_defaults_are_upstreams(route: Route) -> None:
-    """No smoothing, and class 0 is padding."""
+    """By default there is no smoothing, and class 0 is padding."""
     logits, labels = torch.randn(5, 40, device=route.device), torch.tensor([0, 1, 2, 39, 0], device=route.device)
     with _library.implementation(route.implementation):
         losses = SoftmaxCrossEntropyLoss.apply(logits, labels)

@@ -1,4 +1,4 @@
-"""A suite as clients write them: on gloo, on the base class alone, on NCCL and on UCC. Prints what became of it."""
+"""A test suite as clients write it: on gloo, on the base class, on NCCL and on UCC. Prints the results."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class Common:
     """Tests of every class below."""
 
     def _spawn_processes(self) -> None:
-        """Forks where that can be done, which takes no time; else every process imports PyTorch and its compiler."""
+        """Fork if possible, which is fast; otherwise every process imports PyTorch and its compiler."""
         if torch.cuda.is_available():
             super()._spawn_processes()
         else:

@@ -1,6 +1,6 @@
-"""Tests in several processes, run as a client's suite is run.
+"""Multi-process tests, run as a client's suite is run.
 
-In a process of its own: PyTorch's base class forbids changes of `torch.backends` in the process that imports it.
+They run in a separate process: PyTorch's base class forbids changes of `torch.backends` in the process that imports it.
 """
 
 import json

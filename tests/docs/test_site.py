@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -38,10 +39,18 @@ def test_every_upstream_name_is_here(site: Path) -> None:
 
 
 def test_reference_has_signatures_and_docstrings(site: Path) -> None:
-    page = (site / "reference.html").read_text()
-    for word in ("initialize", "FusedAdam", "capture", "DistributedDataParallel", "ColumnParallelLinear"):
-        assert word in page
-    assert "Make the linear layers of" in page
+    for package, name in (
+        ("apex.amp", "initialize"),
+        ("apex.optimizers", "FusedAdam"),
+        ("apex.graphs", "capture"),
+        ("apex.parallel", "DistributedDataParallel"),
+        ("apex.transformer.tensor_parallel", "ColumnParallelLinear"),
+    ):
+        page = (site / "reference" / f"{package}.html").read_text()
+        headings = re.findall(r'<h3 id="[\w.]*\.(\w+)"', page)
+        assert headings[0] == name, f"{package} starts with {headings[:3]}"
+        assert f"reference/{package}.html" in (site / "reference.html").read_text()
+    assert "Make the linear layers of" in (site / "reference" / "apex.fp8.html").read_text()
 
 
 def test_all_pages_are_in_the_navigation(site: Path) -> None:
@@ -99,7 +108,9 @@ def requested_hosts(browser: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-@pytest.mark.parametrize("page", ["index", "amp", "performance", "reference", "names", "benchmarks"])
+@pytest.mark.parametrize(
+    "page", ["index", "amp", "performance", "reference", "reference/apex.amp", "names", "benchmarks"]
+)
 def test_pages_fit_and_ask_nobody_else(page: str, size: tuple[int, int], address: str, browser: Any) -> None:
     visit(browser, f"{address}/{page}.html", size)
     width = browser.execute_script("return document.documentElement.scrollWidth")
@@ -107,6 +118,25 @@ def test_pages_fit_and_ask_nobody_else(page: str, size: tuple[int, int], address
     assert browser.find_element("tag name", "h1").text
     assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     assert requested_hosts(browser) == {"127.0.0.1"}
+
+
+def test_names_stay_whole_on_a_phone(address: str, browser: Any) -> None:
+    visit(browser, f"{address}/reference/apex.transformer.tensor_parallel.html", PHONE)
+    lines = browser.execute_script(
+        "return [...document.querySelectorAll('h3 .doc-object-name')].map(name => name.getClientRects().length)"
+    )
+    assert len(lines) > 20
+    assert set(lines) == {1}
+
+
+@pytest.mark.parametrize("page", ["performance", "status"])
+def test_tables_fit_on_a_desk(page: str, address: str, browser: Any) -> None:
+    visit(browser, f"{address}/{page}.html", DESK)
+    hidden = browser.execute_script(
+        "return [...document.querySelectorAll('.md-typeset__scrollwrap')].map(e => e.scrollWidth - e.clientWidth)"
+    )
+    assert hidden
+    assert max(hidden) <= 0
 
 
 def bars(browser: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Dumps of a step: what is recorded, and which module two of them differ at first."""
+"""Dumps of a step: their contents, and the first module at which two of them differ."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def dump(path: Path, batch: Tensor = BATCH, *, fault: str = "", scale: float = 1.0, half: bool = False) -> str:
-    """The dump of one step of the model."""
+    """Return the path of a dump of one step of the model."""
     model, dumper = Model(fault), HookerAndDumper(f"{path}-")
     file = dumper.register_hooks(model, epoch=1, step=5, loss_scale=scale)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -151,7 +151,7 @@ def test_a_tensor_that_one_of_several_processes_lacks_is_named(tmp_path: Path) -
     assert found.only_in_first == [("second", "parameter", "grad", 0)]
 
 
-def test_what_is_not_finite_differs_from_what_is(tmp_path: Path) -> None:
+def test_nonfinite_values_differ_from_finite_ones(tmp_path: Path) -> None:
     files = []
     for name, values in (("a", [1.0, math.inf]), ("b", [1.0, 2.0]), ("c", [1.0, math.inf])):
         files.append(str(tmp_path / name))
@@ -181,7 +181,7 @@ def test_the_command_shows_and_draws_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "there is no dump"), (b"text", "is no HDF5 file"), ("other", "no module in common")]
 )
-def test_what_cannot_be_compared_is_said(tmp_path: Path, content: object, words: str) -> None:
+def test_dumps_that_cannot_be_compared_raise(tmp_path: Path, content: object, words: str) -> None:
     file = tmp_path / "b"
     if isinstance(content, bytes):
         file.write_bytes(content)

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 class Mixed(nn.Module):
-    """Half-precision layers around one in float32, a frozen one, and one that gets no gradient."""
+    """Half-precision layers around a float32 layer, a frozen layer, and a layer without a gradient."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def train(
 def test_trains_masters_like_a_float32_optimizer(
     name: str, options: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
-    """The same gradients, unscaled by hand, given to the same optimizer on float32 parameters."""
+    """The same optimizer on float32 parameters gets the gradients unscaled by hand."""
     model, optimizer = make(dtype, OPTIMIZERS[name], device, **options)
     plain = [nn.Parameter(p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     for param, other in zip(plain, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
@@ -163,9 +163,6 @@ def test_other_types_are_refused_before_anything_changes() -> None:
     assert optimizer.param_groups[0]["params"][0] is half
 
 
-# Overflow -------------------------------------------------------------------------------------------------------------
-
-
 @DEVICES
 @pytest.mark.parametrize("name", ["Adam", "FusedAdam"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(
@@ -206,9 +203,6 @@ def test_overflow_in_float32_parameters_counts() -> None:
     assert optimizer.overflow
 
 
-# Accumulation and clipping --------------------------------------------------------------------------------------------
-
-
 def gradients(optimizer: FP16_Optimizer) -> list[Tensor]:
     return [grad.clone() for group in optimizer.inspect_master_grad_data() for grad in group if grad is not None]
 
@@ -216,7 +210,7 @@ def gradients(optimizer: FP16_Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("change", [None, 512.0])
 @pytest.mark.parametrize("delayed", [True, False])
 def test_gradients_of_several_losses_add_up(delayed: bool, change: float | None) -> None:
-    """Also those of float32 parameters, which were unscaled in place already, and when the scale changes."""
+    """This includes float32 parameters, whose gradients were already unscaled in place, and a change of the scale."""
     model, optimizer = make(torch.bfloat16, OPTIMIZERS["SGD"], static_loss_scale=128.0)
     loss = loss_of(model, 0)
     optimizer.backward(loss, update_master_grads=not delayed, retain_graph=True)
@@ -273,9 +267,6 @@ def test_a_parameter_that_gets_no_gradient_any_more_is_left_alone() -> None:
     before = model.second.weight.detach().clone()
     optimizer.step()
     assert torch.equal(before, model.second.weight)
-
-
-# Closures -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"static_loss_scale": 16.0}, DYNAMIC], ids=["static", "dynamic"])
@@ -338,9 +329,6 @@ def test_a_hopeless_closure_raises(floor: float | None) -> None:
         optimizer.step(closure)
     assert_equal_bits(before, list(model.parameters()))
     assert optimizer.first_closure_call_this_step
-
-
-# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def saved_and_loaded(value: Any) -> Any:
@@ -412,7 +400,7 @@ def test_a_checkpoint_of_another_model_changes_nothing() -> None:
 
 
 def upstream_scaler() -> AmpScaler:
-    """What unpickling the original's scaler makes of our class: its attributes, without a constructor's."""
+    """Return our class as unpickling upstream's scaler makes it: with its attributes, without a constructor call."""
     scaler = AmpScaler.__new__(AmpScaler)
     vars(scaler).update(dynamic=True, _loss_scale=4096.0, _unskipped=3, _scale_seq_len=4, _max_loss_scale=2.0**24)
     vars(scaler).update(_min_loss_scale=None, _has_overflow=False)

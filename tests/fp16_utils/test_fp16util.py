@@ -77,7 +77,7 @@ def test_fp16model_leaves_indices_alone() -> None:
 
 
 def parameters(device: str) -> nn.ParameterList:
-    """Odd sizes, a layout of its own, a type of its own, one that is not trained and one without a gradient."""
+    """Return parameters of odd sizes, layouts and dtypes, one frozen and one without a gradient."""
     params = nn.ParameterList(
         [
             nn.Parameter(torch.randn(3, 5).half()),
@@ -102,7 +102,7 @@ def unflat(masters: list[Tensor], params: list[Tensor], flat: bool) -> list[Tens
 
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("flat", [False, True])
-def test_masters_there_and_back(flat: bool, route: Route) -> None:
+def test_master_weights_round_trip(flat: bool, route: Route) -> None:
     with implementation(route.implementation):
         model = parameters(route.device)
         params, masters = prep_param_lists(model, flat_master=flat)
@@ -123,7 +123,7 @@ def test_masters_there_and_back(flat: bool, route: Route) -> None:
             # Triton's interpreter does not round ties to even when it casts to bfloat16.
             rtol = 2.0**-7 if route.implementation == "triton" and param.dtype == torch.bfloat16 else 0
             torch.testing.assert_close(param, part.to(param.dtype), rtol=rtol, atol=0)
-        # Once more, into gradients that are there, and out of one that has gone.
+        # Once more, into existing gradients, and with one gradient removed.
         params[0].grad = None
         model_grads_to_master_grads(params, masters, flat_master=flat)
         assert (masters[0].grad[:15].abs().max() == 0) if flat else masters[0].grad is None

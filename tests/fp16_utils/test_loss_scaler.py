@@ -32,7 +32,7 @@ def test_a_static_scale_stays() -> None:
 
 
 def test_the_sequence_of_a_dynamic_scale() -> None:
-    """Halved at once, doubled after a window of updates without overflow, counted from the last overflow."""
+    """It is halved at an overflow, and doubled after a window of updates since the last overflow."""
     scaler = DynamicLossScaler(init_scale=16, scale_factor=2.0, scale_window=3)
     found = []
     for overflow in (False, False, False, True, False, False, False, False, False, False, True, True):

@@ -60,7 +60,7 @@ def tensor_parallel_layers(rank: int) -> None:
 
 
 def fully_sharded(rank: int) -> None:
-    """FSDP2 gathers ordinary weights, whose float8 products are those of one process; its checkpoint is ordinary."""
+    """Check that float8 products under FSDP2 equal one process's, and that its checkpoint is ordinary."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Linear layers in float8: numbers, gradients, what is converted, and how it goes with the rest."""
+"""Linear layers in float8: numbers, gradients, the choice of layers, and combinations with other features."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def network(device: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def rounded(matrix: torch.Tensor, rows: bool, dtype: torch.dtype) -> torch.Tensor:
-    """The nearest numbers of a format under a scale per matrix, or per row, in float64."""
+    """Return the nearest numbers of a format, with a scale per matrix or per row, in float64."""
     amax = matrix.abs().amax(1, keepdim=True) if rows else matrix.abs().amax()
     limit = torch.full_like(amax.float(), torch.finfo(dtype).max)
     return (matrix.float() * (limit / amax)).to(dtype).double() * (amax / limit).double()
@@ -85,7 +85,7 @@ def test_gradients_that_nobody_wants():
         gradient.sum().backward()
 
 
-def test_convert_says_what_it_did():
+def test_convert_reports_on_each_layer():
     model = network("cpu")
     before = model.state_dict()
     report = fp8.convert(model, smallest_weight=128 * 64, choose=lambda name, layer: True, emulate=True)
@@ -105,7 +105,7 @@ def test_convert_says_what_it_did():
 
 @pytest.mark.parametrize("scaling", fp8.SCALINGS)
 def test_fused_dense_layers_are_converted(scaling):
-    """Their products are those of linear layers with the same weights, forward and backward."""
+    """Compare with linear layers of the same weights, forward and backward."""
     torch.manual_seed(0)
     fused = nn.Sequential(FusedDense(32, 64), FusedDenseGeluDense(64, 128, 32), FusedDenseGeluDense(32, 40, 32))
     plain = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 128), nn.GELU(approximate="tanh"), nn.Linear(128, 32))
@@ -146,7 +146,7 @@ def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
     assert torch.equal(perceptron(x), usual)
 
 
-def test_what_is_no_model_is_refused():
+def test_arguments_that_are_no_model_are_refused():
     for call in (fp8.convert, fp8.revert):
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not \[Linear"):
             call([torch.nn.Linear(16, 16)])
@@ -285,7 +285,7 @@ def test_two_processes(name: str, found: dict[str, str]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
 @pytest.mark.parametrize("scaling", DYNAMIC)
 def test_compiled_by_inductor(scaling):
-    """Products on the GPU, compiled by Inductor, against the same in eager mode: bit for bit.
+    """Compare products on the GPU, compiled by Inductor, with eager mode: bit for bit.
 
     As it is, Inductor does not round what it fuses to bfloat16. The largest magnitude, and with it the scale, is then
     that of wider numbers, and some go to the next number of float8: 4% of a gradient's norm here.

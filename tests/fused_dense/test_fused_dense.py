@@ -21,7 +21,7 @@ from tests.harness import Route, assert_close, routes
 
 
 def pair(kind: str, device: str) -> tuple[nn.Module, nn.Module]:
-    """One of our modules and the same in torch.nn, in float64."""
+    """Return one of our modules and its equivalent in torch.nn, in float64."""
     if kind == "gelu":
         ours = FusedDenseGeluDense(12, 20, 7)
         wide = nn.Sequential(nn.Linear(12, 20), nn.GELU("tanh"), nn.Linear(20, 7)).double()
@@ -72,7 +72,7 @@ def test_parameters_are_named_and_initialised_as_upstream() -> None:
     assert "in_features=300, out_features=200, bias=True" in repr(layer)
 
 
-def test_functions_compute_what_modules_do() -> None:
+def test_functions_equal_modules() -> None:
     x = torch.randn(5, 12)
     layer, both = FusedDense(12, 7), FusedDenseGeluDense(12, 20, 7)
     assert torch.equal(fused_dense_function(x, layer.weight, layer.bias), layer(x))

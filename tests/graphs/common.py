@@ -15,7 +15,7 @@ from apex.optimizers import FusedAdam
 
 
 def small_model(device: str, dropout: float = 0.2) -> nn.Sequential:
-    """Linear layers, a batch norm and dropout."""
+    """Return a model of linear layers, a batch norm and dropout."""
     torch.manual_seed(0)
     layers = (nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 4))
     return nn.Sequential(*layers).to(device)
@@ -83,7 +83,7 @@ class Training:
         return self
 
     def outcome(self) -> list[Any]:
-        """Every number that training has changed."""
+        """Return all numbers that the training has changed."""
         found: list[Any] = [*self.losses, *self.model.state_dict().values()]
         saved = self.optimizer.state_dict()
         for state in saved["state"].values():

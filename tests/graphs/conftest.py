@@ -7,5 +7,5 @@ from apex.ops.multi_tensor.torch_lists import TorchLists
 
 @pytest.fixture(autouse=True)
 def rules_are_called_as_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in a graph and outside; a CPU, which really has no graphs, calls PyTorch's fused functions."""
+    """Compute updates by apex's rules, as on a GPU, instead of PyTorch's fused functions for CPUs."""
     monkeypatch.setattr(TorchLists, "_calls_fused", lambda self: False)

@@ -16,7 +16,7 @@ SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default}
 
 
 class Tape(TorchDispatchMode):
-    """Notes operators with the very tensors that they were called with; undoes what they wrote to older tensors."""
+    """A recorder of operators with their tensors, which can undo writes to tensors that existed before."""
 
     def __init__(self, forbids_reading: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 class CpuGraphs:
-    """What `apex.ops._graph.CudaGraphs` is for CUDA."""
+    """A backend for the CPU with the interface of `apex.ops._graph.CudaGraphs`."""
 
     def __init__(self, forbids_reading: bool = False) -> None:
         self.forbids_reading = forbids_reading

@@ -1,6 +1,6 @@
-"""What is changed between the calls of a captured function: noticed wherever the function names it.
+"""Changes between the calls of a captured function, which notices values that it names.
 
-Each case makes a function and what changes something that it reads, after the function was captured.
+Each case makes a function, and a change of a value that it reads, for after the capture.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def far_away(device: str) -> tuple[Any, ...]:
 
 
 @case
-def what_is_put_into_a_variable_first(device: str) -> tuple[Any, ...]:
+def a_value_in_a_local_variable(device: str) -> tuple[Any, ...]:
     trainer = types.SimpleNamespace(config=Config())
 
     def step(x: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def results(name: str, way: Callable[[Step], Step], device: str) -> list[Any]:
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_changed_between_calls_is_noticed(name: str, device: str) -> None:
+def test_changes_between_calls_are_noticed(name: str, device: str) -> None:
     steps: list[CapturedStep] = []
 
     def way(function: Step) -> CapturedStep:
@@ -281,7 +281,7 @@ def test_what_is_changed_between_calls_is_noticed(name: str, device: str) -> Non
         return steps[-1]
 
     assert_equal_bits(results(name, lambda step: step, device), results(name, way, device))
-    assert steps[-1].graphs == (1 if name == "a_buffer" else 2)  # what is a tensor is brought to the graph's memory
+    assert steps[-1].graphs == (1 if name == "a_buffer" else 2)  # a tensor is copied to the graph's memory
     assert steps[-1]._replays
 
 
@@ -304,7 +304,7 @@ def test_outputs_that_are_objects_have_no_gradients() -> None:
         assert (found.outputs.requires_grad, found.name) == (False, "one")
 
 
-def test_what_a_capture_does_to_tensors_of_the_host_is_refused_and_undone() -> None:
+def test_writes_to_host_tensors_in_a_capture_are_refused_and_undone() -> None:
     count, device = torch.zeros(2), torch.device("meta")
     before = Snapshot([], References(lambda: count), device)
     State(before, CaptureContext(True, device))
@@ -360,14 +360,14 @@ def test_a_rate_in_a_tensor_of_the_host_is_followed() -> None:
 
 
 class Raises:
-    """As lazily loaded modules and settings do."""
+    """An object whose attributes raise, like lazily loaded modules and settings."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)
 
 
 class Anything:
-    """As loggers that are switched off do."""
+    """An object that has every attribute, like a disabled logger."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -383,7 +383,7 @@ class Method:
     weight.scale = 2.0  # type: ignore[attr-defined]
 
 
-# What a function gets before the rest, and the function.
+# A function's first arguments, and the function.
 UNUSUAL: dict[str, tuple[Any, Step]] = {
     "attributes that raise": (Raises(), lambda value, x: value.weight if x is None else x * 2),
     "attributes of every name": (Anything(), lambda value, x: x * 2 if value.log(1) else x),
@@ -404,9 +404,9 @@ def test_unusual_objects_that_a_function_names(name: str) -> None:
     run = captured(step, "cpu")
     assert [float(run(torch.tensor(float(index)))) for index in range(5)] == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert run._replays == 3
-    places = References(step).variables
-    assert len(places) <= 2
-    assert not any("Linear" in place.name for place in places)
+    locations = References(step).variables
+    assert len(locations) <= 2
+    assert not any("Linear" in location.name for location in locations)
     assert "weight" not in getattr(value, "__dict__", ())
 
 
@@ -420,7 +420,7 @@ class Refuses(Tensor):
 
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_many_parameters_beside_tensors_that_refuse_everything() -> None:
-    """Python has numbers up to 256 once, and others as often as they are counted."""
+    """Python shares integers up to 256 and makes larger ones anew at every count."""
     refusing = torch.ones(1).as_subclass(Refuses)
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(300)]
     optimizer = torch.optim.SGD(weights, lr=1.0)

@@ -213,7 +213,7 @@ def test_overflow_messages_name_parameters(capsys: pytest.CaptureFixture[str]) -
     assert training.step.graphs == 1
 
 
-def test_what_waits_for_the_device_runs_eagerly_and_the_line_is_named() -> None:
+def test_waiting_for_the_device_runs_eagerly_and_names_the_line() -> None:
     model = small_model("cuda")
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     twin = small_model("cuda")
@@ -449,7 +449,7 @@ def test_methods_and_functions_are_decorated() -> None:
 
 
 def test_kernels_that_finish_each_others_work_count_right_in_every_replay() -> None:
-    """Their counters are filled once: no replay may write to them, or leave them as they were not."""
+    """Their counters are filled once, so that every replay must leave them unchanged."""
 
     def train(way: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(0)

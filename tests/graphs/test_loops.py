@@ -31,7 +31,7 @@ mse_loss = nn.functional.mse_loss
 
 
 def loop(graphs: int) -> Callable[[Loop], Loop]:
-    """A loop, which has so many graphs in all afterwards."""
+    """Register a loop, with the number of its graphs at the end."""
 
     def note(function: Loop) -> Loop:
         LOOPS[function.__name__] = function, graphs
@@ -58,7 +58,7 @@ def trainer(device: str, model: nn.Module, optimizer: Any) -> Callable[..., Tens
 
 
 def numbers(*things: Any) -> list[Any]:
-    """Copies of tensors, and of what modules and optimizers have."""
+    """Return copies of tensors, and of the tensors in modules and optimizers."""
     found: list[Any] = []
     for thing in things:
         if isinstance(thing, nn.Module):
@@ -230,7 +230,7 @@ class Stateful(nn.Module):
 
 @loop(graphs=1)
 def tensors_that_python_replaces(device: str, way: Way) -> list[Any]:
-    """By the function (in modules, attributes and dicts), and between its calls."""
+    """The function replaces tensors in modules, attributes and dicts; others are replaced between its calls."""
     torch.manual_seed(0)
     model = Stateful().to(device)
     optimizer = FusedAdam(model.parameters(), lr=0.01)
@@ -280,7 +280,7 @@ class Remembers(nn.Module):
 
 @loop(graphs=1)
 def tensors_in_tuples_and_lists(device: str, way: Way) -> list[Any]:
-    """Which the function makes anew, beside things that are no tensors."""
+    """The function makes new tuples and lists of tensors and other values."""
     model, place = Remembers(device), SimpleNamespace(cell=Cell(torch.zeros(3, device=device), "one"))
 
     @way
@@ -308,7 +308,7 @@ def inputs_that_are_written_to(device: str, way: Way) -> list[Any]:
 
 @loop(graphs=2)
 def tensors_that_are_only_left_behind(device: str, way: Way) -> list[Any]:
-    """With graphs of two shapes, each of which must put its own."""
+    """Use graphs of two shapes; each must store its own results."""
     model, optimizer = linear(device)
     train = trainer(device, model, optimizer)
     place = SimpleNamespace(outputs=None)
@@ -356,7 +356,7 @@ def power_iterations(device: str, way: Way) -> list[Any]:
 
 @loop(graphs=1)
 def a_model_that_moves(device: str, way: Way) -> list[Any]:
-    """Where only inference is captured, no optimizer knows the parameters."""
+    """Only inference is captured, so that no optimizer has the parameters."""
     model, _ = linear(device)
     step = way(lambda inputs: model(inputs))
     found = []
@@ -421,7 +421,7 @@ def test_arguments_that_never_come_again_are_not_kept() -> None:
     assert len(run._kinds) <= 8
 
 
-def test_calls_that_fail_are_not_among_those_before_a_capture() -> None:
+def test_failed_calls_do_not_count_as_warmup() -> None:
     def step(inputs: Tensor) -> Tensor:
         if fails:
             raise ValueError("a batch that cannot be read")
@@ -481,7 +481,7 @@ def plain(x: Tensor) -> Tensor:
     return x + 1
 
 
-def test_methods_call_those_of_base_classes_and_objects_are_copied() -> None:
+def test_overridden_methods_and_copied_objects() -> None:
     one = Derived()
     assert float(one.step(torch.ones(2))[0]) == 3.0
     for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):

@@ -1,4 +1,4 @@
-"""What functions refer to: numbers that a graph would freeze are found, others are left alone."""
+"""Values that functions refer to: `References` finds the numbers that a graph would freeze."""
 
 import functools
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ step = 5  # a global of this name that nobody reads
 
 
 def names(function: Any) -> set[str]:
-    return {place.name for place in References(function).variables}
+    return {location.name for location in References(function).variables}
 
 
 def helper(x: Tensor) -> Tensor:
@@ -84,14 +84,14 @@ def test_attributes_and_items_of_attributes() -> None:
 
     numbers = {"config.loss.weight", "config.rates['first']"}
     assert names(train) == {"the length of models", "models[0]", "models[1]"} | numbers
-    assert sum(place.name == "Dropout.training" for place in References(train).places()) == 2
+    assert sum(location.name == "Dropout.training" for location in References(train).locations()) == 2
 
 
 def test_items_of_tensors_are_named_without_looking_at_them() -> None:
     key = torch.empty(3, device="meta")
     averages = {key: torch.ones(1)}
-    (place,) = (each for each in References(lambda: averages).places() if each.read() is averages[key])
-    assert place.name == "averages"
+    (location,) = (each for each in References(lambda: averages).locations() if each.read() is averages[key])
+    assert location.name == "averages"
 
 
 def test_values_are_read_anew() -> None:
@@ -103,7 +103,7 @@ def test_values_are_read_anew() -> None:
         seen.append(x)
         return model(x) * alpha
 
-    read = lambda: {place.name: place.read() for place in References(train).variables}  # noqa: E731
+    read = lambda: {location.name: location.read() for location in References(train).variables}  # noqa: E731
     assert read() == {"alpha": 0.5, "model": first, "the length of seen": 0}
     alpha, model = 0.25, nn.Dropout()
     train(torch.ones(1))
@@ -113,11 +113,11 @@ def test_values_are_read_anew() -> None:
 @pytest.mark.filterwarnings("ignore:.*jit.script.* is deprecated:DeprecationWarning")
 def test_modes_of_modules_and_tensors_in_them() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
-    places = {place.name for place in References(lambda x: model(x)).places()} - {"model"}
+    locations = {location.name for location in References(lambda x: model(x)).locations()} - {"model"}
     modes = {"Sequential.training", "BatchNorm1d.training", "Dropout.training"}
-    assert places == modes | {f"BatchNorm1d.{name}" for name, _ in model[0].named_buffers()}
+    assert locations == modes | {f"BatchNorm1d.{name}" for name, _ in model[0].named_buffers()}
     scripted = torch.jit.script(nn.Dropout())  # whose mode is no attribute in Python
-    (mode,) = (each for each in References(lambda x: scripted(x)).places() if each.name.endswith(".training"))
+    (mode,) = (each for each in References(lambda x: scripted(x)).locations() if each.name.endswith(".training"))
     scripted.eval()
     assert mode.read() is False
 
@@ -127,14 +127,14 @@ def test_every_closure_of_one_function_is_looked_at() -> None:
         return lambda x: x * factor
 
     first, second = scaled(1.0), scaled(2.0)
-    places = References(lambda x: first(x) + second(x)).variables
-    assert [place.read() for place in places if place.name == "factor"] == [1.0, 2.0]
+    locations = References(lambda x: first(x) + second(x)).variables
+    assert [location.read() for location in locations if location.name == "factor"] == [1.0, 2.0]
     third, fourth = (functools.partial(lambda x, factors: x * factors[0], factors=[factor]) for factor in (3.0, 4.0))
-    places = References(lambda x: third(x) + fourth(x)).variables
-    assert {place.read() for place in places if place.name == "factors[0]"} == {3.0, 4.0}
+    locations = References(lambda x: third(x) + fourth(x)).variables
+    assert {location.read() for location in locations if location.name == "factors[0]"} == {3.0, 4.0}
 
 
-def test_what_has_no_code() -> None:
+def test_callables_without_code() -> None:
     assert names(abs) == names(torch.add) == set()
     assert names(nn.Identity()) == {"self", "the length of kwargs"}
 

@@ -66,7 +66,7 @@ def compare(steps: int = 12, overflows: tuple[int, ...] = (), **options: Any) ->
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_replays_have_the_bits_of_eager_steps(name: str) -> None:
-    """With a learning rate that is another at every step, clipping, dropout and a batch norm."""
+    """The learning rate changes at every step; there are clipping, dropout and a batch norm."""
     step = compare(make=OPTIMIZERS[name])
     assert step.report() == "1 graphs, 3 eager calls, 1 captures, 8 replays"
 
@@ -79,7 +79,7 @@ def test_opt_levels(level: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "NpuFusedBertAdam", "torch.optim.SGD"])
 def test_overflows_skip_steps_on_the_device(name: str, level: str) -> None:
-    """Also steps of an optimizer that knows nothing of flags: what it did is put back."""
+    """Check also an optimizer without an overflow flag, whose step is undone."""
     makers = {**OPTIMIZERS, "torch.optim.SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
     schedule = name != "torch.optim.SGD"
     compare(18, (1, 6, 7, 12), level=level, make=makers[name], schedule=schedule)
@@ -123,7 +123,7 @@ def test_arguments_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_inputs_outputs_and_kinds() -> None:
-    """Graphs by shape, layout, dtype and the values of what is no tensor; results are written over."""
+    """Check that shapes, layouts, dtypes and other values select a graph, and that a replay overwrites results."""
     calls = deque()  # the length of a list would be noticed
 
     def step(batch: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_arguments_that_no_graph_can_be_chosen_by_run_eagerly() -> None:
     assert found == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_more_kinds_than_graphs_run_eagerly_and_one_warning_says_so() -> None:
+def test_more_kinds_than_graphs_run_eagerly_with_one_warning() -> None:
     run = captured(lambda x: x * 2, warmup=1, max_graphs=2)
     with pytest.warns(UserWarning, match=r"has 2 graphs \(max_graphs\)") as found:
         sums = [float(run(torch.ones(size)).sum()) for _ in range(4) for size in (1, 2, 3)]
@@ -209,7 +209,7 @@ def test_an_optimizer_that_makes_state_late_is_not_captured() -> None:
 
 
 def test_gradients_that_python_sets_to_none_or_replaces() -> None:
-    """What a graph reads is brought to its memory; what it makes anew may be anything."""
+    """Check that gradients which a graph reads are copied to its memory, and that others may be anything."""
 
     def run(way: Any) -> Training:
         training = Training(way, device="cpu", schedule=False)
@@ -228,9 +228,9 @@ def test_gradients_that_python_sets_to_none_or_replaces() -> None:
 
 
 def test_parameters_of_others_may_have_gradients_or_no_memory_at_all() -> None:
-    """Where the step reads that there is no gradient, too: a captured step of one model has nothing to do with another.
+    """Check that a captured step ignores the gradients of another model, also if it reads that there is no gradient.
 
-    What torch.compile has traced leaves tensors without memory behind.
+    Tracing by torch.compile leaves tensors without memory.
     """
     used, unused, other = (nn.Parameter(torch.ones(3)) for _ in range(3))
     with FakeTensorMode():
@@ -255,7 +255,7 @@ def test_parameters_of_others_may_have_gradients_or_no_memory_at_all() -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_gradients_are_accumulated_over_calls(outside: bool) -> None:
-    """With two graphs that hand gradients to each other, or a graph and an optimizer that steps outside of it."""
+    """Use two graphs that pass gradients to each other, or a graph and an optimizer that steps outside of it."""
 
     def run(way: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_gradients_are_accumulated_over_calls(outside: bool) -> None:
 
 @pytest.mark.parametrize(("level", "overflows"), [(None, ()), ("O2", (1, 6, 9, 15))])
 def test_state_that_is_saved_and_loaded_between_replays(level: str | None, overflows: tuple[int, ...]) -> None:
-    """Where overflows skip steps, the count of those goes on in the memory that the graph has."""
+    """If overflows skip steps, the count of steps continues in the graph's memory."""
     options: dict[str, Any] = {"level": level, "device": "cpu", "dropout": 0.0}
     whole = Training(None, **options).run(20, overflows).outcome()
     training = Training(captured, **options).run(8, overflows)
@@ -320,8 +320,8 @@ def test_parameters_with_other_memory_are_captured_anew() -> None:
     assert_equal_bits(eager, graph.outcome())
 
 
-def test_other_memory_where_there_are_no_more_graphs_runs_eagerly_once() -> None:
-    """Eager calls with the memory before have not made the state of a parameter that comes with the new one."""
+def test_moved_parameters_at_max_graphs_run_eagerly_once() -> None:
+    """Earlier eager calls have not made the state of a parameter that is added with the new memory."""
 
     def run(way: Any) -> Training:
         training = Training(way, device="cpu", schedule=False, clip=False).run(5)
@@ -341,7 +341,7 @@ def test_other_memory_where_there_are_no_more_graphs_runs_eagerly_once() -> None
 
 
 def test_a_replay_that_ends_with_an_error_is_a_whole_step() -> None:
-    """As where gradients overflow for too long."""
+    """Raise the error of gradients that overflow for too long."""
     training = Training(None, device="cpu", schedule=False)
 
     errors: deque[Exception] = deque()
@@ -366,7 +366,7 @@ def test_a_replay_that_ends_with_an_error_is_a_whole_step() -> None:
 
 
 def test_hyperparameters_that_a_graph_cannot_read_are_noticed() -> None:
-    """A decay that appears chooses another rule; what PyTorch's SGD is given is frozen."""
+    """A new weight decay selects another rule; options of PyTorch's SGD are frozen."""
     for make, name, value in (
         (lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0), "weight_decay", 0.1),
         (lambda params: torch.optim.SGD(params, lr=0.01), "lr", 0.02),
@@ -407,7 +407,7 @@ def test_rates_that_are_tensors_are_replaced_by_loading() -> None:
     assert_equal_bits(eager, graph.outcome())
 
 
-def test_what_every_call_changes_in_python_is_named() -> None:
+def test_values_that_every_call_changes_are_named() -> None:
     count = 0
 
     def counting(x: Tensor) -> Tensor:

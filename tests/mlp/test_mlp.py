@@ -19,7 +19,7 @@ LAYERS = {"none": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid}
 
 
 def torch_mlp(mlp: MLP, activation: str) -> nn.Sequential:
-    """The same layers in torch.nn, in float64."""
+    """Return the layers in torch.nn, in float64."""
     layers: list[nn.Module] = []
     for index, weight in enumerate(mlp.weights):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(mlp.biases)).double().to(weight.device)

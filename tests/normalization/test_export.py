@@ -1,4 +1,4 @@
-"""Norms leave for ONNX and other machines as operators of PyTorch's own, whatever the implementation here."""
+"""Norms are exported to ONNX and other formats as PyTorch's own operators, with any implementation."""
 
 import warnings
 from pathlib import Path
@@ -25,7 +25,7 @@ NORMS = [
 
 
 def _all_norms() -> nn.Sequential:
-    """Every norm after the other, with parameters unlike those they start with."""
+    """Return all norms in a row, with parameters unlike their initial ones."""
     norms = nn.Sequential(*(norm(32, **options) for norm, options in NORMS))
     with torch.no_grad():
         for parameter in norms.parameters():

@@ -190,7 +190,7 @@ def test_an_output_may_be_changed_in_place(route: Route, memory_efficient: bool,
     x = torch.randn(3, 16, device=route.device, requires_grad=True)
     with _library.implementation(route.implementation):
         output = norm(x)
-        if memory_efficient:  # the output is what was saved: autograd must notice, not compute from the wrong one
+        if memory_efficient:  # the output was saved, so autograd must raise instead of using the changed values
             output += 1
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 output.sum().backward()
@@ -234,7 +234,7 @@ def test_ways_to_write_a_shape(shape) -> None:
         torch.testing.assert_close(fused_layer_norm.fused_layer_norm(x, shape, 1e-5, memory_efficient), expected)
 
 
-def test_integer_weights_are_refused_whatever_the_shape_looks_like() -> None:
+def test_integer_weights_are_refused_for_any_shape() -> None:
     for shape in ((16,), [16], 16):
         with pytest.raises(TypeError, match="weight must be floating-point"):
             fused_layer_norm.fused_rms_norm_affine(torch.randn(3, 16), torch.ones(16, dtype=torch.int32), shape)
@@ -348,7 +348,7 @@ def test_a_traced_module_follows_its_input(device: str, module) -> None:
 @pytest.mark.parametrize("module", [FusedLayerNorm, FusedRMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_peak_memory_is_no_more_than_torchs(module, dtype: torch.dtype) -> None:
-    """Of a norm that stands inside a network: its input is needed by nobody else."""
+    """The norm stands inside a network, and nothing else needs its input."""
 
     def peak(norm: nn.Module) -> int:
         source = torch.randn(8192, 4096, device="cuda", dtype=dtype, requires_grad=True)

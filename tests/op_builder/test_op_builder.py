@@ -1,4 +1,4 @@
-"""Builders: apex's own at once, a user's compiled for real, errors that a user can read."""
+"""Builders: apex's own load at once, a user's compiles for real, and errors are readable."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_gpus_to_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--threads=3" in Example().nvcc_args()
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.warns(UserWarning, match="build without CUDA"):
@@ -160,7 +160,7 @@ def test_an_extension_for_setuptools() -> None:
     assert extension.extra_compile_args["cxx"][0] == "-O3"
 
 
-def test_the_command_asks_for_what_is_not_given(tmp_path: Path) -> None:
+def test_the_command_asks_for_missing_arguments(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").touch()
     command = ["jit-module", "my_op", "--folder", str(tmp_path)]
     assert CliRunner().invoke(app, command, input="\ncsrc/a.cpp, csrc/a.cu\n").exit_code == 0
@@ -218,7 +218,7 @@ def test_links_in_the_folder_of_an_extension_are_not_followed(tmp_path: Path) ->
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_log_does_not_replace_what_a_link_points_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_does_not_replace_the_target_of_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "toy.cpp"
     source.write_text("")
 

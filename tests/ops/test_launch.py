@@ -130,19 +130,6 @@ def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(monkey
     assert launched == [f"program {kind}" for kind in (0, 0, 1, 2, 3, 0)]
 
 
-def test_a_launch_for_the_same_dtypes_refuses_others_until_it_no_longer_looks() -> None:
-    """Where kernels are compiled it would launch the one for the dtypes that it was prepared for."""
-    _import_norm_kernels()
-    launch = KERNELS["sum_partials"].prepare((1,), num_warps=1, same_dtypes=True)
-    with _launch.record_launches() as collected:
-        launch((torch.ones(4), None))
-        launch((torch.zeros(8), None))
-        for others in ((torch.ones(4).half(), None), (torch.ones(4), torch.ones(4))):
-            with pytest.raises(TypeError, match=r"sum_partials was prepared for \[torch.float32, None\]"):
-                launch(others)
-    assert len(collected) == 2
-
-
 def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton would compile the kernel for the value of an integer, and the next call would launch that again."""
     given: list[tuple] = []

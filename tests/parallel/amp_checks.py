@@ -1,4 +1,4 @@
-"""amp in two processes: overflow in one is overflow in all, and `combine_ddp` gives the numbers of DDP."""
+"""amp in two processes: overflow in one is overflow in all, and `combine_ddp` gives the same results as DDP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Net(nn.Module):
-    """Layers of which a step may leave out the last."""
+    """Layers of which a call may skip the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def accumulation(level: str, kind: str, combined: bool, silent: bool) -> Check:
 
 
 def trained(rank: int, level: str, kind: str, parts: int | None, **options: Any) -> list[Tensor]:
-    """Parameters after accumulation, overflow and steps that leave a layer out in one rank or in all."""
+    """Return the parameters after accumulation, overflow and steps that skip a layer in one rank or in all."""
     torch.manual_seed(0)
     net = Net()
     if parts is not None:
@@ -131,7 +131,8 @@ def trained(rank: int, level: str, kind: str, parts: int | None, **options: Any)
             factor = torch.inf if (step, part, rank) == (3, 0, 1) and level != "O5" else 1.0
             loss = loss_of(model, 100 * step + 10 * part + rank, factor, uses_last=uses[rank])
             delays = step == 2 and part == 0
-            # What is not unscaled is not reduced either: in half precision, reducing it twice rounds it twice.
+            # Gradients that are not unscaled are not reduced either: in half precision, reducing them twice rounds them
+            # twice.
             waits = model.no_sync() if delays and parts is None else contextlib.nullcontext()
             with waits, amp.scale_loss(loss, optimizer, delay_unscale=delays) as scaled:
                 scaled.backward()
@@ -181,7 +182,7 @@ def combined_is_sent_in_parts(rank: int) -> None:
 
 
 def combined_can_be_switched_off(rank: int) -> None:
-    """For an optimizer whose parameters are not those of the other processes."""
+    """An optimizer whose parameters differ between processes can be excluded."""
     net, other = Net(), nn.Linear(6, 2 + rank)
     (net, other), (optimizer, own) = quiet(
         [net, other],
@@ -225,7 +226,10 @@ def masters_come_from_the_first_rank(rank: int) -> None:
 
 
 def checkpoint_of_the_first_rank(rank: int) -> None:
-    """Loaded there alone, before wrapping, into a layer that is frozen until later: masters are the same everywhere."""
+    """Rank 0 alone loads it before wrapping, into a layer that is frozen at first.
+
+    Master weights are equal everywhere.
+    """
     for wrap in (DistributedDataParallel, Reducer):
         torch.manual_seed(rank)
         net, trained = Net(), Net()
@@ -252,7 +256,10 @@ def amp_wants_to_be_first(rank: int) -> None:
 
 
 def sharded(rank: int) -> None:
-    """Models of fully_shard: refused, unchanged, where amp would cast or scale shards; the rest trains as float32."""
+    """Models of fully_shard are refused unchanged if amp would cast or scale shards.
+
+    Otherwise they train in float32.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -292,7 +299,7 @@ def sharded(rank: int) -> None:
 
 
 def other_settings_are_an_error(rank: int) -> None:
-    """In the first backward pass, in both ranks, whatever differs; parameters stay as they were."""
+    """The first backward pass raises in both ranks for any difference; parameters stay unchanged."""
     for mine, other, message in (
         ({"opt_level": "O1"}, {"opt_level": "O0"}, r"opt_level of amp.initialize is O1 in rank 0 and O0 in rank 1"),
         ({"loss_scale": 8.0}, {"loss_scale": 16.0}, r"loss scale 0 is 8.0 in rank 0 and 16.0 in rank 1"),

@@ -25,7 +25,7 @@ LR = 0.1
 
 
 class Net(nn.Module):
-    """Three layers, the last of which shares its weight with the first, and a buffer."""
+    """Three layers and a buffer; the last layer shares its weight with the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def joined(parts: int = 1) -> nn.Module:
-    """A model trained in one process on what all processes have."""
+    """Return a model trained in one process on the data of all processes."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -66,10 +66,10 @@ def assert_as_joined(model: nn.Module, parts: int = 1) -> None:
 
 
 def equality(**options: Any) -> Check:
-    """Training with these options is training on the joined batch."""
+    """Training with these options equals training on the joined batch."""
 
     def check(rank: int) -> None:
-        torch.manual_seed(rank)  # rank 0's parameters are taken, whose seed is that of `joined`
+        torch.manual_seed(rank)  # rank 0's parameters are used, which have the seed of `joined`
         net = Net()
         arguments = dict(options)
         if arguments.pop("trigger", False):
@@ -167,7 +167,7 @@ def different_models_are_an_error(rank: int) -> None:
 
 
 def users_collectives_are_not_mixed_up(rank: int) -> None:
-    """A metric that is summed in the middle of a backward pass, in which one rank has no gradients of a bucket."""
+    """A metric is summed during a backward pass while one rank lacks the gradients of a bucket."""
     model = DistributedDataParallel(Parts(), message_size=16)
     metrics = []
 
@@ -186,7 +186,7 @@ def users_collectives_are_not_mixed_up(rank: int) -> None:
 
 
 class Parts(nn.Module):
-    """Layers that are used in the order and number that a call asks for."""
+    """A model that uses its layers in the order and number that a call asks for."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class Parts(nn.Module):
 
 
 def gradients_without(model: nn.Module, *arguments: Any) -> list[Tensor | None]:
-    """The gradients of a copy of the model, of this process alone."""
+    """Return the gradients of a copy of the model in this process alone."""
     alone = copy.deepcopy(model)
     alone.zero_grad()
     alone(*arguments).square().mean().backward()
@@ -207,7 +207,7 @@ def gradients_without(model: nn.Module, *arguments: Any) -> list[Tensor | None]:
 
 
 def unused(**options: Any) -> Check:
-    """Parameters that some process has no gradient for, in the first pass and later ones."""
+    """Some processes lack gradients of parameters, in the first pass and in later ones."""
 
     def check(rank: int) -> None:
         model = DistributedDataParallel(Parts(), **options)
@@ -226,7 +226,7 @@ def unused(**options: Any) -> Check:
     return check
 
 
-def buckets_are_those_of_the_first_rank(rank: int) -> None:
+def all_ranks_use_the_first_ranks_buckets(rank: int) -> None:
     """Gradients arrive in another order in rank 1, and the last layer has none in the first pass."""
     model = DistributedDataParallel(Parts(), message_size=1)
     assert model.needs_refresh
@@ -234,7 +234,7 @@ def buckets_are_those_of_the_first_rank(rank: int) -> None:
     for _ in range(2):
         model.zero_grad()
         model(torch.randn(3, 4), [0, 1] if rank == 0 else [1, 0]).sum().backward()
-        # Of a layer, the bias may come before the weight or after it.
+        # The bias of a layer may come before its weight or after it.
         layers = [next(iter({index // 2 for index in bucket})) for bucket in model.active_i_buckets]
         assert layers == [1, 1, 0, 0, 2, 2]
         assert not model.needs_refresh
@@ -276,7 +276,7 @@ def types_do_not_mix(rank: int) -> None:
 
 
 def half(dtype: torch.dtype) -> Check:
-    """Sums of half-precision gradients: as they are, in float32, and predivided."""
+    """Half-precision gradients are summed in half precision, in float32, and predivided."""
 
     def check(rank: int) -> None:
         large = 40000.0 if dtype == torch.float16 else 3e38
@@ -332,7 +332,7 @@ def retained_buffers(rank: int) -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Notes the collective calls inside."""
+    """Record the collective calls inside the context."""
     events: list[str] = []
     real = dist.all_reduce
 
@@ -344,7 +344,7 @@ def recorded() -> Iterator[list[str]]:
         yield events
 
 
-def sends_while_backward_goes_on(rank: int) -> None:
+def sends_during_the_backward_pass(rank: int) -> None:
     for options, expected in (
         ({"message_size": 20}, ["sent", "2", "sent", "1", "sent", "0"]),
         ({"delay_allreduce": True}, ["2", "1", "0", "sent"]),
@@ -353,7 +353,7 @@ def sends_while_backward_goes_on(rank: int) -> None:
         x = torch.randn(2, 4)
         model(x, [0, 1, 2]).sum().backward()
         with recorded() as events:
-            # The gradient of a layer's input comes after those of its parameters.
+            # The gradient of a layer's input comes after the gradients of its parameters.
             hidden = x.requires_grad_()
             for index, layer in enumerate(model.module.layers):
                 hidden = hidden * 1.0
@@ -383,7 +383,7 @@ def several_backward_passes_of_one_forward_pass(rank: int) -> None:
 
 
 def gradients_of_inputs_send_nothing(rank: int) -> None:
-    """A gradient penalty: `autograd.grad` inside the loss, before and after buckets are known."""
+    """A gradient penalty calls `autograd.grad` inside the loss, before and after buckets are known."""
     model = DistributedDataParallel(Net())
     for step in range(3):
         model.zero_grad()
@@ -457,7 +457,10 @@ def a_failed_pass_is_forgotten(rank: int) -> None:
 
 
 def parameters_come_and_go(rank: int) -> None:
-    """Freezing, unfreezing and casting after wrapping; a wrapper that is gone; two wrappers around parts of a model."""
+    """Parameters are frozen, unfrozen and cast after wrapping; a wrapper is deleted.
+
+    Two wrappers hold parts of a model.
+    """
     net = Parts()
     net.layers[2].requires_grad_(False)
     model = DistributedDataParallel(net, message_size=1)
@@ -585,7 +588,7 @@ def flat_calls(rank: int) -> None:
 
 
 def steps_of_a_reduction(rank: int) -> None:
-    """The methods that subclasses call."""
+    """Subclasses may call the methods of a reduction one by one."""
     for options in ({}, {"num_allreduce_streams": 2}, {"retain_allreduce_buffers": True}):
         model = DistributedDataParallel(Parts(1), gradient_predivide_factor=2.0, **options)
         model.disable_allreduce()
@@ -659,11 +662,11 @@ CHECKS: dict[str, Check] = {
             state_comes_from_the_first_rank,
             users_collectives_are_not_mixed_up,
             different_models_are_an_error,
-            buckets_are_those_of_the_first_rank,
+            all_ranks_use_the_first_ranks_buckets,
             sizes_of_buckets,
             types_do_not_mix,
             retained_buffers,
-            sends_while_backward_goes_on,
+            sends_during_the_backward_pass,
             several_backward_passes_of_one_forward_pass,
             gradients_of_inputs_send_nothing,
             checkpoints,

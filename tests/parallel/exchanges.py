@@ -1,4 +1,4 @@
-"""How often batch norms over processes tell each other something."""
+"""Counts of the collectives of batch norms over processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GATHERED, SUMMED = "_allgather_base", "allreduce"
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Collectives that are called inside, by `GATHERED` and `SUMMED`."""
+    """Count the collectives that are called inside, by `GATHERED` and `SUMMED`."""
     found: Counter[str] = Counter()
     backend_of = _statistics._backend_of
 

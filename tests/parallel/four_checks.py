@@ -1,4 +1,4 @@
-"""What two processes cannot show, in four."""
+"""Checks of DistributedDataParallel that need four processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USES = [[[0, 1], [1, 0], [2], [0]], [[1], [1], [1, 2], [2, 1]], [[2, 1, 0], [0],
 
 
 def means(**options: Any) -> Check:
-    """Each process uses layers of its own, in an order of its own."""
+    """Each process uses different layers in a different order."""
 
     def check(rank: int) -> None:
         model = DistributedDataParallel(Parts(), message_size=16, **options)

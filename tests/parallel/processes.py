@@ -96,7 +96,7 @@ def _problem_of(results: list[str | None], output: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """That of a process that runs this package as users do, and can import the tests."""
+    """Return the environment of a process that runs this package as users do and can import the tests."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     paths = map(str, (SOURCE, SOURCE / "compiled_names", ROOT))  # the second one of a source tree only
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -104,7 +104,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def launched(processes: int) -> Iterator[list[dict[str, str]]]:
-    """The numbers that a launcher gives each process in its environment, and the place where they meet."""
+    """Return the environment variables that a launcher sets for each process: its numbers and the meeting point."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "localhost",
@@ -189,7 +189,7 @@ def run(module: str, folder: str, rank: int, processes: int, first: str, failed:
 
 
 def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor of all processes, by rank."""
+    """Return a tensor of all processes, by rank."""
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     gathered = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, bits)
@@ -197,7 +197,7 @@ def everywhere(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_same_everywhere(tensors: list[torch.Tensor]) -> None:
-    """Equal bits in all processes."""
+    """Assert that a tensor is bitwise equal in all processes."""
     for index, tensor in enumerate(tensors):
         for rank, other in enumerate(everywhere(tensor)):
             same = torch.equal(tensor.detach().reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

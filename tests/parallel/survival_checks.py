@@ -1,4 +1,4 @@
-"""What goes wrong in long runs, in two processes: replicas drift, ranks are late, gradients are held by others."""
+"""Problems of long runs, in two processes: drifting replicas, slow ranks, gradients that other code holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from apex.parallel import DistributedDataParallel, ReplicaCheck, check_replicas
 from apex.parallel._buckets import _USES_ARE_KNOWN
 from tests.parallel.processes import Check, assert_same_everywhere
 
-# What happens with periods of 3, 5 and 7 steps, in all combinations.
+# Events with periods of 3, 5 and 7 steps, in all combinations.
 STEPS, PARTS = 3 * 5 * 7, 2
 
 
@@ -35,11 +35,8 @@ def batch(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
 
 
-# Uneven data, a late rank, and accumulation -----------------------------------------------------------------------
-
-
 def rows_of(step: int, rank: int, part: int) -> int:
-    """From 0 to 4; rank 1 has none at all in some steps."""
+    """Return a number of rows from 0 to 4; rank 1 has none in some steps."""
     return 0 if rank == 1 and step % 7 == 0 else (3 * step + 2 * rank + part) % 5
 
 
@@ -53,7 +50,7 @@ def inputs_of(step: int, rank: int, part: int) -> Tensor:
 
 
 def long_run(**options: Any) -> Check:
-    """Every row counts alike, whichever process has it: losses are sums, divided by the rows of all."""
+    """Every row has the same weight in any process: losses are sums, divided by the rows of all processes."""
 
     def check(rank: int) -> None:
         model = DistributedDataParallel(plain_net(), **options)
@@ -82,9 +79,6 @@ def long_run(**options: Any) -> Check:
             torch.testing.assert_close(found, expected)
 
     return check
-
-
-# Replicas that differ ---------------------------------------------------------------------------------------------
 
 
 def trained(rank: int) -> tuple[nn.Module, Any]:
@@ -156,7 +150,7 @@ def replicas_of_other_kinds(rank: int) -> None:
     scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"buffer flags .*; buffer phase .*; scale of the scaler"):
         check_replicas(net, scaler=scaler)
-    # The same numbers, in one process not at the start of their memory.
+    # Equal numbers, which in one process do not start at the beginning of their memory.
     placed = nn.Module()
     placed.register_buffer("values", torch.arange(8.0) if rank == 0 else torch.arange(-1.0, 8.0)[1:])
     check_replicas(placed)
@@ -180,9 +174,6 @@ def replicas_in_a_loop(rank: int) -> None:
         ReplicaCheck(net, every=0)
 
 
-# A rank that does not answer --------------------------------------------------------------------------------------
-
-
 def silence_is_an_error(rank: int) -> None:
     groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
     model = DistributedDataParallel(
@@ -198,11 +189,8 @@ def silence_is_an_error(rank: int) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-# Gradients and who holds them -------------------------------------------------------------------------------------
-
-
 def gradients_live_in_buckets(rank: int) -> None:
-    """In the same memory pass after pass, and one bucket's are in one piece."""
+    """Gradients stay in the same memory in every pass, and each bucket's are contiguous."""
     model = DistributedDataParallel(small(), message_size=30)
     addresses = []
     for step in range(4):
@@ -220,7 +208,7 @@ def gradients_live_in_buckets(rank: int) -> None:
     assert not _USES_ARE_KNOWN or addresses[1] == addresses[2] == addresses[3]
 
 
-def what_others_hold_stays(rank: int) -> None:
+def gradients_that_others_hold_stay(rank: int) -> None:
     model = DistributedDataParallel(small(), message_size=30)
     for look in (lambda grad: grad, lambda grad: grad.view(-1), lambda grad: grad.detach()):
         held, copies = [], []
@@ -233,7 +221,7 @@ def what_others_hold_stays(rank: int) -> None:
             assert all(map(torch.equal, tensors, expected))
 
 
-def gradients_of_ones_own_are_written_to(rank: int) -> None:
+def gradients_of_a_users_buffer_are_written_in_place(rank: int) -> None:
     net = small()
     own = torch.zeros(sum(param.numel() for param in net.parameters()))
     parts = own.split([param.numel() for param in net.parameters()])
@@ -250,7 +238,7 @@ def gradients_of_ones_own_are_written_to(rank: int) -> None:
 
 
 def hooks_come_before_the_reduction(rank: int) -> None:
-    """Those that were registered after wrapping as well: they see and change what this process has found."""
+    """Hooks, also those registered after wrapping, see and change this process's own gradient."""
     net = nn.Linear(200, 100, bias=False)  # large enough to move to its bucket as it arrives
     model = DistributedDataParallel(net)
     seen: list[Tensor] = []
@@ -304,9 +292,6 @@ def gradients_with_a_graph_keep_it(rank: int) -> None:
         torch.autograd.grad(weight.grad.sum(), weight)
 
 
-# Checkpoints of several processes ---------------------------------------------------------------------------------
-
-
 def checkpoints(rank: int) -> None:
     series = checkpoint.Series(Path("run"), keep=2)
     for step in range(3):
@@ -356,7 +341,7 @@ def sharded_checkpoints(rank: int) -> None:
 
 
 def sharded_saves_that_fail(rank: int) -> None:
-    """In one rank: all raise what it had, the old checkpoint stays, and nothing else is left."""
+    """If one rank fails, all raise its error, the old checkpoint stays, and no other files remain."""
     path = Path("failing") / "checkpoint"
     checkpoint.save_sharded({"mine": torch.ones(3), "step": 1}, path)
 
@@ -390,8 +375,8 @@ CHECKS: dict[str, Check] = {
             replicas_of_other_kinds,
             replicas_in_a_loop,
             gradients_live_in_buckets,
-            what_others_hold_stays,
-            gradients_of_ones_own_are_written_to,
+            gradients_that_others_hold_stay,
+            gradients_of_a_users_buffer_are_written_in_place,
             hooks_come_before_the_reduction,
             other_shapes_are_named,
             gradients_with_a_graph_keep_it,

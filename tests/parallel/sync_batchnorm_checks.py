@@ -31,13 +31,13 @@ STEPS = 3
 
 
 def made(rows: int, seed: int, *, dtype: torch.dtype = torch.float64) -> Tensor:
-    """[rows, C, 3, 2], far from zero."""
+    """Return an input [rows, C, 3, 2], far from zero."""
     generator = torch.Generator().manual_seed(seed)
     return (3 + 2 * torch.randn(rows, CHANNELS, 3, 2, generator=generator, dtype=torch.float64)).to(dtype)
 
 
 def norms(**arguments: object) -> tuple[SyncBatchNorm, nn.BatchNorm2d]:
-    """Ours, and PyTorch's in float64 with the same parameters, for the joined batch."""
+    """Return our norm, and PyTorch's in float64 with the same parameters, for the joined batch."""
     ours = SyncBatchNorm(CHANNELS, **arguments)
     if ours.affine:
         nn.init.normal_(ours.weight)
@@ -181,7 +181,7 @@ def groups(rank: int) -> None:
 
 
 def a_function_in_a_group_of_one(rank: int) -> None:
-    """The function exchanges even then, and tells the same."""
+    """The function exchanges even in a group of one, with the same result."""
     alone = create_syncbn_process_group(1)
     x, weight, bias = made(3, rank).requires_grad_(), torch.rand(CHANNELS).double(), torch.rand(CHANNELS).double()
     output = SyncBatchnormFunction.apply(x, None, weight, bias, None, None, 1e-5, True, 0.1, alone)
@@ -192,7 +192,7 @@ def a_function_in_a_group_of_one(rank: int) -> None:
 
 
 def statistics_that_are_given(rank: int) -> None:
-    """The function of the module without compiled parts, with sizes that differ."""
+    """The function of upstream's Python-only module takes statistics, with batches of different sizes."""
     rows = (3, 1)
     own = slice(0, 3) if rank == 0 else slice(3, 4)
     joined, dy = made(4, 0).requires_grad_(), made(4, 1)
@@ -256,8 +256,8 @@ class Net(nn.Module):
         return self.last(self.layers(x))
 
 
-def training_is_that_of_one_process(rank: int) -> None:
-    """A converted model under DistributedDataParallel, on halves, against the model on all of the data."""
+def training_equals_one_process(rank: int) -> None:
+    """A converted model under DistributedDataParallel on halves equals the model on all of the data."""
     torch.manual_seed(1)
     whole = Net().double()
     data = torch.randn(STEPS, 8, 3, 5, 5, dtype=torch.float64)
@@ -279,7 +279,7 @@ def training_is_that_of_one_process(rank: int) -> None:
 
 
 def other_inputs_are_an_error(rank: int) -> None:
-    """Of all kinds of norms, in both ranks, in the first exchange of a norm; half precision beside float32 is none."""
+    """All kinds of norms raise in both ranks at their first exchange; half precision with float32 is allowed."""
     for make in (
         SyncBatchNorm,
         lambda channels: BatchNorm2d_NHWC(channels, bn_group=2, torch_channels_last=True),
@@ -324,7 +324,7 @@ CHECKS: dict[str, Check] = {
             two_derivatives_are_an_error,
             autocast_and_checkpoints,
             compiled,
-            training_is_that_of_one_process,
+            training_equals_one_process,
             other_inputs_are_an_error,
         )
     },

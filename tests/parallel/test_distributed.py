@@ -1,4 +1,4 @@
-"""DistributedDataParallel and Reducer in two processes, and what needs none."""
+"""DistributedDataParallel and Reducer in two processes, and tests of their parts without processes."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_plan_has_every_parameter_once(data: st.DataObject) -> None:
 
 
 def test_the_last_bucket_is_short() -> None:
-    """It is sent when the backward pass is over, and would be waited for."""
+    """It is sent after the backward pass and cannot overlap with it."""
     params = [torch.empty(1_000_000, device="meta") for _ in range(25)]
 
     def sizes(**options: object) -> list[int]:

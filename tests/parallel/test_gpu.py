@@ -1,4 +1,4 @@
-"""DistributedDataParallel on a GPU: one process, NCCL, and streams of one's own."""
+"""DistributedDataParallel on a GPU: one process, NCCL, and user-provided streams."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trained(wrap: Any, **options: Any) -> list[Tensor]:
     ],
     ids=str,
 )
-def test_one_process_is_as_none(options: dict[str, Any]) -> None:
+def test_one_process_changes_no_gradient(options: dict[str, Any]) -> None:
     arguments = dict(options)
     if arguments.pop("communicators", False):
         groups = [torch.distributed.new_group() for _ in range(2)]
@@ -78,7 +78,7 @@ def test_combined() -> None:
 
 
 def test_a_step_does_not_wait_for_the_device() -> None:
-    """As long as every parameter has a gradient."""
+    """This holds if every parameter has a gradient."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda(), message_size=1)
     inputs = torch.randn(4, 64, device="cuda")
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_a_step_does_not_wait_for_the_device() -> None:
 
 
 def test_gradients_live_in_buckets() -> None:
-    """In the same memory from pass to pass, unless somebody looks at what was there."""
+    """Gradients stay in the same memory in every pass, unless other code refers to it."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3)).cuda(), message_size=4000)
 
     def gradients(seed: int) -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_gradients_live_in_buckets() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int64], ids=str)
-def test_checksums_are_those_of_the_host(dtype: torch.dtype) -> None:
+def test_checksums_equal_the_hosts(dtype: torch.dtype) -> None:
     for size in (0, 1, 3, 1000, (1 << 22) + 5):
         tensor = torch.randint(0, 2 if dtype == torch.bool else 100, (size,)).to(dtype)
         assert checksum(tensor.cuda()).item() == checksum(tensor).item()

@@ -1,4 +1,4 @@
-"""`apex run` on several machines: which they are, and what is started on each."""
+"""`apex run` on several machines: their selection, and the command that is started on each."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ sys.exit(int(rank) * 3)
 
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An ssh that writes down what it was asked, and fails on the second machine with status 3."""
+    """Install an ssh that records its arguments and fails on the second machine with status 3."""
     command = tmp_path / "bin" / "ssh"
     command.parent.mkdir()
     command.write_text(SSH.format(python=sys.executable))

@@ -31,7 +31,7 @@ sys.exit(5 if "--fail" in sys.argv and "1" == sys.argv[-1] else 0)
 
 
 def test_multiproc_starts_processes(tmp_path: Path) -> None:
-    """With their numbers as arguments; the exit status is that of the one that fails."""
+    """Processes get their numbers as arguments, and the exit status is the failed process's."""
     (tmp_path / "script.py").write_text(SCRIPT)
     result = run_quickly(
         "-m", "apex.parallel.multiproc", "script.py", "--world-size", "2", "--lr", "0.1", "--fail", cwd=tmp_path
@@ -51,7 +51,7 @@ def test_multiproc_starts_processes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines that torchrun gets."""
+    """Record the command lines that torchrun gets."""
     calls: list[list[str]] = []
 
     def torchrun(arguments: list[str]) -> int:
@@ -100,7 +100,7 @@ def test_run_is_torchrun(
 
 
 @pytest.mark.parametrize("given", [[], ["--nproc-per-node", "0", "s.py"], ["--nnodes", "2", "s.py"]])
-def test_run_explains_what_is_wrong(given: list[str], started: list[list[str]]) -> None:
+def test_run_explains_errors(given: list[str], started: list[list[str]]) -> None:
     result = CliRunner().invoke(app, ["run", *given])
     assert result.exit_code == 2
     assert "`apex run --help`" in result.stderr

@@ -1,4 +1,4 @@
-"""What `run_checks` reports of checks that fail: each rank's own error, and nothing that follows from it."""
+"""Reports of `run_checks` about failed checks: each rank's own error, and no follow-up errors."""
 
 from __future__ import annotations
 

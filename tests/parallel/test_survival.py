@@ -1,4 +1,4 @@
-"""Long runs: what two processes do together, and what becomes of them when one dies."""
+"""Long runs in two processes, and the behaviour of the others when a process dies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_last_checkpoint_is_whole(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where runs of all kinds were, in three processes each, until the last one died."""
+    """Return the folder with runs of all kinds, in three processes each, whose last rank died."""
     folder = tmp_path_factory.mktemp("killed")
     arguments = (victim.__file__, str(folder), "3", *victim.KINDS)
     done = run_python(*arguments, cwd=folder, environment=environment(), timeout=PATIENCE)
@@ -53,7 +53,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What the message says, which the others print when the last one has died.
+# The message that the others print when the last rank has died.
 SAID = {
     "data_parallel": r"gradients? .*",
     "data_parallel_in_streams": r"gradients? .*",
@@ -69,7 +69,7 @@ SAID = {
 
 @pytest.mark.parametrize("kind", victim.KINDS)
 def test_the_others_stop_when_one_is_killed(kind: str, killed: Path) -> None:
-    """By themselves: nobody but the dead one's silence tells them."""
+    """The others stop on their own; only the silence of the dead process tells them."""
     assert json.loads((killed / "ends.json").read_text())[kind] == [1, 1, -signal.SIGKILL]
     for rank in range(2):
         output = (killed / kind / f"rank{rank}.txt").read_text()

@@ -1,4 +1,4 @@
-"""SyncBatchNorm in two processes, and what needs none."""
+"""SyncBatchNorm in two processes, and tests that need only one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_function_without_processes() -> None:
 
 @pytest.fixture
 def alone(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
-    """The group of this process, which is connected with itself."""
+    """Make a process group of this process only."""
     backend = "nccl" if request.getfixturevalue("route").device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -163,7 +163,7 @@ def test_converting_takes_arguments_to_all_norms() -> None:
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
 
 
-def test_state_dicts_are_those_of_pytorch() -> None:
+def test_state_dicts_equal_pytorchs() -> None:
     norm = SyncBatchNorm(3)
     nn.BatchNorm2d(3).load_state_dict(norm.state_dict())
     norm.load_state_dict(nn.BatchNorm2d(3).state_dict())
@@ -198,7 +198,7 @@ def test_import_paths() -> None:
 def test_modules_where_processes_exchange(
     route: Route, alone: dist.ProcessGroup, relu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way through kernels where several processes are: tensors of many kinds, one after the other, and again."""
+    """Run the kernel path of several processes for tensors of many kinds, twice."""
     monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
     with _library.implementation(route.implementation):
         for dtype, momentum, affine, turn in itertools.product(
@@ -240,7 +240,7 @@ def test_modules_where_processes_exchange(
 def test_hooks_may_give_saved_tensors_another_layout(
     route: Route, alone: dist.ProcessGroup, averaged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `torch.autograd.graph.save_on_cpu(pin_memory=True)` does."""
+    """`torch.autograd.graph.save_on_cpu(pin_memory=True)` does this."""
     monkeypatch.setattr(optimized_sync_batchnorm, "process_count", lambda group: 2)
     norm = SyncBatchNorm(4, fuse_relu=True, process_group=alone).to(route.device)
 

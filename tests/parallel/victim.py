@@ -28,7 +28,7 @@ from apex.parallel import DistributedDataParallel, SyncBatchNorm, create_syncbn_
 from apex.transformer import parallel_state
 from apex.transformer.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
 
-# Checkpoints are saved after so many steps; the rank from the end that dies, in which step, and of what.
+# The number of steps between checkpoints; the rank (from the end) that dies, the step, and the way it dies.
 EVERY = 5
 VICTIM, DEATH, SIGNAL = 1, 12, signal.SIGKILL
 PATIENCE = timedelta(seconds=40)
@@ -118,7 +118,7 @@ KINDS = {make.__name__: make for make in MAKERS}
 
 
 def train(kind: str, folder: Path) -> None:
-    """Gradients are under way, or sums of them, when the last rank dies; of group norms, statistics."""
+    """Train until the last rank dies while gradients, their sums, or statistics of group norms are being exchanged."""
     torch.manual_seed(dist.get_rank())
     model, optimizer = KINDS[kind]()
     layers = getattr(model, "module", model)
@@ -144,7 +144,7 @@ def die(*_: Tensor) -> None:
 
 
 def divide(folder: Path, processes: int, kinds: list[str]) -> None:
-    """Every rank of every run in a process of its own."""
+    """Fork every rank of every run."""
     children = {}
     for kind in kinds:
         (folder / kind).mkdir()
@@ -160,7 +160,7 @@ def divide(folder: Path, processes: int, kinds: list[str]) -> None:
 
 
 def run(kind: str, folder: Path, rank: int, processes: int) -> int:
-    """One rank; returns an exit code."""
+    """Run one rank and return an exit code."""
     with open(folder / f"rank{rank}.txt", "w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

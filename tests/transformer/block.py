@@ -87,7 +87,7 @@ class Model(nn.Module):
 
 
 class Trained(NamedTuple):
-    """What a run has left: of parameters and gradients this rank's parts."""
+    """The results of a run: losses, and this rank's parts of parameters and gradients."""
 
     initial: list[Tensor]
     losses: list[Tensor]
@@ -97,7 +97,7 @@ class Trained(NamedTuple):
 
 
 def train(sequence: bool, dtype: torch.dtype, device: str = "cpu") -> Trained:
-    """Five steps on the groups that exist; data-parallel ranks have their parts of the batch."""
+    """Train for five steps on the existing groups; each data-parallel rank uses its part of the batch."""
     torch.manual_seed(4)
     model = Model(sequence, dtype).to(device)
     parameters = list(model.parameters())
@@ -119,7 +119,7 @@ def train(sequence: bool, dtype: torch.dtype, device: str = "cpu") -> Trained:
 
 
 def train_alone(dtype: torch.dtype, device: str = "cpu") -> Trained:
-    """The same in this process alone, on the whole batch: it says that every rank is a group of its own."""
+    """Train in this process only, on the whole batch, with every rank as a group of its own."""
     parallel_state.initialize_model_parallel()
     with_all_data = {"get_data_parallel_world_size": 1, "get_data_parallel_rank": 0}
     saved = {name: getattr(parallel_state, name) for name in with_all_data}
@@ -139,7 +139,7 @@ def split_of(parameter: Tensor) -> tuple[bool, int, int]:
 
 
 def part_of(whole: Tensor, split: tuple[bool, int, int]) -> Tensor:
-    """This rank's part of a parameter that a process alone has."""
+    """Return this rank's part of a parameter of the unsplit model."""
     parallel, dim, stride = split
     if not parallel:
         return whole
@@ -153,7 +153,7 @@ def part_of(whole: Tensor, split: tuple[bool, int, int]) -> Tensor:
 def assert_equals_alone(found: Trained, alone: Trained, allowed: float | None = None) -> None:
     """Raise unless both runs start with equal bits and then differ by at most `allowed` of a tensor's largest number.
 
-    By default that is what the order of sums may change.
+    The default allows for sums in another order.
     """
     allowed = sum_error(alone.initial[0].dtype, TERMS) if allowed is None else allowed
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()

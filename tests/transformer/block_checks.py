@@ -1,4 +1,4 @@
-"""A GPT block split over processes beside one process: outputs, every gradient, five steps of the optimizer."""
+"""A GPT block split over processes, compared with one process: outputs, every gradient, five optimizer steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.transformer import block
 
 
 def block_equals_one_process(rank: int) -> None:
-    """Split over all processes, with and without sequence parallelism; two runs have the same bits."""
+    """Split over all processes, with and without sequence parallelism; two runs must be bitwise equal."""
     for dtype in (torch.float32, torch.float64):
         alone = block.train_alone(dtype)
         parallel_state.initialize_model_parallel(dist.get_world_size())
@@ -22,7 +22,7 @@ def block_equals_one_process(rank: int) -> None:
 
 
 def replicated_block_equals_one_process(rank: int) -> None:
-    """Split over half of the processes: two replicas, each of which has half of the batch."""
+    """Split over half of the processes: two replicas with half of the batch each."""
     alone = block.train_alone(torch.float64)
     parallel_state.initialize_model_parallel(dist.get_world_size() // 2)
     sequence = dist.get_world_size() > 2

@@ -1,4 +1,4 @@
-"""One process loads what four have saved: checks that run in it."""
+"""Checks that one process loads the checkpoint of four."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loads_what_four_saved(rank: int) -> None:
 
 
 class BothEnds:
-    """The ends of a model in two chunks, as a folded pipeline has them on one rank, and an optimizer."""
+    """The first and the last chunk of a model on one rank, as in a folded pipeline, and an optimizer."""
 
     def __init__(self, kind: Any, steps: int) -> None:
         self.model = [Stage(0, True, False), Stage(0, False, True)]
@@ -53,7 +53,7 @@ class BothEnds:
 
 
 def both_ends_in_one_process(rank: int) -> None:
-    """Copies of an embedding are saved once, and both loaded, each with state of its own."""
+    """Copies of an embedding are saved once; both are loaded, each with its own optimizer state."""
     with split():
         for kind in (torch.optim.AdamW, DistributedFusedAdam, DistributedFusedLAMB):
             one, other = BothEnds(kind, 2), BothEnds(kind, 1)
@@ -69,7 +69,7 @@ def both_ends_in_one_process(rank: int) -> None:
 
 
 class Strict:
-    """An object that refuses a state after it has taken part of it."""
+    """An object that refuses a state after it has changed part of itself."""
 
     def __init__(self, value: int, refused: int | None = None) -> None:
         self.value, self.refused = value, refused

@@ -1,4 +1,4 @@
-"""Checkpoints of one split loaded by others: checks that run in four processes."""
+"""Checks in four processes that checkpoints of one split load into others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parallel.processes import everywhere
 
 from .small_gpt import SMOOTH, TERMS, Run, parts, split, whole
 
-# Tensor-parallel ranks, stages, chunks; what is left of four processes are replicas.
+# Tensor-parallel ranks, stages, chunks; the rest of the four processes are replicas.
 LAYOUTS = ((4, 1, None), (1, 4, None), (1, 2, 2), (2, 1, None), (2, 2, None))
 
 
@@ -28,7 +28,7 @@ def in_all_stages(loss: torch.Tensor) -> torch.Tensor:
 
 
 def reshards(rank: int) -> None:
-    """Every layout holds the same bits after loading, and its next step is the same."""
+    """Every layout has the same bits after loading, and its next step is the same."""
     with split(2, 2):
         run = Run(4, **SMOOTH)
         run.model[0].steps += 3
@@ -63,7 +63,7 @@ def zero(params: Any, **options: Any) -> DistributedFusedAdam:
 
 
 def every_optimizer(rank: int) -> None:
-    """State, masters and the next step have the same bits in other layouts."""
+    """State, master weights and the next step have the same bits in other layouts."""
     for number, (optimizer, options, first, second) in enumerate(
         (
             (torch.optim.AdamW, {}, (2, 2), (4, 1)),
@@ -89,7 +89,7 @@ def every_optimizer(rank: int) -> None:
 
 
 def errors(rank: int) -> None:
-    """In all processes, whichever has the fault, before anything is changed."""
+    """All processes raise before anything is changed, even if only one of them has the fault."""
     with split(2, 2):
         run = Run(4)
         embedding, kept = run.model[0].get_submodule("head" if rank > 1 else "embedding").weight, Path("two")
@@ -135,7 +135,7 @@ def errors(rank: int) -> None:
 
 
 def random_numbers(rank: int) -> None:
-    """Another layout begins anew, always alike: on tensor-parallel ranks the same, and own ones in their streams."""
+    """Another layout seeds anew, reproducibly: tensor-parallel ranks share one stream, and each has its own stream."""
     drawn = []
     with split(4, 1):
         run = Run(4)

@@ -1,4 +1,4 @@
-"""A split GPT block in two processes that share one GPU: NCCL refuses that, so Gloo exchanges through the host."""
+"""A split GPT block in two processes that share one GPU. NCCL refuses that, so Gloo exchanges through the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from apex.transformer import parallel_state, tensor_parallel
 from tests.transformer import block
 from tests.transformer.small_gpt import Run, parts, split, whole
 
-# Of a tensor's largest number. Kernels and matrix products of other sizes add up in other orders.
+# Relative to a tensor's largest number. Kernels and matrix products of other sizes add up in other orders.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 def block_equals_one_process(rank: int) -> None:
-    """With the Triton kernels, also where PyTorch would be quicker."""
+    """Run the Triton kernels, even where PyTorch would be faster."""
     torch.cuda.set_device(0)
     with _library.implementation("triton"):
         for dtype, tolerance in TOLERANCES.items():

@@ -67,7 +67,7 @@ def overflow_under_amp_skips_on_all(rank: int) -> None:
 
 
 def shards_of_the_optimizer(rank: int) -> None:
-    """ZeRO: the rank whose shard overflows is one of four."""
+    """With ZeRO only one of four ranks has the shard that overflows."""
     parallel_state.initialize_model_parallel()
     parameters = [nn.Parameter(torch.ones(64)) for _ in range(4)]
     optimizer = DistributedFusedAdam(parameters, lr=0.5)
@@ -147,7 +147,7 @@ class WithExpert(nn.Module):
 
 
 def expert_gradients(rank: int) -> None:
-    """Experts' gradients are their sum over the ranks that hold them, divided by dp x cp, whoever wraps the model."""
+    """Experts' gradients are summed over the ranks that hold them and divided by dp x cp, with any wrapper."""
     torch_ddp = nn.parallel.DistributedDataParallel
     for experts, expected in ((1, [1.5] * 4), (2, [0.5, 1.0, 0.5, 1.0]), (4, [0.0, 0.25, 0.5, 0.75])):
         for sizes in ({}, {"context_parallel_size": 2}, {"context_parallel_size": 4}):
@@ -175,12 +175,12 @@ def expert_gradients(rank: int) -> None:
 
 def hidden_from_ddp(model: nn.Module) -> nn.Module:
     (wrapped,) = build_model(lambda **_: model)
-    # Of all ranks, as finalize_model_grads averages over context-parallel ones, too.
+    # Over all ranks, because finalize_model_grads also averages over context-parallel ranks.
     return nn.parallel.DistributedDataParallel(wrapped.module)
 
 
 def experts_are_no_replicas(rank: int) -> None:
-    """What takes ranks for replicas leaves experts out, or refuses them before anything changes."""
+    """Code that treats ranks as replicas skips experts or refuses them before anything changes."""
     model = WithExpert(rank)
     Reducer(model)
     optimizer = FusedAdam(model.parameters(), lr=0.1)
@@ -208,7 +208,7 @@ def experts_are_no_replicas(rank: int) -> None:
 
 
 def norms_count_each_expert_once(rank: int) -> None:
-    """Gradients 1, 2, 3, 4 of four experts and 2 of a dense layer: the same norm on every rank, in every folding."""
+    """Gradients 1, 2, 3, 4 of four experts and 2 of a dense layer give the same norm on every rank in every layout."""
     for experts in (1, 2, 4):
         for sizes in ({}, {"context_parallel_size": 2}, {"tensor_model_parallel_size_": 2}):
             if experts == 4 and "tensor_model_parallel_size_" in sizes:

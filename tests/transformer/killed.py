@@ -1,8 +1,8 @@
-"""Runs of a split model of which one rank kills itself in some phase of a step; started by test_checkpoint.py.
+"""Runs of a split model in which one rank kills itself in a phase of a step; started by test_checkpoint.py.
 
-Argument: a folder. This process imports everything and divides, into four ranks for every run. Each run has a folder
-of its own with what its ranks printed; `ends.json` has their exit codes. One run, "alive", is not killed. When all have
-ended, "resumed" goes on from the last checkpoint of one of them.
+Argument: a folder. This process imports everything and forks four ranks for every run. Each run has its own folder with
+the output of its ranks; `ends.json` has their exit codes. One run, "alive", is not killed. When all have ended,
+"resumed" continues from the last checkpoint of one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS, SAVED, LAST = 4, 1, 3
 
 
 def arm(phase: str, run: Run) -> None:
-    """Has this process die in the next step."""
+    """Make this process die in the next step."""
     if phase == "forward":
         run.model[0].layers[0].register_forward_pre_hook(die)
     elif phase == "backward":

@@ -12,7 +12,7 @@ import torch._dynamo  # by the process that divides: optimizers import it, which
 from torch import Tensor, nn
 
 from apex import amp
-from apex.checkpoint._sharded import checked, fill
+from apex.checkpoint._sharded import fill, open_checked
 from apex.checkpoint._split import Split
 from apex.fused_bias_swiglu import fused_bias_swiglu
 from apex.optimizers import FusedAdam
@@ -57,7 +57,7 @@ class Layer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers; the first stage has embeddings, the last one a copy of those of words for the logits."""
+    """A stage of layers; the first has embeddings, the last a copy of the word embeddings for the logits."""
 
     def __init__(self, layers: int, pre_process: bool, post_process: bool) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def split(tensor: int = 1, pipeline: int = 1, chunks: int | None = None) -> Iter
 
 
 class Run:
-    """A model and all that is saved with it, on the groups that exist."""
+    """A model and everything that is saved with it, on the existing groups."""
 
     def __init__(
         self, layers: int, optimizer: Any = FusedAdam, training: bool = False, amp_level: str = "", **options: Any
@@ -140,7 +140,7 @@ class Run:
         self.step = 0
 
     def train(self) -> Tensor:
-        """One step; the mean loss in the last stage, zero in others."""
+        """Run one step and return the mean loss in the last stage, zero in others."""
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         _reconfigure_microbatch_calculator(1, None, MICROBATCHES * SAMPLES, SAMPLES, 1)
         numbers = torch.Generator().manual_seed(self.step)
@@ -157,7 +157,7 @@ class Run:
         return torch.stack(losses).mean() if losses else torch.zeros((), device=batch[0].device)
 
     def train_each(self) -> None:
-        """A step in which the gradient of each element depends on that element alone: its bits on no layout."""
+        """Run a step in which each element's gradient depends only on that element, so its bits depend on no layout."""
         parameters = [param for part in self.model for param in part.parameters()]
         loss = sum((param * (0.25 * param + 0.01)).sum() for param in parameters)
         with amp.scale_loss(loss, self.optimizer) if self.amp_level else contextlib.nullcontext(loss) as scaled:
@@ -178,9 +178,9 @@ class Run:
 
 
 def whole(path: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint; called in all processes."""
-    reader = checked(path)
-    saved = reader.found.state_dict_metadata
+    """Return all tensors of a checkpoint; called in all processes."""
+    reader = open_checked(path)
+    saved = reader.contents.state_dict_metadata
     found = {
         key: torch.zeros(each.size, dtype=each.properties.dtype) for key, each in saved.items() if hasattr(each, "size")
     }
@@ -189,7 +189,7 @@ def whole(path: Path) -> dict[str, Tensor]:
 
 
 def parts(run: Run) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
-    """What this rank would save: names, tensors, and where they lie in the whole, but for padding."""
+    """Return names, tensors and locations of everything that this rank would save, without padding."""
     for key, value in checkpoint.state_of(run.model, run.optimizer).items():
         if isinstance(value, Split) and not key.endswith("|padding"):
             for offsets, view in value.boxes:

@@ -14,7 +14,7 @@ from tests.transformer.block_checks import replicated_block_equals_one_process
 
 
 def every_size(rank: int) -> None:
-    """Ranks, sizes and first ranks for tensor x pipeline sizes, and a sum over each group."""
+    """Check ranks, sizes and first ranks for tensor x pipeline sizes, and a sum over each group."""
     for tensor in (1, 2, 8):
         for stages in (1, 2, 4):
             if tensor * stages > 8:
@@ -167,7 +167,7 @@ def contexts_and_experts(rank: int) -> None:
 
 
 def meshes(rank: int) -> None:
-    """A mesh of our groups, and groups of a mesh whose ranks lie in another order."""
+    """Check a mesh of our groups, and groups of a mesh whose ranks have another order."""
     ps.initialize_model_parallel(2, 2)
     mesh = ps.get_device_mesh()
     assert mesh.mesh_dim_names == ("pp", "dp", "tp")
@@ -186,7 +186,7 @@ def meshes(rank: int) -> None:
     assert ps.get_data_parallel_src_rank() == rank // 4 * 4
     assert (ps.get_data_parallel_rank(), ps.get_tensor_model_parallel_rank()) == (rank % 4, rank // 4)
     ps.destroy_model_parallel()
-    assert total(1, given.get_group("tp")) == 2  # what was given stays
+    assert total(1, given.get_group("tp")) == 2  # groups that were passed in stay
     other = init_device_mesh("cpu", (8,), mesh_dim_names=("x",))
     with pytest.raises(ValueError, match="must be named among"):
         ps.initialize_model_parallel(device_mesh=other)

@@ -1,4 +1,4 @@
-"""Checks of split layers, losses and random numbers that run in two or four processes; each rank is tensor-parallel."""
+"""Checks of split layers, losses and random numbers in two or four processes, which are all tensor-parallel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowPar
 from apex.transformer.tensor_parallel.random import _set_cuda_rng_state
 from apex.transformer.testing import commons
 from apex.transformer.utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from tests.transformer import head_checks
 from tests.transformer.block_checks import block_equals_one_process, replicated_block_equals_one_process
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def split_over_all(check: Callable[[int, int], None]) -> Callable[[int], None]:
-    """Runs `check(rank, ranks)` with all processes tensor-parallel and seeds set."""
+    """Run `check(rank, ranks)` with all processes tensor-parallel and seeds set."""
 
     @functools.wraps(check)
     def run(rank: int) -> None:
@@ -42,7 +43,7 @@ def split_over_all(check: Callable[[int, int], None]) -> Callable[[int], None]:
 
 
 def doubles(*shape: int) -> Tensor:
-    """The same on all ranks."""
+    """Return random numbers that are equal on all ranks."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -97,7 +98,7 @@ def gradients_of_exchanges(rank: int, ranks: int) -> None:
 
 @split_over_all
 def other_shapes_are_named(rank: int, ranks: int) -> None:
-    """Where one rank passes another shape or dtype all stop at once, and can go on with what fits."""
+    """If one rank passes another shape or dtype, all raise at once and can continue with matching tensors."""
     column = ColumnParallelLinear(
         4, 4 * ranks, gather_output=False, sequence_parallel_enabled=True, no_async_tensor_model_parallel_allreduce=True
     )
@@ -115,7 +116,7 @@ def other_shapes_are_named(rank: int, ranks: int) -> None:
     uneven.sequence_parallel_enabled = True
     with pytest.raises(ValueError, match=r"the sum of gradients .*: all ranks must pass the same dtype and shape"):
         finalize_model_grads(nn.ParameterList([uneven]))
-    # What the first rank cannot send, the others do not wait for.
+    # The others do not wait for a tensor that the first rank cannot send.
     with pytest.raises(
         AssertionError, match="different than" if rank == 0 else "first tensor-parallel rank has no batch"
     ):
@@ -125,7 +126,7 @@ def other_shapes_are_named(rank: int, ranks: int) -> None:
 
 @split_over_all
 def second_derivatives(rank: int, ranks: int) -> None:
-    """Of a loss of two split layers, as of the whole ones."""
+    """Second derivatives of a loss of two split layers equal the unsplit layers'."""
     x, a, b = doubles(2, 3, 4), doubles(4 * ranks, 4), doubles(4, 4 * ranks)
 
     def penalty(x: Tensor, a: Tensor, b: Tensor, split: bool) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ LINEAR_CASES = [
 
 @split_over_all
 def linear_layers(rank: int, ranks: int) -> None:
-    """Column and row, one after the other, beside two whole layers: output and every gradient."""
+    """A column and a row layer equal two unsplit layers in output and every gradient."""
     for case in LINEAR_CASES:
         check_linear(rank, ranks, **case)
 
@@ -228,7 +229,7 @@ def check_linear(rank: int, ranks: int, bias: bool, sequence: bool, asynchronous
 
 @split_over_all
 def excluded_classes(rank: int, ranks: int) -> None:
-    """The last rank has nothing but classes that fill up the vocabulary."""
+    """The last rank holds only padding classes of the vocabulary."""
     whole = doubles(3, 4 * ranks)
     whole[:, -4:] = -torch.inf
     target = torch.tensor([0, 1, 2])
@@ -243,7 +244,7 @@ def excluded_classes(rank: int, ranks: int) -> None:
 
 @split_over_all
 def gradient_penalties_are_refused(rank: int, ranks: int) -> None:
-    """Where a backward pass has no derivative of its own, a penalty must not be lost in silence."""
+    """A penalty must raise, not be lost silently, if a backward pass has no derivative."""
     layer = ColumnParallelLinear(4, 4 * ranks, gather_output=False)
     x = torch.randn(2, 1, 4, requires_grad=True)
     logits = torch.randn(3, 4, requires_grad=True)
@@ -266,7 +267,7 @@ def layers_on_meta(rank: int, ranks: int) -> None:
 
 
 class _NewTensors(TorchDispatchMode):
-    """Notes the shapes of tensors that operators make in memory of their own."""
+    """A mode that records the shapes of tensors that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +283,7 @@ class _NewTensors(TorchDispatchMode):
 
 @split_over_all
 def fusion_makes_no_weight_gradient(rank: int, ranks: int) -> None:
-    """Beside `main_grad` there is no memory for the weight's gradient, which is otherwise made and then added."""
+    """Beside `main_grad` no memory is allocated for the weight's gradient."""
     for fusion in (False, True):
         layer = ColumnParallelLinear(6, 10 * ranks, gather_output=False, gradient_accumulation_fusion=fusion)
         layer.weight.main_grad = torch.zeros_like(layer.weight)
@@ -330,7 +331,7 @@ def linear_options(rank: int, ranks: int) -> None:
 
 @split_over_all
 def strided_weight(rank: int, ranks: int) -> None:
-    """With a stride each rank has every so many of smaller parts, as of queries, keys and values side by side."""
+    """With a stride each rank holds several smaller parts, for example of queries, keys and values side by side."""
     layer = ColumnParallelLinear(
         3, 6 * ranks, stride=3, use_cpu_initialization=True, keep_master_weight_for_test=True, bias=False
     )
@@ -436,7 +437,7 @@ def random_streams(rank: int, ranks: int) -> None:
 
 @split_over_all
 def checkpoints(rank: int, ranks: int) -> None:
-    """The same gradients as without, with dropout from both streams, an argument that is no tensor, and autocast."""
+    """Gradients are the same with checkpoints, with dropout from both streams, a non-tensor argument, and autocast."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     weight = torch.randn(4 * ranks, 4 * ranks)
 
@@ -463,7 +464,7 @@ def checkpoints(rank: int, ranks: int) -> None:
 
 @split_over_all
 def compiled(rank: int, ranks: int) -> None:
-    """Column and row without a graph break, as they are without the compiler."""
+    """A column and a row layer compile without a graph break and give the same results."""
     if ranks > 2:
         return  # tracing takes many seconds in each process, and two show as much
     for sequence in (False, True):
@@ -506,7 +507,7 @@ def attributes(rank: int, ranks: int) -> None:
 
 @split_over_all
 def models_of_tests(rank: int, ranks: int) -> None:
-    """apex.transformer.testing.commons: the split model is the whole one's equal, alone or as a stage."""
+    """The split models of apex.transformer.testing.commons equal the unsplit ones, alone and as stages."""
     commons.set_random_seed(5)
     batch = torch.randn(3, 2 * ranks, 4)
     results = []
@@ -553,5 +554,6 @@ CHECKS = {
         compiled,
         block_equals_one_process,
         replicated_block_equals_one_process,
+        *head_checks.CHECKS,
     )
 }

@@ -1,4 +1,4 @@
-"""Checkpoints of split models, loaded by other splits, and by those who go on when a rank was killed."""
+"""Checkpoints of split models, loaded by other splits, and resumed after a rank was killed."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def test_a_killed_rank_ends_all_and_loses_nothing(phase: str, runs: Path) -> Non
     assert_same(path, runs / "alive" / "checkpoints" / path.name)
 
 
-def test_a_resumed_run_is_the_one_that_was_not_killed(runs: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(runs: Path) -> None:
     ends = json.loads((runs / "ends.json").read_text())
     assert ends["alive"] == ends["resumed"] == [0] * killed.RANKS, (runs / "resumed" / "rank0.txt").read_text()
     assert_same(*(runs / name / "checkpoints" / "step-00000003" for name in ("alive", "resumed")))
 
 
 def assert_same(path: Path, other: Path) -> None:
-    """Equal bits of all tensors."""
+    """Assert that all tensors are bitwise equal."""
     expected = whole(other)
     for key, value in whole(path).items():
         assert torch.equal(value, expected[key]), key

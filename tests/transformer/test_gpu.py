@@ -33,7 +33,7 @@ def test_two_processes_on_one_gpu(name: str, in_two: dict[str, str]) -> None:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of this process, with NCCL."""
+    """Make an NCCL group of this process."""
     torch.cuda.set_device(0)
     torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -109,7 +109,7 @@ def test_the_scaler_does_not_wait_for_the_device() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradients_are_added_in_place(dtype: torch.dtype) -> None:
-    """The fused product adds to float32 sums, and leaves no gradient of the weight's size behind."""
+    """The fused product adds to float32 sums and allocates no gradient of the weight's size."""
     layer = tensor_parallel.ColumnParallelLinear(
         256, 512, gather_output=False, params_dtype=dtype, gradient_accumulation_fusion=True
     )
@@ -124,8 +124,8 @@ def test_weight_gradients_are_added_in_place(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_loaded_checkpoint_goes_on_to_the_bit(capturable: bool, tmp_path: Path) -> None:
-    """Random numbers of the device and of its streams, and what counts steps there, included."""
+def test_a_loaded_checkpoint_continues_bitwise(capturable: bool, tmp_path: Path) -> None:
+    """Random numbers of the device and its streams, and step counts on the device, are restored."""
     run = Run(2, training=True, capturable=capturable)
     run.train()
     run.save(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""The model-parallel loss scaler and what is done to gradients before a step, in four processes."""
+"""The model-parallel loss scaler and the gradient reductions before a step, in four processes."""
 
 from __future__ import annotations
 

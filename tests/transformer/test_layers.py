@@ -1,4 +1,4 @@
-"""Norms that note sequence parallelism, and loggers."""
+"""Norms that mark their parameters for sequence parallelism, and loggers."""
 
 from __future__ import annotations
 

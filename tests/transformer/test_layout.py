@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from apex.transformer._groups.layout import Sizes, groups_of, mesh_of, sizes_of
+from apex.transformer._groups.layout import ParallelSizes, default_mesh, parallel_sizes, rank_groups
 
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 ALL_SIZES = [
@@ -23,12 +23,12 @@ def test_every_layout_up_to_64_ranks(tensor: int) -> None:
             continue
         world = tp * stages * data * context
         for expert in (size for size in range(1, data * context + 1) if (data * context) % size == 0):
-            sizes = sizes_of(world, tp, stages, context, expert)
-            assert sizes == Sizes(tp, stages, data, context, expert)
-            check_groups(sizes, groups_of(mesh_of(sizes), expert))
+            sizes = parallel_sizes(world, tp, stages, context, expert)
+            assert sizes == ParallelSizes(tp, stages, data, context, expert)
+            check_groups(sizes, rank_groups(default_mesh(sizes), expert))
 
 
-def check_groups(sizes: Sizes, groups: dict[str, list[list[int]]]) -> None:
+def check_groups(sizes: ParallelSizes, groups: dict[str, list[list[int]]]) -> None:
     """Each kind divides all ranks into groups of its size, and crossing two kinds meets every rank once."""
     world = sizes.tensor * sizes.pipeline * sizes.data * sizes.context
     lengths = {
@@ -69,7 +69,7 @@ def check_groups(sizes: Sizes, groups: dict[str, list[list[int]]]) -> None:
 
 
 def test_sixteen_ranks_of_the_original_docs() -> None:
-    groups = groups_of(mesh_of(sizes_of(16, 2, 4)))
+    groups = rank_groups(default_mesh(parallel_sizes(16, 2, 4)))
     assert groups["tensor"][:3] == [[0, 1], [2, 3], [4, 5]]
     assert groups["data"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
     assert groups["pipeline"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
@@ -92,7 +92,7 @@ def test_sixteen_ranks_of_the_original_docs() -> None:
 def test_embeddings(
     stages: int, split: int | None, embedding: list, position: list, encoder: list | None, decoder: list
 ) -> None:
-    groups = groups_of(mesh_of(sizes_of(stages, 1, stages)), split=split)
+    groups = rank_groups(default_mesh(parallel_sizes(stages, 1, stages)), split=split)
     assert groups["embedding"] == [embedding]
     assert groups["position_embedding"] == [position]
     assert groups["encoder_relative_position_embedding"] == ([] if encoder is None else [encoder])
@@ -111,4 +111,4 @@ def test_embeddings(
 )
 def test_sizes_that_do_not_fit(sizes: tuple, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        sizes_of(*sizes)
+        parallel_sizes(*sizes)

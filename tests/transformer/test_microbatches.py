@@ -21,7 +21,7 @@ def test_constant() -> None:
 
 
 def test_growing() -> None:
-    """From 256 by 128 to 512 in two steps of 250 samples."""
+    """The batch grows from 256 by 128 to 512 in two steps of 250 samples."""
     calculator = build_num_microbatches_calculator(0, [256, 128, 500], 512, 4, 2)
     assert isinstance(calculator, RampupBatchsizeNumMicroBatches)
     for consumed, size in ((0, 256), (249, 256), (250, 384), (499, 384), (500, 512), (501, 512), (10_000, 512)):

@@ -1,4 +1,4 @@
-"""Split layers, losses and random numbers in two and in four processes, and what needs none."""
+"""Split layers, losses and random numbers in two and four processes, and helpers that need no processes."""
 
 from __future__ import annotations
 

@@ -119,15 +119,15 @@ class RNNCell(nn.Module):
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
         """Compute one step [B, I] from the stored state; return the new state, with the output [B, O] first."""
         self.prepare_hidden(input)
-        before = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
-        after = self.cell(input, before, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
-        self.hidden = [after] if self.n_hidden_states == 1 else list(after)
+        old_state = self.hidden[0] if self.n_hidden_states == 1 else self.hidden
+        new_state = self.cell(input, old_state, *self._weights(), b_ih=self.b_ih, b_hh=self.b_hh)
+        self.hidden = [new_state] if self.n_hidden_states == 1 else list(new_state)
         if self.is_projected:
             self.hidden[0] = F.linear(self.hidden[0], self.w_ho)
         return tuple(self.hidden)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, with detached hidden states: these accept no non-leaf tensors."""
+        """Return the state for copies and pickles, with detached hidden states, as both refuse non-leaf tensors."""
         hidden = [None if state is None else state.detach() for state in self.hidden]
         return {**self.__dict__, "hidden": hidden}
 
@@ -188,8 +188,8 @@ class stackedRNN(_Network):
         """
         check_floats(input=input)
         if input.dim() != 3 or not input.numel():
-            wanted = "[batch, time, input]" if self.batch_first else "[time, batch, input]"
-            raise ValueError(f"input has shape {tuple(input.shape)}; expected is {wanted}, and not empty")
+            layout = "[batch, time, input]" if self.batch_first else "[time, batch, input]"
+            raise ValueError(f"input has shape {tuple(input.shape)}; expected is {layout}, and not empty")
         sequence = input.transpose(0, 1) if self.batch_first else input
         if reverse:
             sequence = sequence.flip(0)
@@ -269,13 +269,13 @@ class bidirectionalRNN(_Network):
         return torch.cat((outputs, reversed_outputs), -1), joined
 
 
-def _layers(given: RNNCell | list[RNNCell], count: int) -> Sequence[RNNCell]:
-    if isinstance(given, list):
-        if len(given) != count:
-            raise ValueError(f"inputRNN has {len(given)} layers, but num_layers is {count}")
-        return given
-    if not isinstance(given, RNNCell):
-        raise TypeError(f"inputRNN must be an RNNCell or a list of them, not {type(given).__name__}")
+def _layers(input_rnn: RNNCell | list[RNNCell], count: int) -> Sequence[RNNCell]:
+    if isinstance(input_rnn, list):
+        if len(input_rnn) != count:
+            raise ValueError(f"inputRNN has {len(input_rnn)} layers, but num_layers is {count}")
+        return input_rnn
+    if not isinstance(input_rnn, RNNCell):
+        raise TypeError(f"inputRNN must be an RNNCell or a list of them, not {type(input_rnn).__name__}")
     if count < 1:
         raise ValueError(f"num_layers is {count}; it must be at least 1")
-    return [given, *(given.new_like(given.output_size) for _ in range(count - 1))]
+    return [input_rnn, *(input_rnn.new_like(input_rnn.output_size) for _ in range(count - 1))]

@@ -16,7 +16,7 @@ from ..ops._library import autocast_dtype
 
 
 class Fused(NamedTuple):
-    """PyTorch's function for whole sequences of one kind of cell."""
+    """A PyTorch function that runs whole sequences of one kind of cell."""
 
     run: Callable[..., Any]
     mode: str  # cuDNN's name for it

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits with its status."""
+    """Run the command line and exit with its status."""
     try:
         from .app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is imported when one of them runs."""
+"""The commands of `apex` and their options. The code of a command is imported when it runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from .._version import __version__
-from .errors import Commands
+from .errors import Commands, as_bad_parameter
 
 app = typer.Typer(
     name="apex",
@@ -18,9 +19,11 @@ app = typer.Typer(
     help="Mixed precision, fused optimizers, norms and kernels for PyTorch, without a compiler.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    # Help in frames is for terminals; in a pipe it is plain text.
+    # Help has frames in a terminal and is plain text in a pipe.
     rich_markup_mode="rich" if sys.stdout.isatty() else None,
 )
+
+Json = Annotated[bool, Option("--json", help="Print one JSON document and nothing else.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -33,7 +36,7 @@ def _print_version(wanted: bool) -> None:
 def _apex(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -44,9 +47,7 @@ def _apex(
 
 @app.command(name="check", help="The same as doctor.", hidden=True)
 @app.command(rich_help_panel="Look around")
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-) -> None:
+def doctor(as_json: Json = False) -> None:
     """Show what runs here and why, and check its numbers.
 
     Versions, devices, the implementation of each op family, and other packages called apex.
@@ -65,18 +66,18 @@ _Model = Enum("_Model", {"gpt": "gpt", "conv": "conv", "all": "all"}, type=str)
 
 @app.command(rich_help_panel="Try")
 def demo(
-    model: Annotated[_Model, typer.Option(help="What to train: a small transformer, a small conv net, or both.")] = (
+    model: Annotated[_Model, Option(help="What to train: a small transformer, a small conv net, or both.")] = (
         _Model.all
     ),
-    levels: Annotated[str, typer.Option(help="The opt levels to compare.")] = "O0,O1,O2,O3,O4,O5",
+    levels: Annotated[str, Option(help="The opt levels to compare.")] = "O0,O1,O2,O3,O4,O5",
     steps: Annotated[
-        int | None, typer.Option(help="Training steps of each run; 40 on a CPU and 200 on a GPU by default.", min=1)
+        int | None, Option(help="Training steps of each run; 40 on a CPU and 200 on a GPU by default.", min=1)
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where to train: cpu, cuda, cuda:1, ... By default a GPU if there is one.")
+        str | None, Option(help="Where to train: cpu, cuda, cuda:1, ... By default a GPU if there is one.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    plot: Annotated[Path, typer.Option(help="The picture of losses and loss scales: .png, .svg or .pdf.")] = Path(
+    as_json: Json = False,
+    plot: Annotated[Path, Option(help="The picture of losses and loss scales: .png, .svg or .pdf.")] = Path(
         "apex-demo.png"
     ),
 ) -> None:
@@ -94,25 +95,25 @@ def demo(
 @app.command(rich_help_panel="Measure")
 def bench(
     families: Annotated[
-        list[str] | None, typer.Argument(metavar="FAMILY", help="Op families to measure; all by default.")
+        list[str] | None, Argument(metavar="FAMILY", help="Op families to measure; all by default.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="A JSON file or a folder to write to; nothing is written by default.")
+        Path | None, Option(help="A JSON file or a folder to write to; nothing is written by default.")
     ] = None,
-    plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw a chart beside the output as well.")] = True,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter measurements.")] = False,
-    device: Annotated[str | None, typer.Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
-    filter: Annotated[str | None, typer.Option(metavar="TEXT", help="Only cases whose name contains this.")] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="List the cases and measure nothing.")] = False,
+    plot: Annotated[bool, Option("--plot/--no-plot", help="Draw a chart beside the output as well.")] = True,
+    quick: Annotated[bool, Option("--quick", help="Fewer cases and shorter measurements.")] = False,
+    device: Annotated[str | None, Option(help="Where to measure: cpu, cuda, cuda:1, ...")] = None,
+    filter: Annotated[str | None, Option(metavar="TEXT", help="Only cases whose name contains this.")] = None,
+    list_only: Annotated[bool, Option("--list", help="List the cases and measure nothing.")] = False,
     all_cores: Annotated[
-        bool, typer.Option("--all-cores", help="Do not keep the process on one core while a GPU is timed.")
+        bool, Option("--all-cores", help="Do not keep the process on one core while a GPU is timed.")
     ] = False,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="FAMILY,...", help="Random cases of these families, or of all, to find slow shapes."),
+        Option(metavar="FAMILY,...", help="Random cases of these families, or of all, to find slow shapes."),
     ] = None,
-    cases: Annotated[int, typer.Option(help="Cases of each family of a sweep.", min=1)] = 200,
-    seed: Annotated[int, typer.Option(help="What the cases of a sweep are drawn from.")] = 0,
+    cases: Annotated[int, Option(help="Cases of each family of a sweep.", min=1)] = 200,
+    seed: Annotated[int, Option(help="What the cases of a sweep are drawn from.")] = 0,
 ) -> None:
     """Measure the ops on this machine, beside PyTorch's own."""
     options = locals()
@@ -125,19 +126,17 @@ def bench(
 def build(
     ops: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py", help="By default what APEX_BUILD_... variables select."
-        ),
+        Argument(metavar="OP[:SHAPE[:DTYPE]] | SCRIPT.py", help="By default what APEX_BUILD_... variables select."),
     ] = None,
     gpus: Annotated[
-        list[str] | None, typer.Option("--gpu", help="sm_80, sm_90, sm_100, gfx90a, gfx942; may be repeated.")
+        list[str] | None, Option("--gpu", help="sm_80, sm_90, sm_100, gfx90a, gfx942; may be repeated.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of ops that do not name their own.")] = "bfloat16",
-    cache: Annotated[Path | None, typer.Option(help="The folder to write to; Triton's own cache by default.")] = None,
-    installed_at: Annotated[Path | None, typer.Option(help="Where a job's machines will see it, if elsewhere.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes that compile; one per core by default.", min=1)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    list_only: Annotated[bool, typer.Option("--list", help="List the ops and compile nothing.")] = False,
+    dtype: Annotated[str, Option(help="Of ops that do not name their own.")] = "bfloat16",
+    cache: Annotated[Path | None, Option(help="The folder to write to; Triton's own cache by default.")] = None,
+    installed_at: Annotated[Path | None, Option(help="Where a job's machines will see it, if elsewhere.")] = None,
+    jobs: Annotated[int | None, Option(help="Processes that compile; one per core by default.", min=1)] = None,
+    as_json: Json = False,
+    list_only: Annotated[bool, Option("--list", help="List the ops and compile nothing.")] = False,
 ) -> None:
     """Compile kernels before a job starts.
 
@@ -156,18 +155,18 @@ def build(
 )
 def tune(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Of the script that --record names.")
+        list[str] | None, Argument(metavar="[ARGUMENTS]...", help="Of the script that --record names.")
     ] = None,
-    ops: Annotated[str, typer.Option(metavar="TEXT,...", help="Only ops whose name contains one of these.")] = "",
+    ops: Annotated[str, Option(metavar="TEXT,...", help="Only ops whose name contains one of these.")] = "",
     shapes: Annotated[
-        Path | None, typer.Option(help="A file of shapes, OP:SHAPE:DTYPE on each line, as `apex build` takes them.")
+        Path | None, Option(help="A file of shapes, OP:SHAPE:DTYPE on each line, as `apex build` takes them.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(metavar="SCRIPT", help="A script to run first; its launches are tuned.")
+        Path | None, Option(metavar="SCRIPT", help="A script to run first; its launches are tuned.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="When to stop: 90s, 5m, 1h.")] = "5m",
+    budget: Annotated[str, Option(help="When to stop: 90s, 5m, 1h.")] = "5m",
     output: Annotated[
-        Path | None, typer.Option(help="The table to write to; by default $APEX_TUNED or the user's cache.")
+        Path | None, Option(help="The table to write to; by default $APEX_TUNED or the user's cache.")
     ] = None,
 ) -> None:
     """Find quicker kernel launches before a job starts.
@@ -178,27 +177,18 @@ def tune(
     options = locals()
     from .tune.command import run_tune
 
-    try:
-        status = run_tune(**options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(status)
+    with as_bad_parameter(ValueError):
+        raise typer.Exit(run_tune(**options))
 
 
 @app.command(rich_help_panel="Compare")
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="The dump to hold the other against.")],
-    second: Annotated[
-        list[str], typer.Argument(metavar="B", help="The other; or those of processes that shared a batch.")
-    ],
-    tolerance: Annotated[
-        float | None, typer.Option(help="Allowed relative error; by default what dtypes explain.")
-    ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Print every tensor.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-    plot: Annotated[Path, typer.Option(help="The picture of the errors: .png, .svg or .pdf.")] = Path(
-        "apex-compare.png"
-    ),
+    first: Annotated[Path, Argument(metavar="A", help="The dump to hold the other against.")],
+    second: Annotated[list[str], Argument(metavar="B", help="The other; or those of processes that shared a batch.")],
+    tolerance: Annotated[float | None, Option(help="Allowed relative error; by default what dtypes explain.")] = None,
+    show_all: Annotated[bool, Option("--all", help="Print every tensor.")] = False,
+    as_json: Json = False,
+    plot: Annotated[Path, Option(help="The picture of the errors: .png, .svg or .pdf.")] = Path("apex-compare.png"),
 ) -> None:
     """Find the first module where two dumps of a step differ.
 
@@ -214,33 +204,31 @@ def compare(
 @app.command(rich_help_panel="Prepare")
 def memory(
     model: Annotated[
-        str, typer.Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
+        str, Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
     ],
-    opt_levels: Annotated[
-        str | None, typer.Option("--opt-level", help="O0 to O5, with commas; all by default.")
-    ] = None,
+    opt_levels: Annotated[str | None, Option("--opt-level", help="O0 to O5, with commas; all by default.")] = None,
     optimizer: Annotated[
-        str, typer.Option(help="Of apex.optimizers, or MODULE:CLASS; with options: FusedSGD,momentum=0.9.")
+        str, Option(help="Of apex.optimizers, or MODULE:CLASS; with options: FusedSGD,momentum=0.9.")
     ] = "FusedAdam",
-    batch: Annotated[int, typer.Option(help="Rows of a batch of one process.", min=1)] = 1,
+    batch: Annotated[int, Option(help="Rows of a batch of one process.", min=1)] = 1,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--input-shape", help="Of an input, without the batch: 3x224x224, 1024:int64; may be repeated."),
+        Option("--input-shape", help="Of an input, without the batch: 3x224x224, 1024:int64; may be repeated."),
     ] = None,
-    zero: Annotated[bool, typer.Option("--zero", help="Divide the optimizer's state among processes.")] = False,
-    world: Annotated[int, typer.Option(help="Processes that train together.", min=1)] = 1,
-    tensor_parallel: Annotated[int, typer.Option("--tp", help="Processes that share a layer.", min=1)] = 1,
-    pipeline_parallel: Annotated[int, typer.Option("--pp", help="Stages of a pipeline.", min=1)] = 1,
+    zero: Annotated[bool, Option("--zero", help="Divide the optimizer's state among processes.")] = False,
+    world: Annotated[int, Option(help="Processes that train together.", min=1)] = 1,
+    tensor_parallel: Annotated[int, Option("--tp", help="Processes that share a layer.", min=1)] = 1,
+    pipeline_parallel: Annotated[int, Option("--pp", help="Stages of a pipeline.", min=1)] = 1,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Blocks are computed again in the backward pass.")
+        bool, Option("--checkpointing", help="Blocks are computed again in the backward pass.")
     ] = False,
     device_limit: Annotated[
-        str | None, typer.Option(help="Find the largest batch that fits, with a unit: 80GiB; this GPU's by default.")
+        str | None, Option(help="Find the largest batch that fits, with a unit: 80GiB; this GPU's by default.")
     ] = None,
-    measured: Annotated[bool, typer.Option("--measure", help="Run the step on this GPU as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    measured: Annotated[bool, Option("--measure", help="Run the step on this GPU as well.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Tell what a training step needs of a GPU's memory.
+    """Estimate the GPU memory that a training step needs.
 
     Parameters, gradients, masters, optimizer state, activations and the peak, for each opt level.
     Nothing is computed and no GPU is needed.
@@ -253,25 +241,21 @@ def memory(
 
 @app.command("jit-module", rich_help_panel="Prepare")
 def jit_module(
-    name: Annotated[str, typer.Argument(help="The name under which the extension is imported.")],
-    cuda: Annotated[
-        bool, typer.Option(prompt="Has it CUDA or HIP sources?", help="Whether it has such sources.")
-    ] = True,
+    name: Annotated[str, Argument(help="The name under which the extension is imported.")],
+    cuda: Annotated[bool, Option(prompt="Has it CUDA or HIP sources?", help="Whether it has such sources.")] = True,
     source: Annotated[
-        str, typer.Option(prompt="Sources, separated by commas", help="Its sources, separated by commas.")
+        str, Option(prompt="Sources, separated by commas", help="The source files, separated by commas.")
     ] = "",
-    folder: Annotated[Path, typer.Option(help="Where to write the files; sources are relative to it.")] = Path("."),
+    folder: Annotated[Path, Option(help="Where to write the files; sources are relative to it.")] = Path("."),
 ) -> None:
     """Write a builder and a loader for an extension of yours.
 
-    C++, CUDA or HIP sources become a module that is compiled at its first use. Asks for what is not given.
+    C++, CUDA or HIP sources become a module that is compiled at its first use. Asks for options that are missing.
     """
     from .jit_module import write_module
 
-    try:
-        paths = write_module(name, [each.strip() for each in source.split(",")], gpu=cuda, folder=folder)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+    with as_bad_parameter(ValueError, OSError):
+        paths = write_module(name, [path.strip() for path in source.split(",")], gpu=cuda, folder=folder)
     typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
@@ -280,67 +264,64 @@ _Target = Enum("_Target", {"torch": "torch", "apex": "apex", "booster": "booster
 
 @app.command(rich_help_panel="Port")
 def migrate(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Scripts, and folders of them.")],
-    to: Annotated[_Target, typer.Option(help="What the scripts are to use: torch.amp, apex.amp or the Booster.")] = (
+    paths: Annotated[list[Path], Argument(metavar="PATH...", help="Scripts, and folders of them.")],
+    to: Annotated[_Target, Option(help="What the scripts are to use: torch.amp, apex.amp or the Booster.")] = (
         _Target.torch
     ),
-    write: Annotated[bool, typer.Option("--write", help="Change the files; without it a diff is printed.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if files would change.")] = False,
-    device: Annotated[str, typer.Option(help="Where scripts train: the device type of torch.autocast.")] = "cuda",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
+    write: Annotated[bool, Option("--write", help="Change the files; without it a diff is printed.")] = False,
+    check: Annotated[bool, Option("--check", help="Write nothing; exit with 1 if files would change.")] = False,
+    device: Annotated[str, Option(help="Where scripts train: the device type of torch.autocast.")] = "cuda",
+    as_json: Json = False,
 ) -> None:
     """Rewrite scripts between apex.amp, torch.amp and the Booster.
 
-    Prints a diff. What has no exact counterpart is named with file, line and advice, and left as it is; the exit status
-    is then 2.
+    Prints a diff. Code without an exact counterpart is not changed, but listed with file, line and advice; the exit
+    status is then 2.
     """
     options = locals()
     from .migrate.command import run_migrate
 
-    try:
-        status = run_migrate(**{**options, "to": to.value})
-    except OSError as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(status)
+    with as_bad_parameter(OSError):
+        raise typer.Exit(run_migrate(**{**options, "to": to.value}))
 
 
 @app.command(
     rich_help_panel="Train", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
 )
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],
+    command: Annotated[list[str], Argument(metavar="SCRIPT [ARGUMENTS]...", help="What each process runs.")],
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--nproc-per-node",
             "--nproc_per_node",
             help="Processes on each machine; one for each GPU of this one by default.",
             min=1,
         ),
     ] = None,
-    nnodes: Annotated[int, typer.Option(help="Machines in all, on each of which this command is started.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="The number of this machine, from 0 on.", min=0)] = 0,
+    nnodes: Annotated[int, Option(help="Machines in all, on each of which this command is started.", min=1)] = 1,
+    node_rank: Annotated[int, Option(help="The number of this machine, from 0 on.", min=0)] = 0,
     master_addr: Annotated[
-        str | None, typer.Option("--master-addr", "--master_addr", help="The address of machine 0.")
+        str | None, Option("--master-addr", "--master_addr", help="The address of machine 0.")
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option("--master-port", "--master_port", help="A free port of machine 0.")
+        int | None, Option("--master-port", "--master_port", help="A free port of machine 0.")
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
+    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     host: Annotated[
-        str | None, typer.Option("--host", "-H", help="Machines, with commas between them; ssh starts them all.")
+        str | None, Option("--host", "-H", help="Machines, with commas between them; ssh starts them all.")
     ] = None,
-    hostfile: Annotated[Path | None, typer.Option(help="A file with a machine on each line.")] = None,
-    include: Annotated[str | None, typer.Option(help="The machines of the file to use, with commas.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="The machines of the file to leave out, with commas.")] = None,
+    hostfile: Annotated[Path | None, Option(help="A file with a machine on each line.")] = None,
+    include: Annotated[str | None, Option(help="The machines of the file to use, with commas.")] = None,
+    exclude: Annotated[str | None, Option(help="The machines of the file to leave out, with commas.")] = None,
     num_nodes: Annotated[
-        int, typer.Option("--num-nodes", "--num_nodes", help="How many of the machines to use; -1 for all.")
+        int, Option("--num-nodes", "--num_nodes", help="How many of the machines to use; -1 for all.")
     ] = -1,
     extra_launch_args: Annotated[
         str | None,
-        typer.Option("--extra-launch-args", "--extra_launch_args", help="More options of torchrun: name=value,..."),
+        Option("--extra-launch-args", "--extra_launch_args", help="More options of torchrun: name=value,..."),
     ] = None,
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", help="Where ssh listens on the machines.")] = None,
+    ssh_port: Annotated[int | None, Option("--ssh-port", help="Where ssh listens on the machines.")] = None,
 ) -> None:
     """Run a script in several processes that train together.
 
@@ -354,19 +335,17 @@ def run(
         raise typer.BadParameter(
             "with --nnodes every machine needs the address of machine 0", param_hint="--master-addr"
         )
-    try:
+    with as_bad_parameter(ValueError, OSError):
         hosts = chosen_hosts(host, hostfile, include, exclude, num_nodes)
         extra = extra_arguments(extra_launch_args)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     rest = [*(["--module"] if module else []), *command]
     if hosts and not (len(hosts) == 1 and is_this_machine(hosts[0])):
         options = [f"--nproc-per-node={nproc_per_node or local_devices()}", f"--master-port={master_port or 29500}"]
         options += [f"--extra-launch-args={extra_launch_args}"] if extra_launch_args else []
         raise typer.Exit(run_on(hosts, [*options, f"--master-addr={master_addr or hosts[0]}"], rest, ssh_port))
     if command[0].endswith(".py") and not module and not Path(command[0]).is_file():
-        missing = FileNotFoundError(f"there is no script {command[0]!r}")
-        raise typer.BadParameter(str(missing)) from missing
+        with as_bad_parameter(FileNotFoundError):
+            raise FileNotFoundError(f"there is no script {command[0]!r}")
     arguments = [f"--nproc-per-node={nproc_per_node or local_devices()}"]
     if master_addr is None and master_port is None:
         arguments.append("--standalone")

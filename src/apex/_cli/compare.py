@@ -1,4 +1,4 @@
-"""`apex compare`: the first module where two dumps differ, a table around it, the errors of all as a picture."""
+"""`apex compare`: find the first module where two dumps differ, print the rows around it and plot all errors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.text import Text
 
 from ..dump import Comparison, compare
 from .console import make_console, make_table, print_json_document, print_table
+from .errors import as_bad_parameter
 
-_AROUND = 5  # rows that are shown before and after the first difference
+_AROUND = 5  # rows printed before and after the first difference
 
 
 def run_compare(
@@ -24,37 +24,41 @@ def run_compare(
     as_json: bool = False,
     plot: Path = Path("apex-compare.png"),
 ) -> int:
-    """Compares two dumps, prints where they differ and returns an exit status: 0, or 1 if they do."""
+    """Compare two dumps and print the first difference; return the exit status, 1 if they differ."""
     console, messages = make_console(), make_console(stderr=True)
-    try:
+    with as_bad_parameter(ValueError, OSError, ModuleNotFoundError):
         comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
         unplotted = None if as_json else draw(comparison, plot)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
-    found, tensors = comparison.first, comparison.rows
-    if as_json:  # which has no infinity
+    difference, tensors = comparison.first, comparison.rows
+    if as_json:  # JSON has no infinity
         rows = [{name: None if value == math.inf else value for name, value in vars(row).items()} for row in tensors]
-        first_row = None if found is None else rows[tensors.index(found)]
+        first_row = None if difference is None else rows[tensors.index(difference)]
         print_json_document({"first": first_row, **vars(comparison), "rows": rows})
-        return int(found is not None)
+        return int(difference is not None)
     _print_table(console, comparison, show_all)
     for which, keys in (("first", comparison.only_in_first), ("second", comparison.only_in_second)):
         if keys:
             console.print(f"only in the {which} dump: {len(keys)} tensors, such as {' '.join(map(str, keys[0]))}")
-    if found is None:
+    if difference is None:
         console.print(f"the dumps agree: {len(tensors)} tensors are within their tolerances")
     else:
-        place = f"{found.module or '(model)'} ({found.layer}), {found.kind}"
-        console.print(f"first difference: {place}: relative error {found.error:.3g}, allowed {found.tolerance:.3g}")
+        errors = f"relative error {difference.error:.3g}, allowed {difference.tolerance:.3g}"
+        console.print(f"first difference: {_describe(difference)}: {errors}")
     (messages if unplotted else console).print(unplotted or f"picture: {plot}")
-    return int(found is not None)
+    return int(difference is not None)
+
+
+def _describe(row: Any) -> str:
+    """Return the module, its class and the kind of tensor of a row."""
+    return f"{row.module or '(model)'} ({row.layer}), {row.kind}"
 
 
 def _print_table(console: Any, comparison: Comparison, show_all: bool) -> None:
+    """Print all rows, the rows around the first difference, or the ones with the largest errors if there is none."""
     rows, first = comparison.rows, comparison.first
     if first is not None and not show_all:
-        place = rows.index(first)
-        rows = rows[max(0, place - _AROUND) : place + _AROUND + 1]
+        index = rows.index(first)
+        rows = rows[max(0, index - _AROUND) : index + _AROUND + 1]
     elif not show_all:
         rows = sorted(sorted(rows, key=lambda row: -row.error)[: 2 * _AROUND], key=lambda row: row.order)
     numbers = ("order", "relative error", "allowed", "largest error")
@@ -70,7 +74,7 @@ def _print_table(console: Any, comparison: Comparison, show_all: bool) -> None:
 
 
 def draw(comparison: Comparison, path: Path) -> str | None:
-    """Writes the errors by execution order to `path`, or returns why there is no picture."""
+    """Plot the errors by execution order to `path`; return None, or the reason if matplotlib does not import."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -87,7 +91,7 @@ def draw(comparison: Comparison, path: Path) -> str | None:
     first = comparison.first
     if first is not None:
         axes.axvline(first.order, color="red", linewidth=1)
-        axes.set_title(f"first difference: {first.module or '(model)'} ({first.layer}), {first.kind}")
+        axes.set_title(f"first difference: {_describe(first)}")
     axes.set(xlabel="order of execution", ylabel="relative error")
     axes.grid(alpha=0.3)
     axes.legend()

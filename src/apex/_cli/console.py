@@ -1,4 +1,4 @@
-"""Consoles and tables that are pleasant in a terminal and plain, whole and without escape codes elsewhere."""
+"""Consoles and tables: styled in a terminal, plain and unabridged text without escape codes elsewhere."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from .. import _env
 
 T = TypeVar("T")
 
-# No line is wrapped or cut at this width; tables take only what they need of it.
-_PIPE_WIDTH = 10_000
+_PIPE_WIDTH = 10_000  # so wide that no line is wrapped or cut; tables are as narrow as their content
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that takes text literally; wide in a pipe, without styles in a pipe or under NO_COLOR."""
+    """Return a console that interprets no markup. It is wide in a pipe, and unstyled in a pipe or under NO_COLOR."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     styled = terminal and not _env.no_color()
     return Console(
@@ -36,7 +35,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def make_table(console: Console, title: str | None, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table. Cells wrap and long words fold, so that nothing is lost; columns named in `right` align right."""
+    """Return an empty table. Cells wrap and long words fold; columns named in `right` are aligned right."""
     table = Table(
         title=title,
         title_justify="left",
@@ -51,14 +50,14 @@ def make_table(console: Console, title: str | None, *columns: str, right: tuple[
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Prints a table with an empty line after it, which a table with lines has already."""
+    """Print a table and an empty line. A table with a box already ends with one."""
     console.print(table)
     if table.box is None:
         console.print()
 
 
 def with_progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a progress bar on stderr while they are taken if that is a terminal."""
+    """Yield the items; show a progress bar called `what` meanwhile if stderr is a terminal."""
     from rich.progress import track
 
     messages = make_console(stderr=True)
@@ -66,11 +65,11 @@ def with_progress(items: Iterable[T], what: str, total: int | None = None) -> It
 
 
 def severity_text(severity: str) -> Text:
-    """A severity as a short coloured word."""
+    """Return a severity as a short coloured word."""
     styles = {"ok": "green", "warning": "yellow", "broken": "bold red"}
     return Text("BROKEN" if severity == "broken" else severity, style=styles[severity])
 
 
 def print_json_document(document: Any) -> None:
-    """One JSON document on stdout, strictly JSON: no NaN, no infinity."""
+    """Print one JSON document to stdout; raise a ValueError for NaN and infinity, which JSON does not have."""
     print(json.dumps(document, indent=2, allow_nan=False))

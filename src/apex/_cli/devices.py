@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """One device. What PyTorch does not tell about it is None; memory is in bytes."""
+    """A device with its properties; None for a property that PyTorch does not tell. Memory is in bytes."""
 
     device: str  # "cpu", "cuda:0", ...
     name: str
@@ -21,7 +21,7 @@ class Device:
 
 
 def list_devices() -> list[Device]:
-    """The CPU, then every accelerator that PyTorch can see."""
+    """Return the CPU and every accelerator that PyTorch can see, the CPU first."""
     cpu = Device("cpu", platform.processor() or platform.machine(), threads=torch.get_num_threads())
     return [cpu, *_gpus(), *_other_accelerators()]
 
@@ -45,18 +45,18 @@ def _other_accelerators() -> list[Device]:
     if accelerator is None or accelerator.type == "cuda":
         return []
     get_name = getattr(getattr(torch, accelerator.type, None), "get_device_name", None)
-    found = []
+    devices = []
     for index in range(torch.accelerator.device_count()):
+        device = f"{accelerator.type}:{index}"
         try:
-            name = get_name(index) if get_name else accelerator.type
-            found.append(Device(f"{accelerator.type}:{index}", name))
-        except Exception as error:  # as above
-            found.append(Device(f"{accelerator.type}:{index}", "unknown", problem=f"{type(error).__name__}: {error}"))
-    return found
+            devices.append(Device(device, get_name(index) if get_name else accelerator.type))
+        except Exception as error:  # a device in a bad state is a fact to report
+            devices.append(Device(device, "unknown", problem=f"{type(error).__name__}: {error}"))
+    return devices
 
 
 def why_no_gpu() -> str | None:
-    """Why PyTorch sees no accelerator, or None when it sees one."""
+    """Return the reason why PyTorch sees no accelerator, or None if it sees one."""
     if torch.accelerator.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
@@ -65,9 +65,9 @@ def why_no_gpu() -> str | None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device called `name`; without a name the first usable accelerator or else the CPU.
+    """Return the device called `name`; without a name the first usable accelerator, or else the CPU.
 
-    An unusable name is a ValueError that says which names are usable.
+    Raises a ValueError that lists the usable names if `name` is not one of them.
     """
     usable = [device.device for device in list_devices() if device.problem is None]
     if name is None:

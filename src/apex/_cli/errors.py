@@ -1,16 +1,18 @@
-"""How every command fails: what is wrong, and as the last line a hint.
+"""Error messages of all commands: each ends with a line that gives a hint.
 
-A request that cannot be met is a `typer.BadParameter`, raised from the error that says why where there is one; it ends
-with status 2. Packages that do not import end the same way. Anything else is a traceback, with a hint behind it.
+A request that cannot be met is a `typer.BadParameter`, raised from the error that tells the reason if there is one. It
+ends with status 2, like a package that does not import. Any other exception is printed as a traceback and a hint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.metadata
 import re
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,27 @@ from typer.core import TyperGroup
 
 from .console import make_console
 
-# Typer may bring a click of its own, whose names it does not export.
+# click's UsageError. Typer may bundle its own click, without exporting this class.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-_OF_OPTIONS = {
+_OPTION_HINTS = {
     "--device": "`apex doctor` lists the devices here; without --device a GPU is taken if there is one, else the CPU",
     "--gpu": "--gpu sm_90 compiles for an H100 or H200, with no GPU here; `apex doctor` says why there is none",
     "APEX_IMPL": "unset APEX_IMPL, or set it to auto; `apex doctor` says what runs here and why",
 }
 
 
+@contextlib.contextmanager
+def as_bad_parameter(*kinds: type[Exception], option: str | None = None) -> Iterator[None]:
+    """Turn exceptions of these kinds into a `typer.BadParameter`, of an option if it is given."""
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
 class Commands(TyperGroup):
-    """The commands of `apex`, whose errors end in a hint."""
+    """The group of `apex` commands; its errors end with a hint."""
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
@@ -41,7 +52,7 @@ class Commands(TyperGroup):
             status = _say("apex: interrupted", "`apex` shows the commands", 1)
         except ImportError as error:
             status = _say(f"apex: {type(error).__name__}: {error}", _hint(error, "", None), 2)
-        except SystemExit as error:  # of torchrun, which has said what is wrong
+        except SystemExit as error:  # from torchrun, which has already printed the problem
             status = _say("", "`apex run --help` shows its options", 2) if error.code == 2 else error.code
         except Exception:
             traceback.print_exc()
@@ -51,15 +62,15 @@ class Commands(TyperGroup):
     def resolve_command(self, context: Any, arguments: list[str]) -> Any:
         name = arguments[0]
         if self.get_command(context, name) is None and not name.startswith("-"):
-            known = [each for each in self.list_commands(context) if not self.commands[each].hidden]
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean `apex {near[0]}`?" if near else f"the commands are {', '.join(known)}"
+            names = [known for known in self.list_commands(context) if not self.commands[known].hidden]
+            near = difflib.get_close_matches(name, names, 1, 0.5)
+            hint = f"did you mean `apex {near[0]}`?" if near else f"the commands are {', '.join(names)}"
             raise typer.Exit(_say(f"apex: there is no command {name!r}", hint, 2))
         return super().resolve_command(context, arguments)
 
 
 def _refuse(error: Any) -> int:
-    """Prints a request that cannot be met; the exit status."""
+    """Print the message and hint of a request that cannot be met; return the exit status."""
     names_option = getattr(error, "param", None) is not None or getattr(error, "param_hint", None)
     message = error.format_message() if names_option else error.message
     command = "apex" if error.ctx is None else error.ctx.command_path
@@ -68,10 +79,10 @@ def _refuse(error: Any) -> int:
 
 
 def _hint(error: BaseException, option: str, context: Any) -> str:
-    """What to do about an error of a command."""
+    """Return advice about an error of a command."""
     text = str(error)
-    if option in _OF_OPTIONS:
-        return _OF_OPTIONS[option]
+    if option in _OPTION_HINTS:
+        return _OPTION_HINTS[option]
     if isinstance(error, ModuleNotFoundError) and error.name:
         wanted = [re.fullmatch(rf"{error.name}\b.*extra == ['\"](\w+)['\"]", line) for line in _requirements()]
         extras = [f", or install apex with its extra: 'apex[{match[1]}]'" for match in wanted if match]
@@ -81,8 +92,8 @@ def _hint(error: BaseException, option: str, context: Any) -> str:
     quoted = re.search(r"'(.+?)'", text)
     if isinstance(error, FileNotFoundError) and quoted:
         path = Path(quoted[1])
-        beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, 1)
+        siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, 1)
         return f"did you mean {path.parent / near[0]}?" if near else f"paths begin at the current folder, {Path.cwd()}"
     if "no GPU" in text:
         return "`apex doctor` says why there is none"
@@ -96,13 +107,15 @@ def _hint(error: BaseException, option: str, context: Any) -> str:
 
 
 def _requirements() -> list[str]:
+    """Return the requirement lines of the installed distribution; none in a source tree."""
     try:
         return importlib.metadata.requires("apex") or []
-    except importlib.metadata.PackageNotFoundError:  # in a source tree
+    except importlib.metadata.PackageNotFoundError:
         return []
 
 
 def _say(message: str, hint: str, status: int) -> int:
+    """Print a message and a hint to stderr; return `status`."""
     console = make_console(stderr=True)
     if message:
         console.print(message, style="red")

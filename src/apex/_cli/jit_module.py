@@ -1,4 +1,4 @@
-"""`apex jit-module`: the two files by which an extension of your own is compiled at its first use."""
+"""`apex jit-module`: write the two files that compile a user's extension at its first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import keyword
 from collections.abc import Sequence
 from pathlib import Path
 
-BUILDER = '''"""How the extension `{name}` is compiled: apex.op_builder has what else can be said here."""
+BUILDER = '''"""Builder of the extension `{name}`; apex.op_builder documents further methods."""
 
 from apex.op_builder import {base}
 
@@ -20,11 +20,11 @@ class {builder}({base}):
         return self.NAME
 
     def sources(self):
-        """Files beside this one."""
+        """Return the source files, relative to this file."""
         return {sources}
 '''
 
-LOADER = '''"""The extension `{name}`, compiled and loaded when something of it is first asked for."""
+LOADER = '''"""The extension `{name}`, compiled and loaded when an attribute of it is first read."""
 
 from {dot}{name}_builder import {builder}
 

@@ -1,4 +1,4 @@
-"""`apex memory`: what a training run needs of a GPU's memory, by opt level, beside what it takes if there is one."""
+"""`apex memory`: estimate the GPU memory of a training step at each opt level, and measure it if asked to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import typer
 
 from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
 from .._memory.tasks import find_task, parse_shape
 from .._memory.training import OPT_LEVELS, Settings
 from .console import make_console, make_table, print_json_document, print_table
+from .errors import as_bad_parameter
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "fixed", "activations", "peak")
@@ -29,8 +29,8 @@ def run_memory(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Prints the table, or JSON."""
-    try:
+    """Print the estimates, and measurements if asked for, as a table or as JSON."""
+    with as_bad_parameter(ValueError, TypeError, RuntimeError):
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU, and PyTorch finds none here")
@@ -39,12 +39,10 @@ def run_memory(
         rows = []
         for level in levels:
             settings = Settings(opt_level=level, **options)
-            found = estimate(task, settings)
+            estimated = estimate(task, settings)
             fits = None if limit is None else largest_batch(task, settings, limit)
             real = measure(task, settings, torch.device("cuda", torch.cuda.current_device())) if measured else None
-            rows.append((settings, found, fits, real))
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise typer.BadParameter(str(error)) from error
+            rows.append((settings, estimated, fits, real))
     if as_json:
         print_json_document({"model": model, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
     else:
@@ -63,16 +61,15 @@ def parse_size(text: str) -> int:
 
 
 def gpu_memory() -> int | None:
-    """The memory of this machine's current GPU, if it has one."""
-    return (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if torch.cuda.is_available()
-        else None
-    )
+    """Return the memory of the current GPU in bytes, or None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured | None) -> dict[str, Any]:
-    estimated = {**dataclasses.asdict(found), "margin": found.margin, "total": found.total}
+def _as_dict(settings: Settings, memory: Memory, fits: int | None, real: Measured | None) -> dict[str, Any]:
+    """Return a row as plain data for JSON."""
+    estimated = {**dataclasses.asdict(memory), "margin": memory.margin, "total": memory.total}
     measured = None if real is None else dataclasses.asdict(real)
     return {**dataclasses.asdict(settings), "estimated": estimated, "largest_batch": fits, "measured": measured}
 
@@ -80,22 +77,18 @@ def _as_dict(settings: Settings, found: Memory, fits: int | None, real: Measured
 def _print(rows: Sequence[tuple[Settings, Memory, int | None, Measured | None]], limit: int | None) -> None:
     console = make_console()
     settings = rows[0][0]
-    shown = {
-        "batch": settings.batch,
-        **{name: v for name, v in list(vars(settings).items())[1:] if v not in (False, 1)},
-    }
-    levels = [each.opt_level for each, *_ in rows]
+    shown = {name: value for name, value in list(vars(settings).items())[1:] if value not in (False, 1)}
+    shown = {"batch": settings.batch, **shown}
     console.print(f"a training step: {', '.join(f'{name} {value}' for name, value in shown.items())}\n")
+    levels = [settings.opt_level for settings, *_ in rows]
     table = make_table(console, None, "MiB", *levels, right=tuple(levels))
     for name in (*_ROWS, "workspace", "margin", "total"):
-        table.add_row(name, *(f"{getattr(found, name) / (1 << 20):.1f}" for _, found, *_ in rows))
+        table.add_row(name, *(f"{getattr(memory, name) / (1 << 20):.1f}" for _, memory, *_ in rows))
     for name in ("fixed", "activations", "peak", "reserved"):
         if rows[0][3] is not None:
             table.add_row(f"measured {name}", *(f"{getattr(real, name) / (1 << 20):.1f}" for *_, real in rows))
     if limit is not None:
-        table.add_row(
-            f"largest batch in {limit / (1 << 30):.1f} GiB",
-            *("any" if fits is None else str(fits) for _, _, fits, _ in rows),
-        )
+        batches = ["any" if fits is None else str(fits) for _, _, fits, _ in rows]
+        table.add_row(f"largest batch in {limit / (1 << 30):.1f} GiB", *batches)
     print_table(console, table)
     console.print(f"margin: {CONTEXT >> 20} MiB for the driver's context and {GAPS:.0%} of the peak for gaps")

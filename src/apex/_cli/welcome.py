@@ -1,4 +1,4 @@
-"""What `apex` without a command shows: what is installed, where it will run, and what one can do."""
+"""The screen of `apex` without a command: installed versions, the default device, and the commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = (
 
 
 def print_welcome(context: Any) -> None:
-    """Prints the screen for the group of commands of `context`; they are sorted by their help panels."""
+    """Print the screen for the commands of `context`, sorted by their help panels."""
     console = make_console()
     console.print(
         f"apex {__version__}: mixed precision, fused optimizers, norms and kernels for PyTorch\n", style="bold"
@@ -43,15 +43,15 @@ def print_welcome(context: Any) -> None:
     console.print()
     console.print(table)
     examples = make_table(console, None, "for example", "")
-    for line, what in EXAMPLES:
-        examples.add_row(Text(line, style="bold"), what)
+    for line, purpose in EXAMPLES:
+        examples.add_row(Text(line, style="bold"), purpose)
     console.print()
     console.print(examples)
     console.print("\n`apex COMMAND --help` shows the options of a command.")
 
 
 def _place(has_triton: bool) -> str:
-    """The device that commands and ops take by default, in words."""
+    """Return a description of the device that commands and ops use by default."""
     try:
         from .devices import list_devices, why_no_gpu
     except ImportError as error:

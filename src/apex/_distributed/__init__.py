@@ -1,7 +1,11 @@
-"""What everything that runs in several processes shares.
+"""Building blocks of everything that runs in several processes.
 
-collectives  all-reduce, reduce-scatter and all-gather, asynchronous, on any backend
-reducer      gradients in buckets: which are complete, and the order in which all processes send them
+collectives  asynchronous all-reduce, reduce-scatter and all-gather on any backend
+exchange     sums, gathers and splits of tensors for layers that ranks share
+reducer      gradient buckets: detection of complete buckets, and a common order of sending
 groups       process groups and meshes with the default group's timeout
-comparison   whether all processes have the same parameters, in the same order
+comparison   checks that all processes have the same parameters and settings
+experts      parameters that differ between processes
+neighbours   halo exchange between neighbouring ranks
+peer_memory  memory that ranks of one machine share
 """

@@ -1,7 +1,7 @@
-"""Sums, gatherings and parts of tensors over a group, as new tensors: what layers compute with that ranks share.
+"""Sums, gathers and splits of tensors over a group, for layers that ranks share. Results are new tensors.
 
-Under torch.compile they are PyTorch's functional collectives, which it can trace and overlap with other work. Without
-it a group of Gloo compares shapes before each exchange: Gloo itself ends a process that receives more than it expects.
+Under torch.compile these are PyTorch's functional collectives, which it can trace and overlap with other work. In eager
+mode a Gloo group compares shapes before each exchange, because Gloo ends a process that receives more than it expects.
 """
 
 from __future__ import annotations
@@ -17,104 +17,106 @@ from . import collectives
 from .collectives import Work
 from .comparison import ranks_of
 
-# Bytes of a description of dtype and shape, of which every rank sends as many.
-_DESCRIPTION = 256
+# Fixed length in bytes of a description of dtype and shape.
+_DESCRIPTION_BYTES = 256
 
 
-def check_alike(tensor: Tensor, group: Any, what: str) -> None:
-    """Raises, in all processes of a Gloo group, unless all of them pass the same dtype and shape.
+def check_alike(tensor: Tensor, group: Any, description: str) -> None:
+    """Raise in all processes of a Gloo group unless all of them pass the same dtype and shape.
 
-    Groups of other backends compare nothing: the numbers would have to come back from the device, in every layer.
+    Other backends compare nothing, because every layer would have to wait for the device.
     """
     if dist.get_backend(group) != dist.Backend.GLOO:
         return
-    text = _described(tensor).encode().ljust(_DESCRIPTION)[:_DESCRIPTION]
-    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everywhere = torch.empty(dist.get_world_size(group), _DESCRIPTION, dtype=torch.uint8, device=HOST)
-    collectives.all_gather(everywhere.view(-1), mine, group, f"comparing shapes for {_named(what, tensor)}").wait()
-    if bool((everywhere == mine).all()):
+    text = _described(tensor).encode().ljust(_DESCRIPTION_BYTES)[:_DESCRIPTION_BYTES]
+    own_bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everywhere = torch.empty(dist.get_world_size(group), _DESCRIPTION_BYTES, dtype=torch.uint8, device=HOST)
+    collectives.all_gather(
+        everywhere.view(-1), own_bytes, group, f"comparing shapes for {_named(description, tensor)}"
+    ).wait()
+    if bool((everywhere == own_bytes).all()):
         return
-    texts = [bytes(each.tolist()).decode().strip() for each in everywhere]
-    found = ", ".join(f"rank {rank} {each}" for rank, each in zip(ranks_of(group), texts, strict=True))
-    raise ValueError(f"{what}: all ranks must pass the same dtype and shape, got {found}")
+    texts = [bytes(row.tolist()).decode().strip() for row in everywhere]
+    by_rank = ", ".join(f"rank {rank} {text}" for rank, text in zip(ranks_of(group), texts, strict=True))
+    raise ValueError(f"{description}: all ranks must pass the same dtype and shape, got {by_rank}")
 
 
 def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _named(what: str, tensor: Tensor) -> str:
-    return f"{what} ({_described(tensor)} here)"
+def _named(description: str, tensor: Tensor) -> str:
+    return f"{description} ({_described(tensor)} here)"
 
 
-def start_sum(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The sum over the group, once the work is done."""
-    return start_sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group, what)
+def start_sum(tensor: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
+    """Start the sum over the group; return the result, valid after the work is done, and the work."""
+    return start_sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group, description)
 
 
-def start_sum_in_place(total: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The sum over the group in the memory of `total`, contiguous and not needed otherwise; see `start_sum`."""
-    check_alike(total, group, what)
-    return total, collectives.all_reduce(total, group, _named(what, total))
+def start_sum_in_place(total: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
+    """Start the sum over the group in the memory of `total`, which must be contiguous; see `start_sum`."""
+    check_alike(total, group, description)
+    return total, collectives.all_reduce(total, group, _named(description, total))
 
 
-def start_gather(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """The tensors of all ranks one after the other along the first dimension, once the work is done."""
-    check_alike(tensor, group, what)
+def start_gather(tensor: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
+    """Start concatenating the tensors of all ranks along the first dimension; return the result and the work."""
+    check_alike(tensor, group, description)
     shape = (dist.get_world_size(group) * tensor.shape[0], *tensor.shape[1:])
     whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     values = tensor.contiguous().view(-1)
-    return whole, collectives.all_gather(whole.view(-1), values, group, _named(what, tensor))
+    return whole, collectives.all_gather(whole.view(-1), values, group, _named(description, tensor))
 
 
-def start_sum_of_part(tensor: Tensor, group: Any, what: str) -> tuple[Tensor, Work]:
-    """This rank's part, along the first dimension, of the sum over the group, once the work is done."""
-    check_alike(tensor, group, what)
-    rows = _part_size(tensor.shape[0], group, what)
+def start_sum_of_part(tensor: Tensor, group: Any, description: str) -> tuple[Tensor, Work]:
+    """Start the reduce-scatter along the first dimension; return this rank's part of the sum and the work."""
+    check_alike(tensor, group, description)
+    rows = _part_size(tensor.shape[0], group, description)
     part = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     values = tensor.contiguous().view(-1)
-    return part, collectives.reduce_scatter(part.view(-1), values, group, False, _named(what, tensor))
+    return part, collectives.reduce_scatter(part.view(-1), values, group, False, _named(description, tensor))
 
 
-def sum_over(tensor: Tensor, group: Any, what: str) -> Tensor:
-    """The sum over the group."""
+def sum_over(tensor: Tensor, group: Any, description: str) -> Tensor:
+    """Return the sum over the group."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
-    return _finished(*start_sum(tensor, group, what))
+    return _finished(*start_sum(tensor, group, description))
 
 
-def gather(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
-    """The tensors of all ranks one after the other along `dim`."""
+def gather(tensor: Tensor, group: Any, description: str, dim: int = 0) -> Tensor:
+    """Return the tensors of all ranks, concatenated along `dim`."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
         whole = functional.wait_tensor(functional.all_gather_tensor(tensor.contiguous(), 0, group))
     else:
-        whole = _finished(*start_gather(tensor, group, what))
+        whole = _finished(*start_gather(tensor, group, description))
     return whole if dim == 0 else torch.cat(whole.chunk(dist.get_world_size(group)), dim)
 
 
-def sum_of_part(tensor: Tensor, group: Any, what: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the group."""
+def sum_of_part(tensor: Tensor, group: Any, description: str) -> Tensor:
+    """Return this rank's part, along the first dimension, of the sum over the group."""
     if torch.compiler.is_compiling():
         from torch.distributed import _functional_collectives as functional
 
         return functional.wait_tensor(functional.reduce_scatter_tensor(tensor.contiguous(), "sum", 0, group))
-    return _finished(*start_sum_of_part(tensor, group, what))
+    return _finished(*start_sum_of_part(tensor, group, description))
 
 
-def part(tensor: Tensor, group: Any, what: str, dim: int = 0) -> Tensor:
-    """This rank's part of a tensor that all ranks have, along `dim`."""
-    size = _part_size(tensor.shape[dim], group, what)
+def part(tensor: Tensor, group: Any, description: str, dim: int = 0) -> Tensor:
+    """Return this rank's part, along `dim`, of a tensor that all ranks have."""
+    size = _part_size(tensor.shape[dim], group, description)
     return tensor.narrow(dim, dist.get_rank(group) * size, size).contiguous()
 
 
-def _part_size(size: int, group: Any, what: str) -> int:
+def _part_size(size: int, group: Any, description: str) -> int:
     ranks = dist.get_world_size(group)
     if size % ranks:
-        raise ValueError(f"{what}: a dimension of size {size} cannot be divided among {ranks} ranks")
+        raise ValueError(f"{description}: a dimension of size {size} cannot be divided among {ranks} ranks")
     return size // ranks
 
 

@@ -1,7 +1,7 @@
-"""Experts: parameters that differ between processes whose other parameters are the same.
+"""Experts: parameters that differ between processes whose other parameters are equal.
 
-A parameter is an expert if its attribute `allreduce` is False, as in Megatron. Whatever treats processes as replicas of
-each other leaves experts out or refuses them; `apex.transformer.finalize_model_grads` reduces their gradients.
+A parameter is an expert if its attribute `allreduce` is False, as in Megatron. Code that treats processes as replicas
+of each other skips experts or refuses them. `apex.transformer.finalize_model_grads` reduces their gradients.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter is marked as an expert, `allreduce = False`."""
+    """Return True if a parameter is marked as an expert by `allreduce = False`."""
     return not getattr(parameter, "allreduce", True)
 
 
 def refuse_experts(parameters: Iterable[Tensor], who: str, instead: str) -> None:
-    """Raise a ValueError if there are several processes and a parameter is an expert; `instead` says what to use."""
+    """Raise a ValueError if there are several processes and a parameter is an expert.
+
+    `instead` names an alternative.
+    """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     for index, parameter in enumerate(parameters):
@@ -30,9 +33,9 @@ def refuse_experts(parameters: Iterable[Tensor], who: str, instead: str) -> None
 
 
 def hide_experts_from_ddp(model: nn.Module) -> None:
-    """Have torch's DistributedDataParallel, when it wraps this model, leave experts and their gradients alone."""
-    # PyTorch compares names of `named_parameters()` in some places, in others a module's name, a dot and the name of a
-    # parameter in it. They differ for the model's own parameters, and if a wrapper gives parameters other names.
+    """Make torch's DistributedDataParallel ignore the experts of this model when it wraps the model."""
+    # PyTorch compares names of `named_parameters()` in some places, and in others a module's path plus a parameter's
+    # name. They differ for the model's own parameters, and if a wrapper renames parameters.
     names = [name for name, parameter in model.named_parameters() if is_expert(parameter)]
     for path, module in model.named_modules():
         own = module.named_parameters(recurse=False)

@@ -1,7 +1,7 @@
-"""Process groups and device meshes: all groups of this package are made here, with the default group's timeout.
+"""Creation of process groups and device meshes with the default group's timeout.
 
-PyTorch gives a new group 30 minutes (10 with NCCL) if nothing else is said, whatever the user chose for
-`init_process_group`. A rank that stops would leave the others waiting for that long.
+PyTorch gives a new group a timeout of 30 minutes (10 with NCCL), even if the user chose another for
+`init_process_group`. If one rank stopped, the others would wait for that long.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch.distributed as dist
 from ..ops._host import HOST
 from .comparison import ranks_of
 
-# By default group: the groups of `own_group` by their ranks, and how many groups the ranks of `make_local_group` made.
+# For each default group: the groups of `own_group` by ranks, and the number of groups of `make_local_group` by ranks.
 _own: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-# More than the process groups of any process.
-_MANY = 1 << 14
+# Larger than the number of groups of any process.
+_NUMBER_OFFSET = 1 << 14
 
 
 def timeout_of(group: Any) -> timedelta | None:
-    """Return how long a process of the group waits for others; None if the backend does not tell."""
+    """Return how long a process of the group waits for others, or None if the backend does not tell."""
     try:
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, IndexError, RuntimeError):
@@ -36,7 +36,7 @@ def timeout_of(group: Any) -> timedelta | None:
 
 
 def make_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """Make a process group of these ranks, of all if None; every process of the default group must call this.
+    """Make a process group of these ranks (None: all); every process of the default group must call this.
 
     `options` are arguments of `torch.distributed.new_group`. The timeout is the default group's.
     """
@@ -45,53 +45,53 @@ def make_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
 
 
 def make_local_group(ranks: Sequence[int]) -> Any:
-    """Make a process group of these ranks, each of which must call this; other processes need not."""
+    """Make a process group of these ranks; only these ranks must call this."""
     world: Any = dist.group.WORLD
     made = _made.setdefault(world, Counter())
     key = tuple(sorted(ranks))
     made[key] += 1
-    with _numbered(_MANY + made[key]):
+    with _numbered(_NUMBER_OFFSET + made[key]):
         return make_group(key, use_local_synchronization=True)
 
 
 @contextlib.contextmanager
 def _numbered(number: int) -> Iterator[None]:
-    """Let PyTorch give the next group with local synchronization a name that is the same in all of its ranks.
+    """Make PyTorch name the next group with local synchronization equally in all of its ranks.
 
-    PyTorch makes the name from the ranks and from the number of groups that this process is in. Ranks that are in
-    different numbers of groups would wait for each other forever, and a name of a group that was destroyed would lead
-    to its closed connections. Placeholders bring the number of groups to `number`.
+    PyTorch makes the name from the ranks and from the number of groups of this process. Ranks in different numbers of
+    groups would wait for each other forever, and the name of a destroyed group would lead to its closed connections.
+    Placeholders raise the number of groups to `number`.
     """
     names: Any = dist.distributed_c10d._world.pg_names
     placeholders: list[Any] = [object() for _ in range(number - len(names))]
-    names.update((each, f"placeholder {index}") for index, each in enumerate(placeholders))
+    names.update((placeholder, f"placeholder {index}") for index, placeholder in enumerate(placeholders))
     try:
         yield
     finally:
-        for each in placeholders:
-            del names[each]
+        for placeholder in placeholders:
+            del names[placeholder]
 
 
 def own_group(group: Any = None) -> Any:
-    """Return a group of the same ranks (of all if None) that users do not know; each of these ranks must call this.
+    """Return a private group with the same ranks (None: all); each of these ranks must call this.
 
-    During a backward pass a process that lacks gradients sends them later than others. If a user's collectives went
-    through the same group, their order would differ between processes, and results would be mixed up.
+    During a backward pass, a process without some gradients sends buckets later than others. If users' collectives used
+    the same group, their order would differ between processes, and results would be mixed up.
     """
     world: Any = dist.group.WORLD
     ranks = tuple(ranks_of(group))
-    # With a bound device NCCL splits the communicator of all processes, for which all of them are needed.
+    # With a bound device NCCL splits the communicator of all processes, which needs all of them.
     if len(ranks) == 1 or (len(ranks) < world.size() and getattr(world, "bound_device_id", None) is not None):
         return group
     made = _own.setdefault(world, {})
     if ranks not in made:
-        # MPI makes groups only together with all processes.
+        # MPI can only make groups with all processes.
         made[ranks] = make_group(ranks) if dist.get_backend() == "mpi" else make_local_group(ranks)
     return made[ranks]
 
 
 def make_mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """Make a DeviceMesh of all processes, in row-major order; every process of the default group must call this."""
+    """Make a DeviceMesh of all processes in row-major order; every process of the default group must call this."""
     from torch.distributed.device_mesh import DeviceMesh
 
     world = dist.get_world_size()

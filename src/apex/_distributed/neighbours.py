@@ -1,4 +1,4 @@
-"""Halos, the outer rows of an image whose rows are divided among ranks, exchanged with the neighbouring ranks."""
+"""Exchange of halos with neighbouring ranks: the outer rows of an image whose rows are split over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .groups import make_local_group
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return a new process group of these ranks, which all of them must ask for; None for a single rank."""
+    """Return a new process group of these ranks, or None for a single rank; all of them must call this."""
     if len(ranks) == 1:
         return None
     if not dist.is_initialized():
@@ -27,11 +27,11 @@ def group_of(ranks: Sequence[int]) -> Any:
 
 
 def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ranks: Sequence[int], group: Any) -> None:
-    """Sends a halo to each of two ranks (-1: an outer edge, zeros come), and fills `received` with theirs."""
-    what = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
+    """Send a halo to each of two ranks, and fill `received` with theirs; rank -1 is an outer edge and gives zeros."""
+    description = f"the exchange of halos with ranks {', '.join(str(rank) for rank in ranks if rank >= 0)}"
     through_host = group is not None and dist.get_backend(group) == dist.Backend.GLOO and not on_host(sent[0])
     if group is not None:
-        check_alike(sent[0], group, what)
+        check_alike(sent[0], group, description)
     operations, arrivals = [], []
     for rank, halo, target in zip(ranks, sent, received, strict=True):
         if rank < 0:
@@ -40,14 +40,14 @@ def exchange_by_messages(sent: Sequence[Tensor], received: Sequence[Tensor], ran
         values = halo.to(HOST) if through_host else halo
         values = values.contiguous()
         arrival = torch.empty_like(values)
-        # As bytes: Gloo has no bfloat16.
+        # Sent as bytes, because Gloo has no bfloat16.
         operations += [
             dist.P2POp(dist.isend, values.view(-1).view(torch.uint8), rank, group),
             dist.P2POp(dist.irecv, arrival.view(-1).view(torch.uint8), rank, group),
         ]
         arrivals.append((target, arrival))
     if operations:
-        with explained(what):
+        with explained(description):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
     for target, arrival in arrivals:

@@ -1,4 +1,4 @@
-"""Gradients reduced in buckets while a backward pass goes on, in the same order in all processes."""
+"""Reduction of gradients in buckets during the backward pass, in the same order in all processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .collectives import Work
 
 @dataclass
 class Sent:
-    """A bucket that is being reduced: its values, and where the result arrives if not in them."""
+    """A bucket that is being reduced: its values, and the tensor of the result if it is another one."""
 
     bucket: int
     work: Work
@@ -28,17 +28,18 @@ class Sent:
 
 
 class BucketReducer:
-    """Sends each bucket once in a round, as soon as its gradients, and all buckets before it, are there.
+    """A reducer that sends each bucket once per round, when its gradients have arrived and earlier buckets are sent.
 
-    A round is a backward pass, or what has added up in several. Buckets that lack gradients at its end are sent
-    without: processes may have gradients of different parameters, and all must send all buckets in the same order.
+    A round is one backward pass, or several that accumulate gradients. At its end, buckets that lack gradients are sent
+    without them, because processes may have gradients of different parameters, and all must send all buckets in the
+    same order.
 
-    A subclass says which parameters buckets have (`_set_buckets`) and when gradients are there (`_note`), fills and
-    sends a bucket (`_start`) and takes the result (`_receive`).
+    A subclass sets the parameters of the buckets (`_set_buckets`), reports gradients (`_note`), fills and sends a
+    bucket (`_start`) and takes the result (`_receive`).
     """
 
     def __init__(self) -> None:
-        # The parameters of each bucket, and the buckets in the order in which they are sent.
+        # The parameters of each bucket, and the order of sending.
         self._members: list[Collection[int]] = []
         self._order: list[int] = []
         self._under_way: deque[Sent] = deque()
@@ -52,7 +53,7 @@ class BucketReducer:
     def _start_round(self) -> None:
         self._sent: set[int] = set()
         self._waiting_for = [set(members) for members in self._members]
-        # Buckets that wait for nothing, in the order in which their last gradient arrived.
+        # Complete buckets, in the order of arrival of their last gradient.
         self._complete: dict[int, None] = {}
 
     def _start(self, bucket: int) -> Sent:
@@ -62,7 +63,7 @@ class BucketReducer:
         raise NotImplementedError
 
     def _note(self, param: int, buckets: Iterable[int]) -> None:
-        """Notes that the gradient of a parameter in these buckets has arrived."""
+        """Record that the gradient of a parameter in these buckets has arrived."""
         for bucket in buckets:
             self._waiting_for[bucket].discard(param)
             if not self._waiting_for[bucket]:
@@ -74,12 +75,12 @@ class BucketReducer:
         return len(self._sent) == len(self._order)
 
     def flush_ready(self) -> None:
-        """Sends buckets that wait for nothing, up to the first that does."""
+        """Send complete buckets in order, up to the first incomplete one."""
         while not self._all_sent and not self._waiting_for[self._order[len(self._sent)]]:
             self._send_next()
 
     def _send_rest(self, in_flight: int | None = None) -> None:
-        """Sends the buckets that are left; `in_flight` at most are under way at a time."""
+        """Send the remaining buckets; at most `in_flight` are in progress at a time."""
         while not self._all_sent:
             while in_flight is not None and len(self._under_way) >= in_flight:
                 self._finish_first()
@@ -91,7 +92,7 @@ class BucketReducer:
         self._under_way.append(self._start(bucket))
 
     def finish(self) -> None:
-        """Waits for what is under way."""
+        """Wait for all buckets in progress."""
         while self._under_way:
             self._finish_first()
 
@@ -102,13 +103,13 @@ class BucketReducer:
         self._receive(sent)
 
     def _agree_on_order(self, device: torch.device, group: Any, root: int) -> None:
-        """From now on buckets are sent in the order in which this round completed them in the first process."""
+        """Adopt the first process's order of bucket completion in this round as the order of sending."""
         order = dict.fromkeys([*self._complete, *self._order])
         self._order = from_first_rank(list(order), device, group, root)
 
 
 def weak_method(owner: Any, method: Callable[[Any, Any], None]) -> Callable[[Any], None]:
-    """A hook that calls a method of `owner` as long as it lives: parameters may outlive it."""
+    """Return a hook that calls a method of `owner` while `owner` is alive; parameters may outlive it."""
     reference = weakref.ref(owner)
 
     def call(argument: Any) -> None:
@@ -120,7 +121,7 @@ def weak_method(owner: Any, method: Callable[[Any, Any], None]) -> Callable[[Any
 
 
 def from_first_rank(numbers: list[Any], device: torch.device, group: Any = None, root: int = 0) -> list[Any]:
-    """Integers, or lists of as many integers, as the first process has them."""
+    """Return the first process's integers, or lists of integers of equal length."""
     with explained("agreeing on the order of gradients with the first process"), real_tensors():
         values = torch.tensor(numbers, dtype=torch.int64, device=device)
         dist.broadcast(values, root, group=group)

@@ -1,4 +1,4 @@
-"""`apex.fuse` replaces in place what has a fused counterpart in a model or an optimizer; `apex.unfuse` undoes it."""
+"""`apex.fuse` replaces modules of a model, or an optimizer, by fused ones in place; `apex.unfuse` undoes it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from . import attention, language, norms, optimizers, vision
-from .rule import RULES, FusedModule, Rule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
+from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
-__all__ = ["Looked", "Report", "fuse", "unfuse"]
+__all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
 RULES += [*norms.RULES, *language.RULES, *vision.RULES, *attention.RULES]
 
 
-class Looked(NamedTuple):
-    """A module, or an optimizer, that `fuse` looked at; `reason` says why it stays as it was, and is empty if not."""
+class ReportRow(NamedTuple):
+    """A module or optimizer with a fused counterpart; `reason` tells why it was not fused, and is "" if it was."""
 
     name: str
     kind: str
@@ -28,8 +28,8 @@ class Looked(NamedTuple):
     reason: str
 
 
-class Report(list[Looked]):
-    """What `fuse` did with each module that it knows; as text, a table in which alike modules share a line."""
+class Report(list[ReportRow]):
+    """A list of the modules that have a fused counterpart. Its text is a table; similar modules share a line."""
 
     def __str__(self) -> str:
         counts: dict[tuple[str, str, str, str], int] = {}
@@ -52,15 +52,15 @@ def fuse(
     choose: Callable[[str, nn.Module], bool] | None = None,
     verbose: bool = True,
 ) -> Report:
-    """Have the modules of a model, or an optimizer of torch.optim, compute with fused kernels; in place.
+    """Replace modules of a model, or an optimizer of torch.optim, by fused ones in place; return a report.
 
-    Parameters, module names and state dicts stay; a module's new class is a subclass of the old one. `choose(name,
-    module)` may leave modules out. Returns what was done with each module that has a fused counterpart, and prints it
-    as a table unless `verbose` is false.
+    Parameters, module names and state dicts stay; a module's new class is a subclass of the old one. If
+    `choose(name, module)` is False, a module is left out. The report lists every module that has a fused counterpart
+    and is printed unless `verbose` is False.
 
     `check` is an input of the model: a tensor, a tuple of positional arguments or a dict of keyword arguments. The
-    model is then called with it, and every replaced module computes its output and gradients both ways, from the input
-    that it gets there. A replacement beyond the tolerance of the dtype is undone and named.
+    model is called with it, and each fused module is compared with the original on the input that it gets there:
+    outputs and gradients. A replacement whose error exceeds the tolerance of the dtype is undone and reported.
     """
     if choose is not None and not callable(choose):
         raise TypeError(
@@ -73,7 +73,7 @@ def fuse(
         kind, reason = type(target).__name__, optimizers.reason(target)
         if not reason:
             optimizers.replace(target)
-        report = Report([Looked("", kind, type(target).__name__, reason)])
+        report = Report([ReportRow("", kind, type(target).__name__, reason)])
     elif isinstance(target, nn.Module):
         arguments = None if check is None else _call_arguments(check)
         report = Report()
@@ -82,7 +82,7 @@ def fuse(
                 row = _fuse_module(name, module, choose)
                 report += [] if row is None else [row]
             report = report if arguments is None else _checked(target, arguments, report)
-        except BaseException:  # of `choose` or of the model's call: leave the model as it was
+        except BaseException:  # raised by `choose` or by the model: leave the model as it was
             for row in report:
                 if not row.reason:
                     restore(target.get_submodule(row.name))
@@ -95,7 +95,7 @@ def fuse(
 
 
 def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
-    """Undoes `fuse`: modules and optimizers get back the classes that they had. Others are left alone."""
+    """Undo `fuse`: give fused modules, or a fused optimizer, their original class."""
     if isinstance(target, torch.optim.Optimizer):
         if hasattr(target, "_fused_from"):
             optimizers.restore(target)
@@ -113,23 +113,23 @@ def unfuse(target: nn.Module | torch.optim.Optimizer) -> None:
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a model by name, without those inside of modules compiled by torch.jit."""
-    found: list[tuple[str, nn.Module]] = []
+    """Return the modules of a model by name, without the inner modules of modules compiled by torch.jit."""
+    modules: list[tuple[str, nn.Module]] = []
     compiled: list[str] = []
     for name, module in model.named_modules():
         if any(not outer or name.startswith(f"{outer}.") for outer in compiled):
             continue
-        found.append((name, module))
+        modules.append((name, module))
         if isinstance(module, torch.jit.ScriptModule):
             compiled.append(name)
-    return found
+    return modules
 
 
-def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> Looked | None:
-    """Fuse one module if a rule allows it; return None if no rule is about it, or if it is fused already."""
+def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None) -> ReportRow | None:
+    """Fuse one module if a rule allows it; return None if no rule matches it or if it is already fused."""
     if isinstance(module, torch.jit.ScriptModule):
         kind = getattr(module, "original_name", type(module).__name__)
-        return Looked(name, kind, "", _COMPILED)
+        return ReportRow(name, kind, "", _COMPILED)
     rules = [] if isinstance(module, FusedModule) else [rule for rule in RULES if rule.matches(module)]
     if not rules:
         return None
@@ -140,13 +140,14 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
             replace(module, rule)
             reason = _probe(module, rule)
             if not reason:
-                return Looked(name, kind, rule.name, "")
+                return ReportRow(name, kind, rule.name, "")
             restore(module)
         reasons.append(reason)
-    return Looked(name, kind, rules[0].name, reasons[0])
+    return ReportRow(name, kind, rules[0].name, reasons[0])
 
 
-def _obstacle(module: Any, rule: Rule) -> str:
+def _obstacle(module: Any, rule: FusionRule) -> str:
+    """Return the reason why a module cannot be fused, "" if it can."""
     if "forward" in vars(module):
         return "its forward was replaced in this instance; fuse before what did that (amp.initialize, say)"
     if hasattr(module, "parametrizations"):
@@ -157,7 +158,8 @@ def _obstacle(module: Any, rule: Rule) -> str:
     return rule.reason(module) or ""
 
 
-def _probe(module: Any, rule: Rule) -> str:
+def _probe(module: Any, rule: FusionRule) -> str:
+    """Compare a fused module with the original if the rule asks for it; return the problem, "" if there is none."""
     example = rule.probe(module)
     if example is None:
         return ""
@@ -167,13 +169,16 @@ def _probe(module: Any, rule: Rule) -> str:
         return "its weights are on no device yet, so that it cannot be tried"
     try:
         difference = trial(module, example)
-    except Exception as problem:  # of a foreign module
+    except Exception as problem:  # a foreign module may raise anything
         return f"it cannot be tried: {type(problem).__name__}: {problem}"
     return f"its forward computes something else ({difference})" if difference else ""
 
 
 def _checked(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report) -> Report:
-    """The report after every replacement was held against the original, with what it gets in a call of the model."""
+    """Call the model, compare each fused module with the original on its input, and undo wrong ones.
+
+    Returns the report with the reasons of those that were undone.
+    """
     modules = {row.name: model.get_submodule(row.name) for row in report if not row.reason}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = []
@@ -202,6 +207,7 @@ def _checked(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _call_arguments(check: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that the user gave as `check`."""
     if isinstance(check, Mapping):
         return (), dict(check)
     if isinstance(check, (tuple, list)):

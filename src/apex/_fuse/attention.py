@@ -1,7 +1,7 @@
 """The rule for `nn.MultiheadAttention`: attention on views of the packed projections.
 
-PyTorch copies the projections apart and, in the backward pass, fills and adds three tensors of the size of all of
-them. Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D.
+PyTorch copies query, key and value out of the packed tensor and, in the backward pass, fills and adds three tensors of
+the packed size. Letters: S queries, T keys, B batches, H heads, D the size of a head, E = H * D.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops.multihead import dot_product_attention
-from .rule import Rule, unless_overridden
+from .rule import FusionRule, unless_overridden
 
 
 def _reason(module: Any) -> str:
@@ -25,8 +25,8 @@ def _reason(module: Any) -> str:
     return ""
 
 
-def _added(mask: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """A mask as what is added to the logits: minus infinity where it is True."""
+def _additive(mask: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Return a mask that is added to the logits; True of a boolean mask becomes minus infinity."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -34,8 +34,8 @@ def _added(mask: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
     return mask.to(dtype).reshape(shape)
 
 
-def _takes(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[Any, Any], causal: bool) -> bool:
-    """Whether this call is one of attention to one source, in batches, with masks of the usual shapes."""
+def _is_supported(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[Any, Any], causal: bool) -> bool:
+    """Return whether a call is batched, has one tensor as key and value, and masks of the usual shapes."""
     if key is not value or query.dim() != 3 or key.dim() != 3 or query.is_nested or key.is_nested:
         return False
     padding, others = masks
@@ -45,7 +45,7 @@ def _takes(module: Any, query: Tensor, key: Tensor, value: Tensor, masks: tuple[
         key.shape[1 - module.batch_first] == batch
         and (others is None or others.shape in shapes)
         and (padding is None or padding.shape == (batch, keys))
-        and not (causal and others is None)  # which is an error
+        and not (causal and others is None)  # PyTorch raises an error
         and all(mask is None or mask.dtype == torch.bool or mask.is_floating_point() for mask in masks)
     )
 
@@ -61,9 +61,9 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As nn.MultiheadAttention's; where weights are wanted, or nothing is differentiated, it is that one."""
-    is_training = self.training or torch.is_grad_enabled()
-    if need_weights or not is_training or not _takes(self, query, key, value, (key_padding_mask, attn_mask), is_causal):
+    """Compute nn.MultiheadAttention; call PyTorch's forward if weights are requested or gradients are disabled."""
+    is_training, masks = self.training or torch.is_grad_enabled(), (key_padding_mask, attn_mask)
+    if need_weights or not is_training or not _is_supported(self, query, key, value, masks, is_causal):
         options = {"key_padding_mask": key_padding_mask, "need_weights": need_weights, "attn_mask": attn_mask}
         options |= {"average_attn_weights": average_attn_weights, "is_causal": is_causal}
         return self.fused_from.forward(self, query, key, value, **options)
@@ -84,19 +84,19 @@ def attention_forward(
     batch, _, queries, _ = q.shape
     keys, dtype = k.shape[2], q.dtype
     causal = is_causal and key_padding_mask is None
-    added = None
+    mask = None
     if not causal:
         shape = (1, 1, queries, keys) if attn_mask is None or attn_mask.dim() == 2 else (batch, heads, queries, keys)
-        added = _added(attn_mask, shape, dtype)
-        padding = _added(key_padding_mask, (batch, 1, 1, keys), dtype)
-        added = padding if added is None else added if padding is None else added + padding
-    context = dot_product_attention(q, k, v, added, self.dropout if self.training else 0.0, causal)
-    back = context.transpose(1, 2) if self.batch_first else context.permute(2, 0, 1, 3)
-    return functional.linear(back.flatten(2), self.out_proj.weight, self.out_proj.bias), None
+        mask = _additive(attn_mask, shape, dtype)
+        padding = _additive(key_padding_mask, (batch, 1, 1, keys), dtype)
+        mask = padding if mask is None else mask if padding is None else mask + padding
+    context = dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0, causal)
+    context = context.transpose(1, 2) if self.batch_first else context.permute(2, 0, 1, 3)
+    return functional.linear(context.flatten(2), self.out_proj.weight, self.out_proj.bias), None
 
 
 RULES = [
-    Rule(
+    FusionRule(
         "attention without weights",
         lambda module: isinstance(module, nn.MultiheadAttention),
         unless_overridden(nn.MultiheadAttention, _reason),

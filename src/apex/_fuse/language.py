@@ -17,14 +17,14 @@ from ..ops._library import autocast_dtype
 from ..ops.glu import bias_glu, glu_pair
 from ..ops.glu.reference import ACTIVATIONS, activated
 from ..ops.rope import rotary_embedding_pair
-from .rule import Rule, has_hooks, in_mode, names_used, random_input, unless_overridden
+from .rule import FusionRule, has_hooks, in_mode, names_used, random_input, unless_overridden
 
 
-class _Gated(NamedTuple):
-    """Names of the layers of an MLP with a gate, in the words of one family of models, and all names it uses."""
+class _GatedNames(NamedTuple):
+    """The names of a gated MLP's layers in one family of models, and other names that its forward uses."""
 
     gate: str
-    value: str  # "" where one layer gives gate and value together
+    value: str  # "" if one layer computes gate and value together
     activation: str
     down: str
     others: frozenset[str] = frozenset()
@@ -36,20 +36,21 @@ class _Gated(NamedTuple):
 
 _T5_NAMES = frozenset({"dropout", "isinstance", "weight", "torch", "Tensor", "dtype", "int8", "to"})
 _FAMILIES = (
-    _Gated("gate_proj", "up_proj", "act_fn", "down_proj"),  # Llama, Qwen, Mistral, Gemma
-    _Gated("gate_up_proj", "", "activation_fn", "down_proj", frozenset({"chunk"})),  # Phi-3
-    _Gated("wi_0", "wi_1", "act", "wo", _T5_NAMES),  # T5
+    _GatedNames("gate_proj", "up_proj", "act_fn", "down_proj"),  # Llama, Qwen, Mistral, Gemma
+    _GatedNames("gate_up_proj", "", "activation_fn", "down_proj", frozenset({"chunk"})),  # Phi-3
+    _GatedNames("wi_0", "wi_1", "act", "wo", _T5_NAMES),  # T5
 )
 
 
-def _has_layers(module: Any, family: _Gated) -> bool:
+def _has_layers(module: Any, family: _GatedNames) -> bool:
     return all(hasattr(module, name) for name in family.names)
 
 
 def activation_name(activation: Any) -> str | None:
-    """Return which activation of the gated units a function or module computes, by trying it; None if another one.
+    """Return the name of the activation of gated units that a function or module computes; None if it is none.
 
-    It is tried in training and in evaluation mode, with numbers up to 4 and with larger and tiny ones of both signs.
+    The function is tried in training and in evaluation mode, on numbers up to 4 and on larger and tiny ones of both
+    signs.
     """
     if isinstance(activation, nn.Module) and (has_hooks(activation) or any(True for _ in activation.parameters())):
         return None
@@ -68,15 +69,15 @@ def activation_name(activation: Any) -> str | None:
     return None
 
 
-def _glu_settings(module: Any) -> tuple[_Gated, str | None, Any]:
-    """The names, the activation, and the class or function in which it was found."""
+def _glu_settings(module: Any) -> tuple[_GatedNames, str | None, Any]:
+    """Return the names of a gated MLP's layers, the name of its activation, and the activation's identity."""
     family = next(family for family in _FAMILIES if _has_layers(module, family))
     activation = getattr(module, family.activation)
-    return family, activation_name(activation), _kind(activation)
+    return family, activation_name(activation), _activation_identity(activation)
 
 
-def _kind(activation: Any) -> Any:
-    """What tells that an activation is still the one that was tried; None where hooks wait for it to be called."""
+def _activation_identity(activation: Any) -> Any:
+    """Return an object that changes if the activation is replaced: its class or function; None if it has hooks."""
     if not isinstance(activation, nn.Module):
         return activation
     return None if has_hooks(activation) else type(activation)
@@ -97,8 +98,9 @@ def _glu_probe(module: Any) -> Tensor:
 
 
 def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    family, activation, kind = self.fused_settings
-    if _kind(getattr(self, family.activation)) is not kind:
+    """Compute down(activation(gate(x)) * value(x)) of a gated MLP."""
+    family, activation, identity = self.fused_settings
+    if _activation_identity(getattr(self, family.activation)) is not identity:
         return self.fused_from.forward(self, hidden_states)
     gate = getattr(self, family.gate)(hidden_states)
     if family.value:
@@ -117,9 +119,9 @@ def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> tuple[Tensor, Tensor]:
-    """Return query and key, [batch, heads, tokens, channels], rotated by tables [1, tokens, channels].
+    """Return query and key of shape (batch, heads, tokens, channels) rotated by tables of shape (1, tokens, channels).
 
-    If not `heads_first`, query and key are [batch, tokens, heads, channels].
+    If not `heads_first`, query and key have the shape (batch, tokens, heads, channels).
     """
     tables = cos[0][:, None, None], sin[0][:, None, None]
     if not heads_first:
@@ -132,9 +134,9 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 def _rotates_alike(function: Callable[..., Any], table_width: int) -> bool:
-    """Return whether `function` rotates as `rotate_pair` does, with tables of `table_width` for 8 channels.
+    """Return whether `function` computes the same as `rotate_pair`, for tables of `table_width` and 8 channels.
 
-    Queries and keys are of usual size, large and tiny; outputs and gradients are compared.
+    Compares outputs and gradients for queries and keys of usual size, large and tiny.
     """
     shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, table_width), (1, 5, table_width))
     for scale in (1.0, 2.0**10, 2.0**-10):
@@ -161,29 +163,30 @@ def _rope_reason(module: Any) -> str:
         return f"its {_ROTATE} takes other arguments"
     try:
         same = _rotates_alike(function, 8)
-    except Exception:  # of a foreign function
+    except Exception:  # a foreign function may raise anything
         same = False
     return "" if same else f"its {_ROTATE} computes something else"
 
 
 def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, an `apply_rotary_pos_emb`, with a fused way for the calls that `rotate_pair` is for.
+    """Return an `apply_rotary_pos_emb` that uses `rotate_pair` if it can, and `function` otherwise.
 
-    Calls with other arguments, with tables that differ in a batch or that are for some of the tokens go to `function`.
+    `function` serves calls with further arguments, with tables that differ within a batch, or with tables for only some
+    of the tokens.
     """
     extras = list(inspect.signature(function).parameters.values())[4:]
     defaults = {parameter.name: parameter.default for parameter in extras}
     names, usual_dim = list(defaults), defaults.get("unsqueeze_dim", 1)
     try:
         takes_narrow = _rotates_alike(function, 4)
-    except Exception:  # of a foreign function, which may take no such tables
+    except Exception:  # a foreign function may not accept such tables
         takes_narrow = False
 
     def rotate(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **options: Any) -> Any:
-        given = {**dict(zip(names, rest, strict=False)), **options}
-        dim = given.pop("unsqueeze_dim", usual_dim)
+        further = {**dict(zip(names, rest, strict=False)), **options}
+        dim = further.pop("unsqueeze_dim", usual_dim)
         if (
-            all(value is None for value in given.values())
+            all(value is None for value in further.values())
             and k is not None
             and dim in (1, 2)
             and q.dim() == k.dim() == 4
@@ -199,16 +202,16 @@ def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_fused_rotation(original: type) -> Callable[..., Any]:
-    """Return the forward of an attention with another rotation in the place of the global function that it calls.
+    """Return the forward of an attention class with a fused rotation instead of its global function.
 
-    Its own globals are copied, not changed: other models of the same library go on as they were.
+    The forward gets a copy of its module's globals, so that other models of the same library do not change.
     """
     method: Any = original.forward  # type: ignore[attr-defined]
     names = {**method.__globals__, _ROTATE: _fused_rotation(method.__globals__[_ROTATE])}
-    names.pop("__name__", None)  # by which torch.compile would find the module, with the function that was replaced
-    made = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-    made.__kwdefaults__ = method.__kwdefaults__
-    return functools.update_wrapper(made, method, updated=())
+    names.pop("__name__", None)  # torch.compile would look up globals in the module of this name
+    forward = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    forward.__kwdefaults__ = method.__kwdefaults__
+    return functools.update_wrapper(forward, method, updated=())
 
 
 def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
@@ -223,7 +226,7 @@ def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
     return losses if autocast_dtype(input) is not None else losses.to(input.dtype)
 
 
-# What the forward of a causal language model names that does nothing with logits but give them to the loss.
+# Names that the forward of a causal language model may use. They do nothing with logits but pass them to the loss.
 _HEAD_NAMES = {
     *("model", "transformer", "config", "vocab_size", "lm_head", "loss_function", "slice_logits_to_keep"),
     *("slice", "isinstance", "int", "past_key_values", "last_hidden_state", "hidden_states", "attentions"),
@@ -246,7 +249,7 @@ def _head_reason(module: Any) -> str:
 
 
 def _head_obstacle(module: Any) -> str:
-    """Why the loss of a model cannot be computed without its logits right now."""
+    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
     if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
         return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
     if getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
@@ -257,12 +260,12 @@ def _head_obstacle(module: Any) -> str:
 
 
 def _takes_shifted(module: Any) -> bool:
-    """Return whether the loss function of a model reads `shift_labels`; older releases of transformers ignore it."""
+    """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
     return "shift_labels" in inspect.signature(module.loss_function).parameters
 
 
 class _HeadStandIn:
-    """A stand-in for a causal language model in its own forward: the logits that it hands out are hidden states."""
+    """A replacement of `self` in a causal language model's forward, whose `lm_head` returns the hidden states."""
 
     def __init__(self, model: Any) -> None:
         self.config, self.vocab_size = model.config, model.config.vocab_size
@@ -284,12 +287,12 @@ class _HeadStandIn:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Return the loss of the next token of the hidden states `logits`. Arguments are those of ForCausalLMLoss."""
+        """Return the next-token loss of the hidden states `logits`, with the arguments of ForCausalLMLoss."""
         target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
         if target is None:
             target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        how: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
-        loss = linear_cross_entropy(logits, self.head.weight, target.to(logits.device), self.head.bias, **how)
+        reduction: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
+        loss = linear_cross_entropy(logits, self.head.weight, target.to(logits.device), self.head.bias, **reduction)
         if count is None:
             return loss
         return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
@@ -316,7 +319,7 @@ def _uses_rotation(module: Any) -> bool:
 
 
 RULES = [
-    Rule(
+    FusionRule(
         "gated MLP",
         lambda module: any(_has_layers(module, family) for family in _FAMILIES),
         _glu_reason,
@@ -324,8 +327,8 @@ RULES = [
         _glu_probe,
         _glu_settings,
     ),
-    Rule("rotary embedding", _uses_rotation, _rope_reason, _with_fused_rotation),
-    Rule(
+    FusionRule("rotary embedding", _uses_rotation, _rope_reason, _with_fused_rotation),
+    FusionRule(
         "linear layer + cross-entropy",
         _has_head,
         _head_reason,
@@ -333,7 +336,7 @@ RULES = [
         settings=_takes_shifted,
         omitted=("logits", "1"),
     ),
-    Rule(
+    FusionRule(
         "cross-entropy",
         lambda module: isinstance(module, nn.CrossEntropyLoss),
         unless_overridden(

@@ -1,4 +1,4 @@
-"""Rules for norms: torch.nn's, and RMS norms that libraries write out in Python."""
+"""Rules for norms: torch.nn's classes, and RMS norms that libraries write in Python."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..ops import norm
 from ..ops._library import autocast_dtype
 from ..ops._tolerance import TOLERANCES
 from ..ops.group_norm import group_norm
-from .rule import Rule, names_reached, random_input, unless_overridden
+from .rule import FusionRule, names_reached, random_input, unless_overridden
 
 
 def norm_dtype(input: Tensor) -> torch.dtype:
-    """What PyTorch's norms return: under autocast float32, but on CPUs the input's dtype."""
+    """Return the output dtype of PyTorch's norms: float32 under autocast except on CPUs, else the input's dtype."""
     is_low = input.dtype in (torch.float16, torch.bfloat16)
     if is_low and input.device.type != "cpu" and autocast_dtype(input) is not None:
         return torch.float32
@@ -31,7 +31,7 @@ _RMS_NORM_AUTOCASTS = torch.__version__ >= "2.12"
 
 @functools.cache
 def _default_eps(dtype: torch.dtype) -> float:
-    """What this PyTorch adds in an RMS norm without eps: float32's for half precision, up to 2.6 or so the dtype's."""
+    """Return the default eps of this PyTorch's RMS norm: for half precision float32's, the dtype's in old releases."""
     small = torch.full((1,), 1e-3, dtype=dtype, device=torch.Generator().device)
     is_wide = dtype.itemsize == 2 and bool(nn.functional.rms_norm(small, (1,)) > 0.5)
     return torch.finfo(torch.float32 if is_wide else dtype).eps
@@ -51,8 +51,8 @@ def group_norm_forward(self: Any, input: Tensor, activation: str = "") -> Tensor
     return group_norm(input.to(norm_dtype(input)), self.num_groups, self.weight, self.bias, self.eps, activation)
 
 
-# Names of an epsilon, and every name that the forward of a written RMS norm may use. An operation that is not here (a
-# clamp) or an attribute (`training`) may change what the norm computes for inputs that no trial draws.
+# Names of an epsilon, and all names that the forward of an RMS norm written in Python may use. Any other operation (a
+# clamp) or attribute (`training`) may change the results for inputs that no trial draws.
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _WRITTEN_NAMES = frozenset({
     *_EPSILONS, "weight", "with_scale", "torch", "Tensor", "nn", "functional", "F", "rms_norm", "mean", "pow", "square",
@@ -62,9 +62,9 @@ _WRITTEN_NAMES = frozenset({
 
 
 def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
-    """Return the forward of RMS norms that multiply by `offset` + weight, in float32 if the offset is not 0.
+    """Return a rule's `forward` for RMS norms that multiply by `offset` + weight, in float32 if the offset is not 0.
 
-    The setting of such a module is the name of its epsilon, which is read at every call.
+    The module's `fused_settings` is the name of its epsilon, which is read at every call.
     """
 
     def plain(self: Any, hidden_states: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
 
 def _written_eps(module: Any) -> str | None:
     """Return the name of a module's epsilon, None if it has none or several."""
-    found = [name for name in _EPSILONS if hasattr(module, name)]
-    return found[0] if len(found) == 1 and isinstance(getattr(module, found[0]), (int, float)) else None
+    names = [name for name in _EPSILONS if hasattr(module, name)]
+    return names[0] if len(names) == 1 and isinstance(getattr(module, names[0]), (int, float)) else None
 
 
 def _is_written_rms_norm(module: Any) -> bool:
@@ -106,25 +106,29 @@ def _probe(module: Any) -> Tensor:
 
 
 RULES = [
-    Rule(
+    FusionRule(
         "layer norm",
         lambda module: isinstance(module, nn.LayerNorm),
         unless_overridden(nn.LayerNorm),
         lambda original: layer_norm_forward,
     ),
-    Rule(
+    FusionRule(
         "RMS norm",
         lambda module: isinstance(module, nn.RMSNorm),
         unless_overridden(nn.RMSNorm),
         lambda original: rms_norm_forward,
         settings=lambda module: {dtype: _default_eps(dtype) for dtype in TOLERANCES},
     ),
-    Rule(
+    FusionRule(
         "group norm",
         lambda module: isinstance(module, nn.GroupNorm),
         unless_overridden(nn.GroupNorm),
         lambda original: group_norm_forward,
     ),
-    Rule("RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps),
-    Rule("RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps),
+    FusionRule(
+        "RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps
+    ),
+    FusionRule(
+        "RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Optimizers of torch.optim that become fused ones, in place, and back."""
+"""Conversion of torch.optim optimizers to fused ones in place, and back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _adam(params: Any, group: dict[str, Any], decoupled: bool) -> Optimizer:
     return fused.FusedAdam(params, adam_w_mode=decoupled, capturable=group.get("capturable", False))
 
 
-# How the fused counterpart of a class of torch.optim is made, from groups and the first of them.
+# By class of torch.optim: a function that makes the fused optimizer from the groups and the first group's options.
 RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
     torch.optim.AdamW: lambda params, group: _adam(params, group, True),
     torch.optim.Adam: lambda params, group: _adam(params, group, False),
@@ -30,7 +30,7 @@ _REFUSED = ("maximize", "differentiable", "lr_decay")
 
 
 def reason(optimizer: Optimizer) -> str:
-    """Why an optimizer stays as it is; "" if it does not."""
+    """Return the reason why an optimizer cannot be fused, "" if it can."""
     if type(optimizer) not in RULES:
         return f"no fused counterpart of {type(optimizer).__name__} is known"
     if hasattr(optimizer, "_amp_stash"):
@@ -49,15 +49,15 @@ def reason(optimizer: Optimizer) -> str:
 
 
 def replace(optimizer: Any) -> None:
-    """Makes a fused optimizer of one of torch.optim; groups, which schedulers hold, stay the same objects."""
+    """Turn a torch.optim optimizer into a fused one. Its groups stay the same objects, because schedulers hold them."""
     original, first = type(optimizer), optimizer.param_groups[0]
     known = {*first}
     _become(optimizer, RULES[original]([{**group} for group in optimizer.param_groups], first))
-    optimizer._fused_from = original, {"step", *first} - known  # "step" may come later
+    optimizer._fused_from = original, {"step", *first} - known  # a fused optimizer may add "step" later
 
 
 def restore(optimizer: Any) -> None:
-    """Undoes `replace`; the state is what the fused optimizer made of it."""
+    """Undo `replace` and keep the state of the fused optimizer."""
     original, added = optimizer._fused_from
     saved = optimizer.state_dict()
     for group in (*saved["param_groups"], *optimizer.param_groups):
@@ -66,24 +66,24 @@ def restore(optimizer: Any) -> None:
     _become(optimizer, original([{**group} for group in optimizer.param_groups]), saved)
 
 
-def _become(optimizer: Any, made: Any, saved: dict[str, Any] | None = None) -> None:
-    """Gives `optimizer` the class and the attributes of `made`, which first loads its state (`saved`, where given)."""
-    made.load_state_dict(saved or optimizer.state_dict())
+def _become(optimizer: Any, source: Any, saved: dict[str, Any] | None = None) -> None:
+    """Give `optimizer` the class and attributes of `source`, which first loads `saved` or the optimizer's state."""
+    source.load_state_dict(saved or optimizer.state_dict())
     step_was_wrapped = hasattr(vars(optimizer).pop("step", None), "_wrapped_by_lr_sched")
-    kept = {name: vars(optimizer)[name] for name in vars(optimizer) if name.endswith("_hooks") or name == "_opt_called"}
+    own = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks") or name == "_opt_called"}
     groups = optimizer.param_groups
-    for group, new in zip(groups, made.param_groups, strict=True):
+    for group, new in zip(groups, source.param_groups, strict=True):
         group.update(new)
-    attributes = {**vars(made), **kept, "param_groups": groups}
+    attributes = {**vars(source), **own, "param_groups": groups}
     vars(optimizer).clear()
-    optimizer.__class__ = type(made)
+    optimizer.__class__ = type(source)
     vars(optimizer).update(attributes)
     if step_was_wrapped:
         _mark_steps(optimizer)
 
 
 def _mark_steps(optimizer: Any) -> None:
-    """Has `step` say that it was called, as a learning rate scheduler, made earlier, expects."""
+    """Make `step` record that it was called, which a learning rate scheduler made earlier checks."""
 
     @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:

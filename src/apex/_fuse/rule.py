@@ -1,4 +1,4 @@
-"""A rule of `apex.fuse`, the class that a replaced module gets, and the comparison of both ways to compute."""
+"""Rules of `apex.fuse`, the classes of fused modules, and the comparison of a fused module with the original."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..ops._tolerance import TOLERANCES
 
 
 def nothing(module: Any) -> Any:
-    """No reason against a replacement, no input to try it with, no settings."""
+    """Return None: the default of a rule's functions, for no obstacle, no trial input and no settings."""
 
 
 def unless_overridden(kind: Any, reason: Callable[[Any], str] = nothing) -> Callable[[Any], str]:
-    """Return the `reason` function of a rule for the class `kind` and for subclasses that compute the same.
+    """Return a rule's `reason` function that refuses subclasses of `kind` that may compute something else.
 
-    A subclass computes the same if it overrides neither `forward` nor a method that `kind.forward` calls.
+    These are subclasses that override `forward` or a method that `kind.forward` calls.
     """
     methods = ["forward", *(name for name in names_used(kind.forward) if inspect.isfunction(getattr(kind, name, None)))]
 
@@ -38,14 +38,16 @@ def unless_overridden(kind: Any, reason: Callable[[Any], str] = nothing) -> Call
     return check
 
 
-class Rule(NamedTuple):
-    """How modules of one kind are replaced.
+class FusionRule(NamedTuple):
+    """A rule that replaces modules of one kind by fused ones.
 
-    `matches` says whether a module is of this kind and `reason` why it stays as it is ("" if it does not). `forward`
-    makes the new forward method from the class of the module. `probe` gives a small input on which the replaced module
-    is held against the original at once, for modules that are recognised by their looks; `settings` gives what the new
-    forward needs to know besides, which it finds as `self.fused_settings`. `omitted` names outputs, by key or position,
-    that the new forward may leave None.
+    - `matches(module)`: whether the module is of this kind;
+    - `reason(module)`: the reason why the module cannot be fused, "" if it can;
+    - `forward(class)`: makes the fused forward method for modules of the class;
+    - `probe(module)`: a small input to compare the fused module with the original immediately, for kinds that are
+      recognised by attribute names; None for no comparison;
+    - `settings(module)`: data that the fused forward reads as `self.fused_settings`;
+    - `omitted`: outputs, by key or position, that the fused forward may leave None.
     """
 
     name: str
@@ -57,43 +59,44 @@ class Rule(NamedTuple):
     omitted: tuple[str, ...] = ()
 
 
-# All rules, in the order in which they are tried; the package fills it.
-RULES: list[Rule] = []
+# All rules, in the order of their trial; the package's __init__ fills the list.
+RULES: list[FusionRule] = []
 
 
 class FusedModule:
-    """What the classes of replaced modules have in common; each is a subclass of the class that a module had."""
+    """A base class of the classes of fused modules, which also derive from the modules' original classes."""
 
     fused_from: type
-    fused_rule: Rule
+    fused_rule: FusionRule
     fused_settings: Any
 
     def __repr__(self) -> str:
-        # Not in `_get_name`: trainers look up models by that name.
+        # `_get_name` stays as it is, because trainers look up models by that name.
         return f"Fused{super().__repr__()}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time: a copy or a pickled module makes it again.
+        # The class is made at run time, so copying and unpickling must make it again.
         reduced = super().__reduce_ex__(protocol)
         return _make_empty, (self.fused_from, self.fused_rule.name), *reduced[2:]
 
 
 @functools.cache
-def fused_class(original: Any, rule: Rule) -> type:
-    """The subclass of `original` with the forward of `rule`; its name, by which other libraries know it, stays."""
+def fused_class(original: Any, rule: FusionRule) -> type:
+    """Return a subclass of `original` with the rule's forward. It keeps the name, which other libraries look up."""
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {"fused_from": original, "fused_rule": rule, "forward": rule.forward(original)}
     return type(original.__name__, (FusedModule, original), names)
 
 
 def _make_empty(original: type, name: str) -> Any:
-    """A module without attributes, of the class that the rule of this name makes of `original`."""
+    """Return a module without attributes, of the fused class of `original` by the rule of this name."""
     rule = next(rule for rule in RULES if rule.name == name)
-    made: Any = fused_class(original, rule)
-    return made.__new__(made)
+    fused: Any = fused_class(original, rule)
+    return fused.__new__(fused)
 
 
-def replace(module: Any, rule: Rule) -> None:
+def replace(module: Any, rule: FusionRule) -> None:
+    """Give a module the fused class of a rule."""
     settings, original = rule.settings(module), module.__class__
     module.__class__ = fused_class(original, rule)
     if settings is not None:
@@ -101,7 +104,7 @@ def replace(module: Any, rule: Rule) -> None:
 
 
 def restore(module: Any) -> None:
-    """Gives a replaced module its own class again."""
+    """Give a fused module its original class."""
     module.__dict__.pop("fused_settings", None)
     module.__class__ = module.fused_from
 
@@ -121,11 +124,11 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def names_reached(kind: type) -> set[str]:
-    """Return the names that the forward of a class uses, with the names used by methods of the class that it names.
+    """Return the names used by the forward of a class and by the class's methods that it calls.
 
-    The names of these methods are left out; methods that `nn.Module` has are not followed.
+    Leaves out the names of these methods, and does not follow methods of `nn.Module`.
     """
-    found: set[str] = set()
+    used: set[str] = set()
     followed: set[str] = {"forward"}
     waiting = ["forward"]
     while waiting:
@@ -134,18 +137,18 @@ def names_reached(kind: type) -> set[str]:
                 waiting += [name] if name not in followed else []
                 followed.add(name)
             else:
-                found.add(name)
-    return found
+                used.add(name)
+    return used
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something waits for this module to be called, so that it must be."""
+    """Return whether a module must really be called, because it has hooks or a replaced forward."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(map(len, hooks)) or "forward" in module.__dict__
 
 
 def random_input(module: nn.Module, *shape: int) -> Tensor:
-    """The same numbers at every call, in the dtype and on the device of the module's weights."""
+    """Return a tensor of fixed random numbers with the dtype and device of the module's weights."""
     weight = next(module.parameters(), None)
     dtype, device = (torch.float32, None) if weight is None else (weight.dtype, weight.device)
     generator = torch.Generator().manual_seed(0)
@@ -153,14 +156,15 @@ def random_input(module: nn.Module, *shape: int) -> Tensor:
 
 
 def trial(module: Any, example: Tensor) -> str:
-    """Return in what a replaced module differs from the original, "" if in nothing.
+    """Compare a fused module with the original; return the first difference, or "" if there is none.
 
-    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs. These are
-    to show another formula (a clamp, say), not rounding: four times the tolerance is allowed, and results that overflow
-    in the original say nothing. Gradients of parameters, the costly part for large layers, are compared once.
+    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs. The latter
+    are to reveal another formula (a clamp, say), not rounding errors: the allowed error is four tolerances, and results
+    that overflow in the original are ignored. Gradients of parameters, which are costly for large layers, are compared
+    once.
 
-    Of a module in half precision, a float32 copy is tried, and outputs in half precision besides. Two ways to round can
-    put a number on two sides of a ReLU's zero, after which gradients differ by dozens of tolerances.
+    A module in half precision is compared as a float32 copy, and only its outputs in half precision. Rounding can put a
+    number on either side of a ReLU's zero, and the gradients then differ by dozens of tolerances.
     """
     if example.dtype.itemsize == 2:
         error, where = compare(module, (example,), {}, gradients_of="")
@@ -184,14 +188,14 @@ def trial(module: Any, example: Tensor) -> str:
 @contextlib.contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Set the training flag of all modules inside `module`, and restore each afterwards."""
-    before = [(each, each.training) for each in module.modules()]
+    before = [(inner, inner.training) for inner in module.modules()]
     try:
-        for each, _ in before:
-            each.training = training
+        for inner, _ in before:
+            inner.training = training
         yield
     finally:
-        for each, flag in before:
-            each.training = flag
+        for inner, flag in before:
+            inner.training = flag
 
 
 def compare(
@@ -201,22 +205,21 @@ def compare(
     gradients_of: str = "inputs and parameters",
     finite_only: bool = False,
 ) -> tuple[float, str]:
-    """Return how far a replaced module is from the original, as a multiple of the tolerance, and in what.
+    """Return the largest error of a fused module as a multiple of the tolerance, and the result that has it.
 
-    Outputs are compared, and the gradients of the kinds that `gradients_of` names, for random gradients of the outputs.
-    An error's norm may be the dtype's relative tolerance times the norm of what is right, plus the absolute one times
-    the root of the size. The dtype is that of least precision among inputs and parameters. With `finite_only`, results
-    of which the original's are not finite are left out.
+    Compares outputs, and gradients of the kinds that `gradients_of` names, for random gradients of the outputs. The
+    allowed norm of an error is rtol * norm(expected) + atol * sqrt(size), with the tolerances of the least precise
+    dtype among inputs and parameters. If `finite_only` is set, results that are not finite in the original are skipped.
     """
     forwards = module.fused_from.forward, type(module).forward
-    found = [_results(module, forward, args, kwargs, gradients_of) for forward in forwards]
+    expected, fused = (_results(module, forward, args, kwargs, gradients_of) for forward in forwards)
     tensors = [*tree_leaves((args, kwargs)), *module.parameters()]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)} & set(TOLERANCES)
     rtol, atol = max([TOLERANCES[dtype] for dtype in dtypes], default=TOLERANCES[torch.float32])
     omitted = {f"output {name}" for name in module.fused_rule.omitted}
     worst, where = 0.0, ""
-    for name, wanted in found[0].items():
-        actual = found[1].get(name)
+    for name, wanted in expected.items():
+        actual = fused.get(name)
         if finite_only and not bool(wanted.isfinite().all()):
             continue
         if actual is None:
@@ -234,9 +237,9 @@ def compare(
 def _results(
     module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], gradients_of: str
 ) -> dict[str, Tensor]:
-    """Return outputs and gradients by name, of one call with dropout of a fixed seed; buffers are left as they were.
+    """Call a module with a fixed seed for dropout; return outputs and gradients by name, and restore the buffers.
 
-    The loss of a model that may leave out its logits is differentiated alone.
+    Outputs that the rule may omit (the logits of a language model) are not differentiated.
     """
     inputs = copied_arguments(args, kwargs)
     with unchanged_buffers(module), torch.random.fork_rng(), torch.enable_grad():
@@ -260,7 +263,7 @@ def _results(
 
 @contextlib.contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Within this, calls leave no trace in running statistics."""
+    """Restore the buffers, such as running statistics, when the block ends."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -271,19 +274,20 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def copied_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of a call's arguments."""
     return tuple(map(_copied, args)), {name: _copied(value) for name, value in kwargs.items()}
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an argument. A tensor by itself gets a gradient; those in tuples (tables, masks) do not."""
+    """Return a copy of an argument; a float tensor requires a gradient, but not tensors in tuples (tables, masks)."""
     if isinstance(value, Tensor):
         copied = value.detach().clone()
         return copied.requires_grad_() if copied.is_floating_point() else copied
-    return copy.deepcopy(value)  # a cache of keys and values, say, which a call changes
+    return copy.deepcopy(value)  # a call may change it: a key-value cache, say
 
 
 def _named_tensors(outputs: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors of what a module returned."""
+    """Yield the floating-point tensors of a module's output, by key or position."""
     if isinstance(outputs, Tensor):
         outputs = {"": outputs}
     elif not isinstance(outputs, Mapping):

@@ -1,4 +1,4 @@
-"""Rules for convolutional networks: first convolutions, max pooling, batch norm and group norm with what follows."""
+"""Rules for convolutional networks: first convolutions, max pooling, batch norm and group norm with activations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..ops.batch_norm import average_factor, batch_norm
 from ..ops.max_pool import max_pool2d
 from ..ops.stem_conv import stem_conv2d, stem_fits
 from .norms import group_norm_forward
-from .rule import Rule, has_hooks, names_used, nothing, random_input, unless_overridden
+from .rule import FusionRule, has_hooks, names_used, nothing, random_input, unless_overridden
 
 
 def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
-    """Modules of these classes, and of subclasses that compute the same."""
+    """Return a function that tells whether a module is of one of these classes and inherits its forward."""
     return lambda module: any(isinstance(module, c) and module.__class__.forward is c.forward for c in classes)
 
 
@@ -26,7 +26,7 @@ is_relu = inherits_forward(nn.ReLU)
 
 
 def batch_norm_relu(norm: Any, input: Tensor, z: Tensor | None = None) -> Tensor:
-    """relu(norm(input) + z), with everything that calling the module would do to its running statistics."""
+    """Compute relu(norm(input) + z), and update running statistics as a call of the module would."""
     norm._check_input_dim(input)
     factor = average_factor(norm.momentum, norm.num_batches_tracked) if norm.training else 0.0
     if norm.training and norm.num_batches_tracked is not None:
@@ -38,7 +38,7 @@ def batch_norm_relu(norm: Any, input: Tensor, z: Tensor | None = None) -> Tensor
 
 
 def _sequential_pair(first: Any, second: Any) -> str:
-    """What two neighbours are together: "relu" of a batch norm, "silu" of a group norm, "" if nothing of these."""
+    """Return "relu" for a batch norm followed by ReLU, "silu" for a group norm followed by SiLU, "" otherwise."""
     if has_hooks(first) or has_hooks(second):
         return ""
     if is_relu(second) and is_batch_norm(first):
@@ -78,16 +78,10 @@ _MAY_BE_ABSENT = ("drop_block", "aa", "se", "drop_path")
 
 
 def _layers(module: Any) -> list[tuple[Any, Any, Any]]:
-    """Convolution, norm and activation of every layer of a residual block."""
+    """Return the convolution, norm and activation of every layer of a residual block."""
+    relu = getattr(module, "relu", None)
     numbers = [n for n in (1, 2, 3) if hasattr(module, f"conv{n}")]
-    return [
-        (
-            getattr(module, f"conv{n}"),
-            getattr(module, f"bn{n}"),
-            getattr(module, f"act{n}", getattr(module, "relu", None)),
-        )
-        for n in numbers
-    ]
+    return [(getattr(module, f"conv{n}"), getattr(module, f"bn{n}"), getattr(module, f"act{n}", relu)) for n in numbers]
 
 
 def _block_reason(module: Any) -> str:
@@ -103,14 +97,14 @@ def _block_reason(module: Any) -> str:
 
 
 def block_forward(self: Any, x: Tensor) -> Tensor:
-    """Residual block: every norm with its ReLU, the last one with the addition as well."""
+    """Compute a residual block with each ReLU fused into its norm, and the addition into the last norm."""
     if any(has_hooks(norm) or has_hooks(activation) for _, norm, activation in _layers(self)):
-        return self.fused_from.forward(self, x)  # of fully_shard, say: they must be called
+        return self.fused_from.forward(self, x)  # modules with hooks, of fully_shard for example, must be called
     shortcut = x if self.downsample is None else self.downsample(x)
-    *first, (convolution, norm, _) = _layers(self)
-    for each, its_norm, _ in first:
-        x = batch_norm_relu(its_norm, each(x))
-    return batch_norm_relu(norm, convolution(x), shortcut)
+    *layers, (last_convolution, last_norm, _) = _layers(self)
+    for convolution, norm, _ in layers:
+        x = batch_norm_relu(norm, convolution(x))
+    return batch_norm_relu(last_norm, last_convolution(x), shortcut)
 
 
 def _block_probe(module: Any) -> Tensor:
@@ -118,22 +112,15 @@ def _block_probe(module: Any) -> Tensor:
 
 
 def _is_stem(module: Any) -> bool:
-    """Whether it is a convolution of images with few channels that `stem_conv2d` is for."""
+    """Return whether a module is a convolution of images with few channels that `stem_conv2d` supports."""
     if not isinstance(module, nn.Conv2d):
         return False
     plain = (*module.dilation, module.groups, module.padding_mode) == (1, 1, 1, "zeros")
-    stride, padding = {*module.stride}, {*module.padding}  # the padding may be a word
-    return (
-        plain
-        and len(stride) == len(padding) == 1
-        and stem_fits(
-            module.out_channels,
-            module.in_channels,
-            module.kernel_size,
-            stride.pop(),
-            padding.pop(),  # type: ignore[arg-type]
-        )
-    )
+    strides, paddings = {*module.stride}, {*module.padding}  # the padding may be a string
+    if not plain or len(strides) > 1 or len(paddings) > 1:
+        return False
+    sizes: Any = (module.out_channels, module.in_channels, module.kernel_size, *strides, *paddings)
+    return stem_fits(*sizes)
 
 
 def stem_forward(self: Any, input: Tensor) -> Tensor:
@@ -141,7 +128,7 @@ def stem_forward(self: Any, input: Tensor) -> Tensor:
 
 
 def _pool_reason(module: Any) -> str:
-    if not all(isinstance(each, int) for each in (module.kernel_size, module.stride, module.padding)):
+    if not all(isinstance(size, int) for size in (module.kernel_size, module.stride, module.padding)):
         return "its windows are not square"
     return "it has dilation, ceil_mode or return_indices" if _pool_options(module) != (1, False, False) else ""
 
@@ -157,19 +144,19 @@ def pool_forward(self: Any, input: Tensor) -> Tensor:
 
 
 RULES = [
-    Rule("convolution of few channels", _is_stem, unless_overridden(nn.Conv2d), lambda original: stem_forward),
-    Rule(
+    FusionRule("convolution of few channels", _is_stem, unless_overridden(nn.Conv2d), lambda original: stem_forward),
+    FusionRule(
         "max pooling",
         lambda module: isinstance(module, nn.MaxPool2d),
         unless_overridden(nn.MaxPool2d, _pool_reason),
         lambda original: pool_forward,
     ),
-    Rule(
+    FusionRule(
         "residual block: batch norm + add + ReLU",
         lambda module: set(names_used(type(module).forward)) in _BLOCKS,
         _block_reason,
         lambda original: block_forward,
         _block_probe,
     ),
-    Rule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
+    FusionRule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
 ]

@@ -118,7 +118,7 @@ def estimate(task: Task, settings: Settings) -> Memory:
 
 
 def measure(task: Task, settings: Settings, device: torch.device) -> Measured:
-    """Measure the memory of the same step on a GPU, in the third step."""
+    """Measure the memory of a training step on a GPU; the first two steps are not measured."""
     if settings.world > 1 or settings.zero:
         raise ValueError("one process is measured, without ZeRO and with a world of 1")
     gc.collect()

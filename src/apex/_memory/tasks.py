@@ -48,9 +48,9 @@ def find_task(name: str, inputs: Sequence[Shape] = ()) -> Task:
     model, batch size and device. Without a loss the model's own is used (a number, or the attribute `loss` of its
     result), else the mean of its outputs.
     """
-    place, _, attribute = name.rpartition(":")
-    if place:
-        return task_of(_factory(name, place, attribute), inputs)
+    module, _, attribute = name.rpartition(":")
+    if module:
+        return task_of(_factory(name, module, attribute), inputs)
     path = Path(name)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix != ".json" or not config.is_file():
@@ -77,29 +77,29 @@ def task_of(factory: Any, inputs: Sequence[Shape]) -> Task:
 
 def loss_of(output: Any) -> Tensor:
     """Return the loss that a model returned, or the mean of its outputs."""
-    found = output if isinstance(output, Tensor) and output.numel() == 1 else getattr(output, "loss", None)
-    if found is not None:
-        return found
+    loss = output if isinstance(output, Tensor) and output.numel() == 1 else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     floats = [t for t in _pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     if not floats:
         raise TypeError("the model returns no loss and no floating-point tensor; let the factory return a loss as well")
     return sum((t.float().mean() for t in floats), start=torch.zeros((), dtype=torch.float32, device=floats[0].device))
 
 
-def _factory(name: str, place: str, attribute: str) -> Any:
-    path = Path(place)
+def _factory(name: str, module_name: str, attribute: str) -> Any:
+    path = Path(module_name)
     folder = str(path.parent) if path.suffix == ".py" else ""  # the file's folder, or the working directory
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        module = _module_of(path) if path.suffix == ".py" else importlib.import_module(place)
+        module = _module_of(path) if path.suffix == ".py" else importlib.import_module(module_name)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"{name!r} cannot be imported: {error}") from error
     factory = getattr(module, attribute, None)
     if isinstance(factory, nn.Module):
         raise ValueError(f"{name!r} is a model, not a function or class that makes one")
     if not callable(factory):
-        raise ValueError(f"{place} has no function or class {attribute!r}")
+        raise ValueError(f"{module_name} has no function or class {attribute!r}")
     return factory
 
 

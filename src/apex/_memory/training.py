@@ -107,7 +107,10 @@ class Training:
         return stack
 
     def _with_real_host(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context with real step counts and tables, except for ZeRO, whose tables are as large as a model."""
+        """Return a context in which step counts and tables on the host are real tensors instead of fake ones.
+
+        It does nothing for ZeRO, whose tables are as large as a model.
+        """
         stack = contextlib.ExitStack()
         if self.storages is not None and not self.settings.zero:
             stack.enter_context(_disable_current_modes())
@@ -140,7 +143,7 @@ class Training:
             "buffers": owners.add(self.model.buffers()),
             "gradients": owners.add(param.grad for param in (*params, *masters)),
             "masters": owners.add(masters),
-            "state": owners.add(each for each in state if is_fake(each) or each.dim()),  # without counts on the host
+            "state": owners.add(value for value in state if is_fake(value) or value.dim()),  # no step counts
         }
         return {**sizes, "rounded": owners.rounded}
 
@@ -193,8 +196,8 @@ def checked_loss(loss: Any) -> Tensor:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield all tensors in nested dicts, lists and tuples, and in apex's objects that hold an optimizer's state."""
     for leaf in tree_leaves(value):
-        held = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
-        yield from (each for each in held if isinstance(each, Tensor))
+        values = vars(leaf).values() if type(leaf).__module__.startswith("apex.") else (leaf,)
+        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def _replace_by_fake_tensors(model: nn.Module) -> None:
@@ -211,8 +214,8 @@ def _replace_by_fake_tensors(model: nn.Module) -> None:
         return known[id(tensor)][1]
 
     for module in model.modules():
-        places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for tensors in places:
+        dicts: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for tensors in dicts:
             for name, value in tensors.items():
                 if isinstance(value, Tensor):
                     tensors[name] = fake_of(value)
@@ -285,7 +288,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
 
         return DistributedFusedAdam(params, process_group=parallel_state.get_data_parallel_group(), **options)
     module, _, attribute = name.rpartition(":")
-    known = [each for each in optimizers.__all__ if each != "FP16_Optimizer"]
+    known = [public for public in optimizers.__all__ if public != "FP16_Optimizer"]
     if not module and name not in known:
         raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
     try:

@@ -85,9 +85,9 @@ def masters_on_every_rank(params: Iterable[Tensor], broadcast: Callable[[list[Te
 
 
 def settings_on_this_rank(params: Iterable[Tensor]) -> dict[str, Any]:
-    """Return the settings of amp that ranks must have in common: opt level, loss scales, and options of optimizers.
+    """Return the settings of amp that must be equal on all ranks: opt level, loss scales, and options of optimizers.
 
-    Of the optimizers only those count that update one of `params`, or its master.
+    Only optimizers that update one of `params`, or its master, are included.
     """
     if not hasattr(_amp_state, "opt_properties"):
         return {}
@@ -97,14 +97,14 @@ def settings_on_this_rank(params: Iterable[Tensor]) -> dict[str, Any]:
     index_of = {
         id(tensor): index for index, param in enumerate(params) for tensor in (param, _amp_state.masters.get(param))
     }
-    # The set of optimizers has no order: the first parameter of each gives one that is the same on all ranks.
-    found = []
+    # The set of optimizers has no order. Sorting by the first parameter gives an order that is equal on all ranks.
+    ordered = []
     for optimizer in _amp_state.optimizers:
         indices = [index_of[id(param)] for param in master_params(optimizer) if id(param) in index_of]
         if indices:
             options = {name: plain(value) for name, value in optimizer_settings(optimizer).items()}
-            found.append((min(indices), type(optimizer).__name__, repr(options), options))
-    for number, (*_, options) in enumerate(sorted(found, key=lambda each: each[:3])):
+            ordered.append((min(indices), type(optimizer).__name__, repr(options), options))
+    for number, (*_, options) in enumerate(sorted(ordered, key=lambda entry: entry[:3])):
         settings.update({f"{name} of optimizer {number}": value for name, value in options.items()})
     return settings
 

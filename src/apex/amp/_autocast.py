@@ -42,15 +42,15 @@ class _Casting:
         self.thread: threading.Thread | None = None
 
 
-class _OfThread(threading.local):
-    """The thread's autocast modes as set by `switch_on`, and a function that restores the former ones; else None."""
+class _ThreadModes(threading.local):
+    """The autocast modes that `switch_on` set on this thread, and a function that restores the former ones, or None."""
 
     modes: Any = None
     restore: Callable[[], None] | None = None
 
 
 _state = _Casting()
-_thread = _OfThread()
+_thread = _ThreadModes()
 
 
 def active() -> bool:

@@ -168,7 +168,7 @@ def _check_models_are_updated(models: list[nn.Module], optimizers: list[Any]) ->
 
 
 def _check_zero_optimizer(optimizer: Any, properties: Any, combines: bool) -> None:
-    """Raise an error for options that an optimizer which takes gradients during backward passes (ZeRO) lacks."""
+    """Raise an error for arguments of `initialize` that ZeRO optimizers do not support, or if it has state already."""
     kind = type(optimizer).__name__
     if combines:
         raise RuntimeError(

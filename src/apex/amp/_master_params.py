@@ -66,7 +66,7 @@ class AmpOptimizerState:
         self.optimizer_unscales = False
         # The optimizer takes gradients during backward passes and keeps its own masters (ZeRO).
         self.takes_gradients = takes_gradients(optimizer)
-        # The optimizer's combined gradient buffers, `_combined.CombinedGradients`, which imports this module.
+        # The optimizer's combined gradient buffers, `_combine_grad.CombinedGradients`, which imports this module.
         self.combined: Any = None
         # The optimizer's own attributes that amp replaced.
         self.replaced: dict[str, Any] = {}

@@ -172,7 +172,7 @@ class CastForward:
         return CastForward, (self.model(), self.casts, self.own, True)
 
     def replicate(self) -> nn.Module:
-        """Replace the model's `_replicate_for_data_parallel`, whose result shares the model's attributes."""
+        """Return a replica with its own forward pass; stands in for the model's `_replicate_for_data_parallel`."""
         model: Any = self.model()
         replica = type(model)._replicate_for_data_parallel(model)
         vars(replica)["forward"] = CastForward(replica, self.casts, self.own)

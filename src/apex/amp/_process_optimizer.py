@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ._amp_state import HALF, _amp_state, float32_values
-from ._combined import CombinedGradients
+from ._combine_grad import CombinedGradients
 from ._master_params import AmpOptimizerState, adopt_frozen, cast_states, collect_params, half_params, note_model_params
 from .handle import amp_step_of, amp_zero_grad_of, masters_to_model, post_amp_backward, prepare_amp_backward
 

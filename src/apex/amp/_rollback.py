@@ -18,15 +18,15 @@ def unchanged_on_failure(models: list[nn.Module], optimizers: list[Any]) -> Iter
 
     Tensors keep their old memory until the end, so that float32 weights are restored exactly.
     """
-    # Also the session's optimizers: they are released if they have masters for one of the models.
+    # The session's other optimizers too: they are released if they have masters for one of the models.
     optimizers = [*optimizers, *(known for known in _amp_state.optimizers if known not in optimizers)]
-    restore = [_snapshot(container) for container in _containers(models, optimizers)]
-    restore += [_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)]
+    snapshots = [_snapshot(container) for container in _containers(models, optimizers)]
+    snapshots += [_snapshot_tensor(tensor) for tensor in _tensors(models, optimizers)]
     try:
         yield
     except BaseException:
-        for each in restore:
-            each()
+        for restore in snapshots:
+            restore()
         for optimizer in filter(takes_gradients, optimizers):
             innermost(optimizer)._params_were_cast()
         raise

@@ -206,8 +206,8 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision and return them as they were passed, single or in lists.
 
-    `opt_level` chooses the properties (docs/amp.md says which for what); arguments that are not None override single
-    ones. If `optimizers` is None, only the models are returned.
+    `opt_level` sets all properties (see docs/amp.md); each argument that is not None overrides one of them. If
+    `optimizers` is None, only the models are returned.
 
     - `cast_model_type`, `keep_batchnorm_fp32`, `master_weights`: see O2, O3 and O5.
     - `patch_torch_functions`, `patch_torch_functions_type`: see O1 and O4.
@@ -273,7 +273,7 @@ def initialize(
         )
         scalers = [LossScaler(properties.loss_scale, **scaling) for _ in range(num_losses)]
         params = (param for model in as_lists(models, None)[0] for param in model.parameters())
-        # Never to the meta device: a scale would lose its value.
+        # A scale on the meta device would lose its value.
         device = next((param.device for param in params if not param.is_meta), None)
         if device is not None:
             for scaler in scalers:

@@ -4,6 +4,9 @@ Gradients are unscaled, steps with an overflow are skipped, masters are copied t
 `scale_loss` become methods of the optimizer, which clients call and replace. `scale_loss` calls `_prepare_amp_backward`
 before and `_post_amp_backward` after the backward pass; the user calls `step` and `zero_grad`. The handles of the older
 interface are in `opt.py`.
+
+This module owns amp's state of an optimizer, `optimizer._amp_stash`: whether its gradients are scaled, and whether its
+next step is skipped. A `LossScaler` owns scale and overflow flag; this module calls its methods.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
 from .scaler import LossScaler, NonfiniteCounts, _overflow_messages, names_of_parameters
 
-_ORIGINAL_UPDATE = LossScaler.update_scale
 _NO_CONTEXT = contextlib.nullcontext()
 
 
@@ -74,7 +76,7 @@ def scale_loss(
     scaler: LossScaler = _amp_state.loss_scalers[loss_id]
     optimizer_list = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
-    does_nothing = not scaler.dynamic and scaler.loss_scale() == 1.0
+    does_nothing = scaler.is_always_one
     for stash in stashes:
         does_nothing = does_nothing and not stash.has_masters and stash.combined is None
     if len(stashes) != len(optimizer_list):
@@ -102,13 +104,13 @@ def scale_loss(
     for optimizer in prepared:
         optimizer._prepare_amp_backward()
         if optimizer._amp_stash.takes_gradients:
-            optimizer._amp_stash.inner._set_loss_scale(scaler._scale)
+            optimizer._amp_stash.inner._set_loss_scale(scaler.scale_tensor())
     _overflow_messages.read()
     with _autocast_off():
         for stash in stashes:
             stash.inside_scale_loss = True
         try:
-            yield loss.float() if scaler.known_scale() == 1.0 else loss.float() * scaler._scale.reshape(())
+            yield scaler.scaled(loss)
         except BaseException:
             for optimizer in prepared:
                 restore_grads(optimizer._amp_stash)
@@ -154,13 +156,13 @@ def _update_scale(
     scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
 ) -> None:
     """Adapt the scale, and make the optimizers skip their next step if gradients overflowed."""
-    if type(scaler).update_scale is not _ORIGINAL_UPDATE:  # a client's own function, which may ask other processes
+    if not scaler.updates_on_device:  # a client's own function, which may ask other processes
         waiting, skips = stashes, scaler.update_scale()
     else:
         scaler.update_scale_on_device()
         if not scaler.dynamic:
             return
-        waiting, found_inf = [], scaler._overflow_buf
+        waiting, found_inf = [], scaler.found_inf
         for stash in stashes:
             # In a captured step, `_undone_if` restores on the device what an optimizer without a flag changed.
             if not stash.takes_found_inf and (_graph_numbers.current is None or not _graph_numbers.current.captures):
@@ -168,13 +170,13 @@ def _update_scale(
             else:
                 earlier = stash.found_inf
                 stash.found_inf = found_inf if earlier is None else torch.maximum(earlier, found_inf)
-        skips = bool(waiting) and scaler._has_overflow
+        skips = bool(waiting) and bool(found_inf)
     if skips:
         for stash in waiting:
             stash.already_patched = True
     if scaler.dynamic:
-        found_inf, floor = scaler._overflow_buf, scaler._min_loss_scale
-        _overflow_messages.note(found_inf, scaler._scale, floor, loss_id, counts)
+        scale_tensor, floor = scaler.scale_tensor(), scaler.min_loss_scale
+        _overflow_messages.note(scaler.found_inf, scale_tensor, floor, loss_id, counts)
 
 
 @contextlib.contextmanager
@@ -219,9 +221,9 @@ def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
     stash: AmpOptimizerState = self._amp_stash
     if stash.takes_gradients:
         inner = stash.inner
-        inner._grad_scale = scaler._scale.reciprocal()  # zero_grad may have been called since
+        inner._grad_scale = scaler.scale_tensor().reciprocal()  # zero_grad may have been called since
         if scaler.dynamic:
-            scaler._add_found_inf(inner._found_inf())
+            scaler.add_found_inf(inner._found_inf())
         return []
     if stash.combined is not None:
         return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
@@ -233,7 +235,7 @@ class _Scales(NamedTuple):
 
     new: float | Tensor
     earlier: float | Tensor
-    kept: float | Tensor
+    common: float | Tensor
 
 
 def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCounts]:
@@ -242,7 +244,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     Gradients of half-precision parameters go to their masters. If the optimizer unscales gradients itself, they stay on
     the parameters and are brought to one scale.
     """
-    scales = _kept_scale(stash.inner, scaler) if stash.optimizer_unscales else None
+    scales = _common_scale(stash.inner, scaler) if stash.optimizer_unscales else None
     halves, masters, own = stash.all_fp16_params, stash.all_fp32_from_fp16_params, stash.all_fp32_from_fp32_params
     if scales is not None:
         own, halves, masters = halves + own, [], []
@@ -274,7 +276,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
             target.grad = output
         passes[earlier is not None, output is grad, grad.dtype, grad.device].append((param, grad, output, earlier))
     if scales is not None and not_renewed:
-        scale(not_renewed, not_renewed, scales.kept / scales.earlier)
+        scale(not_renewed, not_renewed, scales.common / scales.earlier)
 
     nonfinite = []
     for (adds, in_place, _, device), members in passes.items():
@@ -287,7 +289,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
             options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}
             scaler.unscale_with_stashed(grads, earlier_grads, outputs, scales, **options)
         else:
-            override = None if scales is None else scales.new / scales.kept
+            override = None if scales is None else scales.new / scales.common
             scaler.unscale(grads, outputs, None, in_place, override, nonfinite_counts=counts)
         if counts is not None:
             nonfinite.append(NonfiniteCounts(params, counts))
@@ -304,21 +306,21 @@ def _sparse_copy(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.sparse_coo_tensor(grad.indices(), values, grad.shape, **options)
 
 
-def _kept_scale(inner: Any, scaler: LossScaler) -> _Scales:
+def _common_scale(inner: Any, scaler: LossScaler) -> _Scales:
     """Return the scales of gradients that an optimizer unscales itself, and set its `most_recent_scale`.
 
     This is the smallest scale of the backward passes before a step: half precision could not hold the gradients of one
     loss at the larger scale of another.
     """
     number = scaler.known_scale()
-    new = scaler._scale if number is None else number
+    new = scaler.scale_tensor() if number is None else number
     earlier = inner.most_recent_scale if inner.scale_set_by_backward else new
     if isinstance(new, Tensor):
-        kept: float | Tensor = new.clamp(max=earlier)
+        common: float | Tensor = new.clamp(max=earlier)
     else:
-        kept = earlier.clamp(max=new) if isinstance(earlier, Tensor) else min(new, earlier)
-    inner.most_recent_scale, inner.scale_set_by_backward = kept, True
-    return _Scales(new, earlier, kept)
+        common = earlier.clamp(max=new) if isinstance(earlier, Tensor) else min(new, earlier)
+    inner.most_recent_scale, inner.scale_set_by_backward = common, True
+    return _Scales(new, earlier, common)
 
 
 class _Overflow(Exception):
@@ -444,7 +446,7 @@ def _step_with_closure(
 def _check_gradients(stash: AmpOptimizerState) -> None:
     """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
     if stash.combined is not None and stash.combined.check:
-        moved = stash.combined.moved_away()
+        moved = stash.combined.outside()
         if moved:
             names = names_of_parameters()
             called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]

@@ -1,5 +1,8 @@
 """The loss scale, kept on the device of the loss, so that a training step never waits for it.
 
+A `LossScaler` owns the scale, the number of steps since the scale last changed, and the overflow flag of the current
+backward pass. Other modules read and change them through its public methods.
+
 A dynamic scale is halved when gradients overflow and doubled after a window of steps without overflow; its values are
 equal to the original's, step for step. Reading `loss_scale()` waits for the device, using `scale_tensor()` does not.
 Messages about skipped steps are printed when the overflow flag has arrived on the host.
@@ -122,6 +125,31 @@ class LossScaler:
         """Return the scale, float32 [1]."""
         return self._scale
 
+    @torch._disable_dynamo  # a compiled training step would make a graph of one multiplication
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss in float32, times the scale."""
+        return loss.float() if self.known_scale() == 1.0 else loss.float() * self._scale.reshape(())
+
+    @property
+    def is_always_one(self) -> bool:
+        """Return whether the scale is static and 1, so that gradients need neither unscaling nor a check."""
+        return self._static_scale == 1.0
+
+    @property
+    def found_inf(self) -> Tensor:
+        """Return the overflow flag: float32 [1], not 0 if gradients since `clear_overflow_state` were not finite."""
+        return self._overflow_buf
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        """Return the smallest value that a dynamic scale may take, or None."""
+        return self._min_loss_scale
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Return whether `update_scale_on_device` is all that `update_scale` does: no subclass has replaced it."""
+        return type(self).update_scale is _ORIGINAL_UPDATE
+
     def clear_overflow_state(self) -> None:
         """Reset the overflow flag, in new memory, because a queued step may still have to read the old flag."""
         self._overflow_buf = torch.zeros_like(self._scale)
@@ -140,12 +168,12 @@ class LossScaler:
         else:
             self._bound_changed(found_inf)
 
-    def _bound_changed(self, found: Tensor) -> None:
+    def _bound_changed(self, found_inf: Tensor) -> None:
         """Bound a scale that was set by hand beyond its bounds: the floor applies if lowered, the ceiling if raised."""
         lowered = self._scale.clamp(min=self._min_loss_scale or None, max=torch.inf)
         raised = self._scale.clamp(max=self._max_loss_scale)
-        grown = (found == 0) & (self._successes == 0)
-        self._scale.copy_(torch.where(found != 0, lowered, torch.where(grown, raised, self._scale)))
+        grown = (found_inf == 0) & (self._successes == 0)
+        self._scale.copy_(torch.where(found_inf != 0, lowered, torch.where(grown, raised, self._scale)))
 
     def update_scale(self) -> bool:
         """Adapt a dynamic scale to the overflow flag; return whether to skip the step, which waits for the device."""
@@ -168,7 +196,7 @@ class LossScaler:
         """
         del unused_scale
         override = scale_override[0] if isinstance(scale_override, tuple) else scale_override
-        if override is None and models_are_masters and self._static_scale == 1.0:
+        if override is None and models_are_masters and self.is_always_one:
             return
         flag = self._found_inf_on(model_grads)
         scale(
@@ -178,7 +206,7 @@ class LossScaler:
             overflow=flag,
             nonfinite_counts=None if flag is None else nonfinite_counts,
         )
-        self._add_found_inf(flag)
+        self.add_found_inf(flag)
 
     def unscale_with_stashed(
         self,
@@ -210,7 +238,7 @@ class LossScaler:
             checks="x",
             checks_sum=checks_sum,
         )
-        self._add_found_inf(flag)
+        self.add_found_inf(flag)
 
     def unscale_python(self, model_grads: Sequence[Tensor], master_grads: Sequence[Tensor], scale: float) -> None:
         """Unscale with the given scale; the original's variant without kernels, here equal to `unscale`."""
@@ -227,7 +255,7 @@ class LossScaler:
         """Compute `master_grads[i] = a * model_grads[i] + b * stashed_master_grads[i]`; note overflow of the first."""
         flag = self._found_inf_on(model_grads)
         axpby(model_grads, stashed_master_grads, master_grads, a, b, overflow=flag, checks="x")
-        self._add_found_inf(flag)
+        self.add_found_inf(flag)
 
     def _inverse(self, override: Any) -> float | Tensor:
         """Return 1 / scale, float32 [1], rounded once, like a division of doubles that is rounded to float32.
@@ -252,10 +280,14 @@ class LossScaler:
         flag = self._overflow_buf
         return flag if flag.device == device else torch.zeros_like(flag, device=device)
 
-    def _add_found_inf(self, flag: Tensor | None) -> None:
-        """Merge a flag that was set on another device."""
+    def add_found_inf(self, flag: Tensor | None) -> None:
+        """Set the overflow flag if `flag`, which may be on another device, is set."""
         if flag is not None and flag is not self._overflow_buf:
             self._overflow_buf = torch.maximum(self._overflow_buf, flag.to(self._overflow_buf))
+
+
+# Clients replace the method, to ask other processes for instance.
+_ORIGINAL_UPDATE = LossScaler.update_scale
 
 
 class NonfiniteCounts(NamedTuple):
@@ -319,9 +351,9 @@ class OverflowMessages:
         if not self._pending and found_inf.is_cpu and not found_inf.item():
             self._skipped[loss_id] = 0, 0
             return
-        counters = [each.counts.to(found_inf.device, torch.float32).flatten() for each in counted]
+        counters = [counts.to(found_inf.device, torch.float32).flatten() for _, counts in counted]
         values = torch.cat((found_inf.float().reshape(1), scale.to(found_inf.device).reshape(1), *counters))
-        params = [param for each in counted for param in each.params]
+        params = [param for params, _ in counted for param in params]
         send = functools.partial(self._send, values, loss_id, floor, params)
         capture = _graph_numbers.current
         if capture is not None and capture.captures:

@@ -16,14 +16,14 @@ from ..ops._host import HOST
 
 @torch.no_grad()
 def total_norm(gradients: Sequence[Tensor], order: float) -> Tensor:
-    """Return the norm of all gradients; if some are DTensors, all processes of their mesh call it.
+    """Return the norm of all gradients; if some are DTensors, all processes of their mesh must call it.
 
-    The parts of a DTensor are measured where they are, and their norms are added up on the mesh's device: gradients in
-    the host's memory (FSDP2 with offload) belong to processes that may be connected by NCCL alone.
+    The norm of a DTensor's local part is computed on its own device and reduced on the mesh's device, because processes
+    with gradients in the host's memory (FSDP2 with offload) may be connected by NCCL only.
     """
     by_layout: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        if type(gradient) is Tensor or not hasattr(gradient, "placements"):  # asking a plain tensor takes long
+        if type(gradient) is Tensor or not hasattr(gradient, "placements"):  # hasattr of a plain tensor is slow
             by_layout.setdefault(None, []).append(gradient)
         else:
             sharded: Any = gradient
@@ -40,7 +40,7 @@ def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
             groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     norms: list[Tensor] = []
     for (_, dtype), group in groups.items():
-        # The norm of scaled gradients is too large for float16 long before they are.
+        # The norm of scaled gradients overflows float16 long before the gradients do.
         norms += torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
     local = _joined(norms, order)
     if layout is None:
@@ -57,7 +57,7 @@ def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
 
 
 def _joined(norms: list[Tensor], order: float) -> Tensor:
-    """Return the norm of tensors that have these norms, on the device of the first."""
+    """Return the total norm of tensors from the norm of each, on the device of the first."""
     if len(norms) < 2:
         return norms[0] if norms else torch.zeros((), dtype=torch.float32, device=HOST)
     first = norms[0]

@@ -19,7 +19,7 @@ from .wrappers import ModelWrapper, OptimizerWrapper
 
 
 class CastModel(ModelWrapper):
-    """A model that runs under autocast, or whose inputs and outputs are cast; None for nothing."""
+    """A model that runs under autocast, or whose inputs and outputs are cast; None means no cast."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class CastModel(ModelWrapper):
 
 
 def _device_type(module: nn.Module, args: Any, kwargs: Any) -> str:
-    """Where a module computes: where its parameters are, or its first tensor where it has none (a loss)."""
+    """Return the device type of a module's parameters, or of its first tensor argument if it has none (a loss)."""
     for tensor in module.parameters():
         return tensor.device.type
-    tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     return next((tensor.device.type for tensor in tensors), torch.get_default_device().type)
 
 
 def autocast_criterion(criterion: Any, dtype: torch.dtype) -> Any:
-    """A loss function, a module or not, under autocast."""
+    """Return a loss function or loss module that runs under autocast."""
     if criterion is None:
         return None
     if isinstance(criterion, nn.Module):
@@ -67,68 +67,71 @@ def autocast_criterion(criterion: Any, dtype: torch.dtype) -> Any:
     return cast
 
 
-# Master weights -------------------------------------------------------------------------------------------------------
-
-
 class Masters:
-    """float32 copies of an optimizer's half-precision parameters, which are in its groups in their place."""
+    """Master weights: float32 copies that replace an optimizer's half-precision parameters in its groups."""
 
-    # Reading them needs no other process.
+    # Reading the values needs no other process.
     is_local = True
 
     def __init__(self, optimizer: Any, exact: dict[Tensor, Tensor]) -> None:
-        """`exact` has values from before parameters were cast."""
-        # The optimizer has it too, for those who look for a parameter's master (ASP).
-        self._of: dict[Tensor, Tensor] = {}
-        optimizer._master_of = self._of
+        """Make master weights for all groups. `exact` has the values of parameters before they were cast."""
+        # The optimizer refers to this dict too: ASP looks up a parameter's master there.
+        self._master_of: dict[Tensor, Tensor] = {}
+        optimizer._master_of = self._master_of
         for group in optimizer.param_groups:
             self.add(optimizer, group, exact)
 
     def add(self, optimizer: Any, group: dict[str, Any], exact: dict[Tensor, Tensor]) -> None:
-        """Makes masters of a group's parameters, and gives them their state."""
+        """Replace the half-precision parameters of a group by masters, which take over their optimizer state."""
         for index, param in enumerate(group["params"]):
             if param.dtype not in HALF:
                 continue
             master = nn.Parameter(exact.get(param, param.detach()).float(), requires_grad=param.requires_grad)
-            vars(master).update(vars(param))  # what a split layer notes on its parameters
-            group["params"][index] = self._of[param] = master
+            vars(master).update(vars(param))  # attributes that tensor-parallel layers set on their parameters
+            group["params"][index] = self._master_of[param] = master
             if param in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(param)
 
     def take_gradients(self) -> None:
-        """Moves gradients from parameters to masters, in float32."""
-        for param, master in self._of.items():
+        """Move gradients from parameters to masters, in float32."""
+        for param, master in self._master_of.items():
             if param.grad is not None:
                 master.grad = param.grad.float()
                 param.grad = None
 
     def forget_gradients(self) -> None:
-        for param, master in self._of.items():
+        """Set the gradients of parameters and masters to None."""
+        for param, master in self._master_of.items():
             param.grad = master.grad = None
 
     @torch.no_grad()
     def update_model(self) -> None:
-        """Gives parameters the values of their masters."""
-        if self._of:
-            torch._foreach_copy_(list(self._of), list(self._of.values()))
+        """Copy the masters to the parameters."""
+        if self._master_of:
+            torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
 
     def read(self) -> dict[Tensor, Tensor]:
-        return {param: master.detach() for param, master in self._of.items()}
+        """Return the masters by parameter."""
+        return {param: master.detach() for param, master in self._master_of.items()}
 
     @torch.no_grad()
     def write(self, values: dict[Tensor, Tensor]) -> None:
+        """Set the masters, and the parameters, of some parameters to these values."""
         for param, value in values.items():
-            if param in self._of:
-                self._of[param].copy_(value)
+            if param in self._master_of:
+                self._master_of[param].copy_(value)
         self.update_model()
 
 
 def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) -> Masters | None:
-    """Casts parameters and buffers but for those of batch norms; what keeps float32 values for the optimizer."""
+    """Cast all parameters and buffers except batch norms'; return master weights for the optimizer.
+
+    Returns None without an optimizer, or for a ZeRO optimizer, which has float32 weights in its state.
+    """
     exact: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for model in models:
         _cast_model(model, dtype, True)
-    if getattr(optimizer, "_takes_gradients", False):  # ZeRO: its state has float32 weights, which start from these
+    if getattr(optimizer, "_takes_gradients", False):  # ZeRO: its float32 weights start from the exact values
         optimizer._exact_value = lambda param: exact.pop(param, None)
         optimizer.init_params()
         optimizer._exact_value = None
@@ -136,14 +139,11 @@ def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) ->
     return None if optimizer is None else Masters(optimizer, exact)
 
 
-# The optimizer --------------------------------------------------------------------------------------------------------
-
-
 class MixedOptimizer(OptimizerWrapper):
-    """An optimizer with a loss scale (`scaler`), with master weights, with both or with neither.
+    """An optimizer with a loss scale (`scaler`), master weights, both or neither.
 
-    With `log_zeros` every step logs how many elements of this process's gradients are zero. A skipped step prints a
-    message; `overflow_patience` such steps in a row, with the scale at its smallest, are an error.
+    If `log_zeros` is set, every step logs the number of zero elements in this process's gradients. A skipped step
+    prints a message. `overflow_patience` skipped steps in a row at the smallest scale raise an error.
     """
 
     log_zeros = False
@@ -152,11 +152,10 @@ class MixedOptimizer(OptimizerWrapper):
     def __init__(self, optim: Any, scaler: GradScaler | None = None, masters: Any = None) -> None:
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
-        # Whether a loss has been scaled since the last step.
-        self._has_scaled = False
+        self._has_scaled = False  # whether a loss has been scaled since the last step
         self._found_inf: Tensor | None = None
         self._nonfinite: list[NonfiniteCounts] = []
-        own: Any = weakref.ref(self)  # no reference cycle: an optimizer that nobody uses is gone at once
+        own: Any = weakref.ref(self)  # a reference cycle would keep an unused optimizer in memory
         self._messages = OverflowMessages(
             lambda: own()._names_by_id(),
             lambda: own().overflow_patience,
@@ -210,7 +209,7 @@ class MixedOptimizer(OptimizerWrapper):
             get_dist_logger().info(f"{zeros} elements of gradients are zero")
 
     def _count_nonfinite(self, found_inf: Tensor) -> list[NonfiniteCounts]:
-        """Count infinite and NaN elements of gradients, on the device; reads gradients only if `found_inf` is set."""
+        """Count infinite and NaN elements of each gradient on the device; read gradients only if `found_inf` is set."""
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for param in self.parameters:
             if param.grad is not None:

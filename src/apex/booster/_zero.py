@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ..amp._amp_state import HALF
-from ..contrib.optimizers._zero.arena import laid_out_like
 from ..contrib.optimizers._zero.checkpoints import gather
 from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops.multi_tensor import Lists, rules
-from ..ops.multi_tensor.flat import flat
+from ..ops.multi_tensor.flat import flat, with_strides_of
 from ..optimizers import FusedAdam, FusedSGD
 
 BYTES_OF_A_GRADIENT = 4
@@ -22,7 +21,7 @@ BYTES_OF_A_GRADIENT = 4
 class DividedSGD(DistributedFusedAdam):
     """SGD with momentum on the engine of DistributedFusedAdam."""
 
-    # As in FusedSGD: the decay is added to the update instead of the gradient.
+    # Whether the weight decay is added to the update instead of the gradient, as in FusedSGD.
     wd_after_momentum = False
 
     def _state_names(self) -> tuple[str, ...]:
@@ -38,13 +37,13 @@ class DividedSGD(DistributedFusedAdam):
 
 
 def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[DistributedFusedAdam, Any]:
-    """An optimizer with the same algorithm and parameter groups as this one, whose state is divided among processes.
+    """Return a ZeRO optimizer with the same algorithm and parameter groups, and the original's state dict or None.
 
-    The groups are the same dicts: schedulers that change those of one change those of the other. Beside it comes the
-    state that there was, if any, for `load_plain_state`, when nothing is cast any more.
+    Both optimizers share the dicts of their groups, so a scheduler of one changes the other. Give the state dict to
+    `load_plain_state` once all parameters have been cast.
     """
     groups = optimizer.param_groups
-    # A subclass with a step of its own is another algorithm.
+    # A subclass that overrides `step` is another algorithm.
     known = type(optimizer).step.__module__.startswith(("torch.optim.", "apex."))
     if known and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, FusedAdam)):
         kind: type[DistributedFusedAdam] = DistributedFusedAdam
@@ -59,46 +58,47 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Di
             "torch.optim, or FusedAdam or FusedSGD of apex.optimizers"
         )
     if any(group.get("maximize") for group in groups):
-        raise ValueError("maximize=True is not there for ZeRO: give the negative of the loss")
+        raise ValueError("maximize=True is not supported by ZeRO: give the negative of the loss")
     saved = optimizer.state_dict() if optimizer.state else None
-    # A little more than all parameters at most: the engine warns of buckets with much room.
+    # A bucket is hardly larger than all parameters, because the engine warns of buckets that stay mostly empty.
     elements = sum(param.numel() for group in groups for param in group["params"])
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     divided = kind([dict(group) for group in groups], **options)
     if isinstance(divided, DividedSGD):
         divided.wd_after_momentum = getattr(optimizer, "wd_after_momentum", False)
-    for group, theirs in zip(groups, divided.param_groups, strict=True):
-        for name, value in theirs.items():
+    for group, divided_group in zip(groups, divided.param_groups, strict=True):
+        for name, value in divided_group.items():
             group.setdefault(name, value)
     divided.param_groups = groups
     return divided, saved
 
 
 def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> None:
-    """Loads the state dict of an optimizer that has no state of some parameters, or None where SGD has no momentum."""
+    """Load a state dict of an ordinary optimizer into a ZeRO optimizer.
+
+    State that is missing for a parameter, or None as SGD's momentum before its first use, becomes zeros.
+    """
     names = divided._state_names()
-    params = dict(enumerate(divided.parameters()))
     state = {}
-    for key, param in params.items():
-        found = saved["state"].get(key, {})
-        kept = {name: value for name, value in found.items() if value is not None}
-        if kept:  # SGD counts no steps, but a second step is not the first
-            kept.setdefault("step", 1)
-        state[key] = {**{name: torch.zeros_like(param) for name in names}, **kept}
+    for key, param in enumerate(divided.parameters()):
+        values = {name: value for name, value in saved["state"].get(key, {}).items() if value is not None}
+        if values:  # SGD counts no steps, but a parameter with momentum has taken its first step
+            values.setdefault("step", 1)
+        state[key] = {**{name: torch.zeros_like(param) for name in names}, **values}
     divided.load_state_dict({**saved, "state": state})
 
 
 class ExactWeights:
-    """The weights that a ZeRO optimizer keeps in its divided state, and writes to the model after every step."""
+    """The float32 weights in the divided state of a ZeRO optimizer, which writes them to the model after every step."""
 
     def __init__(self, optimizer: DistributedFusedAdam) -> None:
         self._optimizer = optimizer
 
     def read(self) -> dict[Tensor, Tensor]:
-        """Return the exact values of half-precision parameters, whole, in the host's memory.
+        """Return the float32 values of half-precision parameters, whole, in the host's memory.
 
-        All processes call it.
+        All processes must call it.
         """
         if not any(param.dtype in HALF for param in self._optimizer.parameters()):
             return {}
@@ -106,8 +106,8 @@ class ExactWeights:
         return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
 
     def write(self, values: dict[Tensor, Tensor]) -> None:
-        """Set the values of some parameters; the others keep theirs. All processes call it."""
-        if not self._optimizer._has_state:  # it will start from what the model has
+        """Set the values of some parameters; the others do not change. All processes must call it."""
+        if not self._optimizer._has_state:  # its state will be made from the model's weights
             return
         self._optimizer._settle()
         for state in self._optimizer._states:
@@ -115,7 +115,7 @@ class ExactWeights:
             for part in state.arena.parts:
                 param = state.arena.params[part.param]
                 if param in values:
-                    source = flat(laid_out_like(values[param], param))
+                    source = flat(with_strides_of(param, values[param]))
                     shard[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
             state.write(PARAM, shard)
         self._optimizer._parameters.updated()

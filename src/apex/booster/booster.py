@@ -1,4 +1,4 @@
-"""The Booster: a model, its optimizer and what belongs to them, made ready for a precision and a plugin."""
+"""The Booster: prepares a model, optimizer, criterion, data loader and scheduler for a precision and a plugin."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .wrappers import ModelWrapper, OptimizerWrapper, check_boosted, check_model
 __all__ = ["Booster"]
 
 
-def _done_by_io(method: Any) -> Any:
-    """A method of `CheckpointIO`, as one of the Booster."""
+def _io_method(method: Any) -> Any:
+    """Return a method of the Booster that calls this method of its `checkpoint_io`."""
 
     @functools.wraps(method)
     def forward(self: Booster, *args: Any, **kwargs: Any) -> None:
@@ -34,16 +34,16 @@ def _done_by_io(method: Any) -> Any:
 
 
 class Booster:
-    """Trains a model in a precision and, with a plugin, in several processes.
+    """A front for training a model in a precision and, with a plugin, in several processes.
 
         booster = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
         model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer, criterion, dataloader)
         booster.backward(criterion(model(inputs), targets), optimizer)
         optimizer.step()
 
-    - `device`: where models go; by default the accelerator of this process, or the CPU where there is none;
+    - `device`: the device of models; by default the accelerator of this process, or the CPU without an accelerator;
     - `mixed_precision`: "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive" or a MixedPrecision; None for float32;
-    - `plugin`: None for one device; a plugin may have a device or a precision of its own, which go first.
+    - `plugin`: None for one device. A plugin's own device or precision takes precedence over these arguments.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Booster:
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """Return all five, ready for training: use these, not those that were given.
+        """Return the five arguments, ready for training; use the returned objects instead of the arguments.
 
-        The model comes back in a `ModelWrapper`, in every precision. A scheduler that was made on the optimizer before
-        goes on working. Parameter groups and state of the optimizer stay what they were.
+        The model is returned in a `ModelWrapper`, in every precision. A scheduler made on the original optimizer keeps
+        working. Parameter groups and state of the optimizer do not change.
         """
-        _check_given(model, optimizer)
+        _check_trainable(model, optimizer)
         precision = self.mixed_precision
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
@@ -97,10 +97,10 @@ class Booster:
         if self.plugin is None:
             model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
         else:
-            takes = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
-            given = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes else ()))
-            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*given)
-            if precision is not None and not takes:
+            takes_it = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
+            arguments = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes_it else ()))
+            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*arguments)
+            if precision is not None and not takes_it:
                 model, boosted, criterion = precision.configure(model, boosted, criterion)
         if not isinstance(model, ModelWrapper):
             model = ModelWrapper(model)
@@ -118,7 +118,7 @@ class Booster:
         optimizer.backward(loss)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Gradients of backward passes inside are added up, and exchanged in the next pass outside."""
+        """Return a context that accumulates gradients locally; the next backward pass outside exchanges them."""
         assert self.plugin is not None, "no_sync needs a plugin: without one nothing is exchanged"
         assert self.plugin.support_no_sync(), f"{type(self.plugin).__name__} has no no_sync"
         return self.plugin.no_sync(model, optimizer)
@@ -132,11 +132,11 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and, with an optimizer, backward passes of the next batch of `data_iter`, in microbatches.
+        """Run the next batch of `data_iter` through the pipeline in microbatches: forward, and backward if training.
 
-        `criterion(outputs, inputs)` is called with what the last stage returns and with the microbatch. The result has
-        "loss", the mean over microbatches, and "outputs", those of the whole batch, in processes with the last stage;
-        None in others, or where they are not asked for.
+        Backward passes run if an optimizer is given. `criterion(outputs, inputs)` gets the last stage's outputs and the
+        microbatch. The result's "loss" is the mean over microbatches, its "outputs" are of the whole batch. Both are
+        None in processes without the last stage, or if they were not requested.
         """
         assert isinstance(self.plugin, PipelinePluginBase), (
             f"execute_pipeline needs a plugin with pipelines (HybridParallelPlugin), not {type(self.plugin).__name__}"
@@ -153,30 +153,30 @@ class Booster:
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """A model with LoRA adapters, to be called before `boost`; needs the package peft."""
+        """Return a model with LoRA adapters. Call it before `boost`; it needs the package peft."""
         if quantize or bnb_quantization_config is not None:
-            raise NotImplementedError("quantized base weights are not there; quantize must be False")
+            raise NotImplementedError("quantized base weights are not supported; quantize must be False")
         assert self.plugin is not None, "LoRA needs a plugin"
         assert self.plugin.support_lora(), f"{type(self.plugin).__name__} has no LoRA"
         return self.plugin.enable_lora(model, pretrained_dir, lora_config)
 
-    save_model = _done_by_io(CheckpointIO.save_model)
-    load_model = _done_by_io(CheckpointIO.load_model)
-    save_optimizer = _done_by_io(CheckpointIO.save_optimizer)
-    load_optimizer = _done_by_io(CheckpointIO.load_optimizer)
-    save_lr_scheduler = _done_by_io(CheckpointIO.save_lr_scheduler)
-    load_lr_scheduler = _done_by_io(CheckpointIO.load_lr_scheduler)
-    wait_for_saves = _done_by_io(CheckpointIO.wait_for_saves)
+    save_model = _io_method(CheckpointIO.save_model)
+    load_model = _io_method(CheckpointIO.load_model)
+    save_optimizer = _io_method(CheckpointIO.save_optimizer)
+    load_optimizer = _io_method(CheckpointIO.load_optimizer)
+    save_lr_scheduler = _io_method(CheckpointIO.save_lr_scheduler)
+    load_lr_scheduler = _io_method(CheckpointIO.load_lr_scheduler)
+    wait_for_saves = _io_method(CheckpointIO.wait_for_saves)
 
     def save_lora_as_pretrained(self, model: Any, checkpoint: str | Path, use_safetensors: bool = False) -> None:
-        """Saves the adapters of a model with LoRA to a folder that `enable_lora(pretrained_dir=...)` takes."""
+        """Save the LoRA adapters of a model to a folder that `enable_lora(pretrained_dir=...)` can load."""
         adapted = unwrapped(model)
         CheckpointIO()._write(
             lambda path: adapted.save_pretrained(str(path), safe_serialization=use_safetensors), checkpoint, False
         )
 
 
-def _check_given(model: Any, optimizer: Any) -> None:
+def _check_trainable(model: Any, optimizer: Any) -> None:
     """Raise unless `boost` can train `model` with `optimizer`."""
     if isinstance(optimizer, nn.Module) and not isinstance(model, nn.Module):
         raise TypeError(
@@ -207,7 +207,7 @@ def _default_device() -> torch.device:
 
 
 def _move(model: nn.Module, optimizer: Any, device: torch.device) -> None:
-    """Moves a model, and the state that its optimizer has of it."""
+    """Move a model and the optimizer state of its parameters to a device."""
     if any(tensor.is_meta for tensor in model.parameters()):
         return
     model.to(device)
@@ -218,6 +218,6 @@ def _move(model: nn.Module, optimizer: Any, device: torch.device) -> None:
 
 
 def _warn(message: str) -> None:
-    """In the first process."""
+    """Issue a warning in the first process only."""
     if is_first():
         warnings.warn(message, stacklevel=3)

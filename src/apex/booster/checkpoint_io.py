@@ -1,4 +1,4 @@
-"""Saving and loading what the Booster trains: whole, in ordinary precision, for any plugin and number of processes."""
+"""Checkpoints of boosted models, optimizers and schedulers: whole float32 tensors, for any plugin and world size."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any
 
 from .. import checkpoint as files
 from ..checkpoint import _huggingface
-from ..checkpoint._ranks import check_same_everywhere, is_first, raise_everywhere, refusing_together, restoring
+from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
-from ._whole import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
+from ._whole_state import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
 from .wrappers import OptimizerWrapper, check_model
 
 __all__ = ["CheckpointIO"]
 
 
-# Asynchronous saves that nobody has waited for, and their paths; kept here since a Booster may be gone before them.
+# Asynchronous saves that nobody has waited for, with their paths. They may outlive their Booster.
 _WRITING: dict[concurrent.futures.Future[None], Path] = {}
 
 
 class CheckpointIO:
-    """Saves and loads models, optimizers and schedulers. All processes call it alike; the first one writes."""
+    """A writer and reader of checkpoints. All processes must call its methods alike; the first one writes."""
 
     def __init__(self) -> None:
         self._writer: concurrent.futures.ThreadPoolExecutor | None = None
-        # What was begun last and not waited for yet: nothing to do in processes other than the first.
+        # The last asynchronous save, until it is waited for. It does nothing in processes other than the first.
         self._writing: concurrent.futures.Future[None] | None = None
 
     def save_model(
@@ -46,12 +46,11 @@ class CheckpointIO:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Saves a model, whole or not at all.
+        """Save a model. A failed save leaves an earlier checkpoint as it was.
 
         `checkpoint` is a file or, with `shard`, a folder in the layout of Hugging Face: files of at most
-        `size_per_shard` MB, whose names begin with `prefix`, and an index. With `use_async` writing goes on beside the
-        training; `wait_for_saves` waits for it, and so does the next save or load.
-        `gather_dtensor` must be True.
+        `size_per_shard` MB, whose names begin with `prefix`, and an index. With `use_async` a thread writes while the
+        training goes on; `wait_for_saves`, the next save and the next load wait for it. `gather_dtensor` must be True.
         """
         check_model(model)
         _check_gathered(gather_dtensor)
@@ -74,23 +73,23 @@ class CheckpointIO:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Loads what `save_model` wrote, with any plugin and number of processes, or a folder of Hugging Face's.
+        """Load a checkpoint of `save_model`, with any plugin and number of processes, or a folder of Hugging Face.
 
-        Files of a folder are read one after the other, or all at once with `low_cpu_mem_mode=False`, by `num_threads`.
-        All of them are checked first, their checksums, names and shapes: a load that is refused changes nothing.
+        The files of a folder are read one after the other, or by `num_threads` threads at once if
+        `low_cpu_mem_mode=False`. Checksums, names and shapes of all files are checked before anything is changed.
         """
         check_model(model)
         self.wait_for_saves()
         with contextlib.ExitStack() as opened:
             with refusing_together():
-                found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
-                names = found.files_of_model()
-                shapes = found.shapes(names)
-            _check_same(found, names)
+                source = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
+                names = source.files_of_model()
+                shapes = source.shapes(names)
+            _check_same(source, names)
             with refusing_together():
                 check_tensors(model, shapes, strict)
             threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
-            load_tensors(model, found.parts(names, threads))
+            load_tensors(model, source.parts(names, threads))
 
     def save_optimizer(
         self,
@@ -102,7 +101,7 @@ class CheckpointIO:
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Saves an optimizer's state, with the loss scale, as `save_model` does a model."""
+        """Save an optimizer's state with the loss scale; the arguments mean the same as in `save_model`."""
         assert isinstance(optimizer, OptimizerWrapper), (
             f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
         )
@@ -120,32 +119,32 @@ class CheckpointIO:
     def load_optimizer(
         self, optimizer: Any, checkpoint: str | Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
     ) -> None:
-        """Loads what `save_optimizer` wrote, with any plugin and number of processes."""
+        """Load a checkpoint of `save_optimizer`, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), (
             f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
         )
         self.wait_for_saves()
         with contextlib.ExitStack() as opened:
             with refusing_together():
-                found = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
-                names = found.files_of_optimizer()
-                state = found.optimizer(names, num_threads)
-            _check_same(found, names)
+                source = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
+                names = source.files_of_optimizer()
+                state = source.optimizer(names, num_threads)
+            _check_same(source, names)
         load_optimizer_state(optimizer, state)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Saves a scheduler's state to a file."""
+        """Save a scheduler's state to a file."""
         self.wait_for_saves()
         files.save(lr_scheduler.state_dict(), checkpoint, wait=True)
 
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
-        """Loads what `save_lr_scheduler` wrote. A scheduler that refuses its state keeps the one that it has."""
+        """Load a checkpoint of `save_lr_scheduler`. The scheduler keeps its state if it raises an error."""
         self.wait_for_saves()
         with restoring([lr_scheduler]), refusing_together():
             lr_scheduler.load_state_dict(files.load(checkpoint))
 
     def _write(self, write: Callable[[Path], None], checkpoint: str | Path, use_async: bool) -> None:
-        """Writes in the first process; the others wait for it, unless it does so beside the training."""
+        """Call `write(checkpoint)` in the first process, in a thread if `use_async`; else the others wait for it."""
         path = Path(checkpoint)
         self.wait_for_saves()
         if use_async:
@@ -159,33 +158,33 @@ class CheckpointIO:
                 write(path)
 
     def wait_for_saves(self) -> None:
-        """Waits, in all processes, for what the first one writes beside the training; raises what went wrong."""
+        """Wait in all processes for the asynchronous save of the first one; raise its error everywhere."""
         writing, self._writing = self._writing, None
         if writing is not None:
             failure, path = writing.exception(), _WRITING.pop(writing)
             raise_everywhere(failure, f"the checkpoint {path} could not be written")
 
 
-def _check_same(found: _huggingface.Checkpoint, names: list[str]) -> None:
-    """Raise in all processes if they have opened a checkpoint before and after it was replaced."""
-    message = f"the checkpoint {found.path} was replaced while it was read; load it again"
-    check_same_everywhere((names, found.fingerprint(names)), message)
+def _check_same(source: _huggingface.Checkpoint, names: list[str]) -> None:
+    """Raise in all processes if they opened different generations of a checkpoint."""
+    message = f"the checkpoint {source.path} was replaced while it was read; load it again"
+    check_equal_on_all_ranks((names, source.fingerprint(names)), message)
 
 
 def _check_gathered(gather_dtensor: bool) -> None:
     if not gather_dtensor:
         raise NotImplementedError(
-            "gather_dtensor=False is not there: apex.checkpoint.save_sharded, or apex.transformer.checkpoint.save for "
-            "split models, has each process write its own part"
+            "gather_dtensor=False is not supported: with apex.checkpoint.save_sharded, or for split models "
+            "apex.transformer.checkpoint.save, each process writes its own part"
         )
 
 
 @atexit.register
 def _finish() -> None:
-    """End the process with status 1 if an asynchronous save failed, and nobody has waited for it.
+    """End the process with status 1 if an asynchronous save failed and nobody has waited for it.
 
-    An exception at this time would be printed, and the status would be 0. Of functions that are to be called at exit
-    those that were registered before this module was imported are not called then.
+    An exception at exit would only be printed, with status 0. Exit functions that were registered before this module
+    was imported are not called if a save failed.
     """
     failed = False
     for writing, path in _WRITING.items():

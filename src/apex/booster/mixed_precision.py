@@ -1,4 +1,4 @@
-"""The five mixed precisions of the Booster, and what a precision of one's own derives from."""
+"""The five mixed precisions of the Booster, and the base class for a user's own."""
 
 from __future__ import annotations
 
@@ -31,53 +31,54 @@ __all__ = [
 
 
 class MixedPrecision(ABC):
-    """A way of training: `configure` makes a model, its optimizer and its criterion ready for it."""
+    """A precision for training: `configure` prepares a model, its optimizer and its criterion."""
 
     @abstractmethod
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        """The three of them in this precision; the optimizer has a method `backward`."""
+        """Return model, optimizer and criterion in this precision; the optimizer has a method `backward`."""
 
 
 class Precision(MixedPrecision):
     """A precision of this package. `model` may also be a list of the chunks of a pipeline stage."""
 
-    # What matrix products are in.
+    # The dtype of matrix products; None for the dtype of their inputs.
     dtype: torch.dtype | None = None
 
     def scaler(self) -> GradScaler | None:
-        """A new loss scale, or None where it is not needed."""
+        """Return a new loss scaler, or None if the precision needs none."""
         return None
 
     def prepare(self, model: nn.Module) -> None:
-        """Changes layers, before anything else."""
+        """Replace layers of the model in place; called before anything else."""
 
     def configure_sharded(self, model: nn.Module, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
-        """As `configure`, after `prepare`, for float32 parameters that FSDP2 casts when it gathers them."""
+        """Return model, optimizer and criterion, for float32 parameters that FSDP2 casts when it gathers them."""
         return model, None if optimizer is None else MixedOptimizer(optimizer, self.scaler()), criterion
 
     def _under_autocast(self, model: Any, optimizer: Any, criterion: Any) -> tuple[Any, Any, Any]:
+        """Return a model and a criterion under autocast, and an optimizer with this precision's loss scaler."""
         assert self.dtype is not None
-        boosted = each_of(model, lambda each: CastModel(each, autocast=self.dtype))
+        boosted = change_each(model, lambda chunk: CastModel(chunk, autocast=self.dtype))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler())
         return boosted, wrapped, autocast_criterion(criterion, self.dtype)
 
     def _in_half(self, model: Any, optimizer: Any, criterion: Any, cast_inputs: bool = True) -> tuple[Any, Any, Any]:
-        """Half-precision weights, and an optimizer with float32 ones."""
+        """Return a model with half-precision weights, and an optimizer with float32 master weights."""
         assert self.dtype is not None
         masters = cast_weights(model if isinstance(model, list) else [model], optimizer, self.dtype)
-        inputs = self.dtype if cast_inputs else None
-        boosted = each_of(model, lambda each: CastModel(each, inputs=inputs, outputs=torch.float32, masters=masters))
+        casts: dict[str, Any] = {"inputs": self.dtype if cast_inputs else None, "outputs": torch.float32}
+        boosted = change_each(model, lambda chunk: CastModel(chunk, **casts, masters=masters))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler(), masters)
         return boosted, wrapped, criterion
 
 
-def each_of(model: Any, change: Callable[[nn.Module], Any]) -> Any:
-    """A model changed, or a list of them."""
-    return [change(each) for each in model] if isinstance(model, list) else change(model)
+def change_each(model: Any, change: Callable[[nn.Module], Any]) -> Any:
+    """Return `change(model)`, or the list of changed chunks if the model is a list of chunks."""
+    return [change(chunk) for chunk in model] if isinstance(model, list) else change(model)
 
 
 class FP32Precision(Precision):
-    """Everything as it is."""
+    """Training without casts and without a loss scale."""
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         return model, None if optimizer is None else OptimizerWrapper(optimizer), criterion
@@ -96,7 +97,7 @@ class FP16TorchMixedPrecision(Precision):
         growth_interval: int = 2000,
     ) -> None:
         self._scaling = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self.scaler()  # complains of wrong numbers now
+        self.scaler()  # raises for invalid numbers
 
     def scaler(self) -> GradScaler:
         return GradScaler(*self._scaling)
@@ -106,9 +107,9 @@ class FP16TorchMixedPrecision(Precision):
 
 
 class BF16MixedPrecision(Precision):
-    """`bf16`: autocast to bfloat16 (O4); with "O5" bfloat16 weights, float32 masters beside the optimizer.
+    """`bf16`: autocast to bfloat16 (O4); with "O5" bfloat16 weights and float32 masters in the optimizer.
 
-    The range of bfloat16 is that of float32: there is no loss scale.
+    There is no loss scale, because bfloat16 has the range of float32.
     """
 
     dtype = torch.bfloat16
@@ -123,10 +124,10 @@ class BF16MixedPrecision(Precision):
 
 
 class FP8MixedPrecision(BF16MixedPrecision):
-    """`fp8`: linear layers multiply in float8 where that is quicker, the rest is as in `bf16`.
+    """`fp8`: `bf16` with linear layers that multiply in float8 if that is quicker.
 
-    Arguments are those of `apex.fp8.convert`; `converted` is what it says of each layer. On a CPU the products are
-    emulated: the same numbers without the speed.
+    The arguments are passed to `apex.fp8.convert`, whose report on each layer is in `converted`. On a CPU the products
+    are emulated, with the same numbers and without the speed.
     """
 
     def __init__(self, scaling: str = "tensorwise", emulate: bool = False, **options: Any) -> None:
@@ -151,17 +152,17 @@ class FP8MixedPrecision(BF16MixedPrecision):
             )
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
-        each_of(model, self.prepare)
+        change_each(model, self.prepare)
         return super().configure(model, optimizer, criterion)
 
 
 class FP16NaiveMixedPrecision(Precision):
-    """`fp16_naive`: float16 weights, inputs cast to it, float32 outputs, float32 masters beside the optimizer.
+    """`fp16_naive`: float16 weights and inputs, float32 outputs, and float32 masters in the optimizer.
 
-    Batch norms stay in float32. The loss scale starts at `initial_scale`, is multiplied by `growth_factor` after
-    `growth_interval` steps without overflow, and by `backoff_factor` when there were `hysteresis` overflows since it
-    grew; it is at least `min_scale` and at most `max_scale`. With `log_num_zeros_in_grad` every step logs how many
-    elements of gradients are zero; with `verbose` skipped steps are logged.
+    Batch norms stay in float32. The loss scale starts at `initial_scale`. It is multiplied by `growth_factor` after
+    `growth_interval` steps without overflow, and by `backoff_factor` after `hysteresis` overflows since it last grew.
+    It stays between `min_scale` and `max_scale`. If `log_num_zeros_in_grad` is set, every step logs the number of zero
+    elements in gradients; if `verbose` is set, skipped steps are logged.
     """
 
     dtype = torch.float16
@@ -183,7 +184,7 @@ class FP16NaiveMixedPrecision(Precision):
         self._log_zeros, self._cast_inputs, self._verbose = bool(log_num_zeros_in_grad), cast_inputs, bool(verbose)
         limits = (min_scale, max_scale)
         self._scaling = (initial_scale, growth_factor, backoff_factor, growth_interval, hysteresis, *limits)
-        self.scaler()  # complains of wrong numbers now
+        self.scaler()  # raises for invalid numbers
 
     def scaler(self) -> GradScaler:
         return HysteresisScaler(*self._scaling, verbose=self._verbose)
@@ -195,7 +196,7 @@ class FP16NaiveMixedPrecision(Precision):
         return boosted, wrapped, criterion
 
 
-# Arguments of `apex.amp.initialize` for a dynamic loss scale, in the order of a scaler's, and their defaults.
+# Arguments of `apex.amp.initialize` for a dynamic loss scale, in the order of a GradScaler's arguments, with defaults.
 _SCALING = {
     "dynamic_init_scale": 2.0**16,
     "scale_growth_factor": 2.0,
@@ -205,10 +206,10 @@ _SCALING = {
 
 
 class FP16ApexMixedPrecision(Precision):
-    """`fp16_apex`: `apex.amp` at any opt level; arguments are those of `apex.amp.initialize`.
+    """`fp16_apex`: `apex.amp` at any opt level; the arguments are passed to `apex.amp.initialize`.
 
-    O1 and O4 cast inside of the boosted model and criterion, and nowhere else. The model's outputs are float32, unless
-    `cast_model_outputs` says otherwise, so that a loss that is computed outside is not rounded to half precision.
+    O1 and O4 cast only inside of the boosted model and criterion. The model's outputs are float32 unless
+    `cast_model_outputs` is given, so that a loss computed outside is not rounded to half precision.
     """
 
     def __init__(
@@ -226,8 +227,8 @@ class FP16ApexMixedPrecision(Precision):
         max_loss_scale: float = 2.0**24,
         **options: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "options", "__class__")}
-        self.options: dict[str, Any] = {**given, **options}
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "options", "__class__")}
+        self.options: dict[str, Any] = {**arguments, **options}
         from ..amp.frontend import opt_levels
 
         if opt_level not in opt_levels:
@@ -240,7 +241,7 @@ class FP16ApexMixedPrecision(Precision):
         )
 
     def scaler(self) -> GradScaler | None:
-        """For sharded models, which `apex.amp` does not scale losses of: its rule, in a scaler of PyTorch's kind."""
+        """Return a GradScaler with the rule of `apex.amp`, for sharded models, which `apex.amp` cannot train."""
         low, high = self.options["min_loss_scale"] or 2.0**-24, self.options["max_loss_scale"]
         if self._loss_scale == "dynamic":
             start, growth, backoff, window = (self.options.get(name, default) for name, default in _SCALING.items())
@@ -257,16 +258,16 @@ class FP16ApexMixedPrecision(Precision):
         models, optimizer = amp.initialize(model, [] if optimizer is None else optimizer, **options)
         properties = _amp_state.opt_properties
         if properties.patch_torch_functions:
-            # On the thread, autocast would cast everything that is computed here, other models included.
+            # Autocast that is enabled on the thread would cast other models' operators too.
             _autocast.leave_thread()
             criterion = autocast_criterion(criterion, properties.patch_torch_functions_type)
         return models, AmpOptimizer(optimizer) if optimizer else None, criterion
 
 
 class AmpOptimizer(OptimizerWrapper):
-    """An optimizer of `apex.amp`; `loss_id` of `backward` says which of several losses is scaled."""
+    """An optimizer of `apex.amp`; `loss_id` of `backward` selects one of several loss scalers."""
 
-    # Set where something is left to do to gradients after a backward pass: they stay scaled until it is done.
+    # Whether gradients stay scaled after a backward pass, because they are accumulated or reduced later.
     delays_unscale = False
 
     def backward(
@@ -327,7 +328,7 @@ _PRECISIONS: dict[str, type[Precision]] = {
 
 
 def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
-    """A precision by its name, with its defaults."""
+    """Return the precision of this name, with default arguments."""
     if mixed_precision_type not in _PRECISIONS:
         raise ValueError(
             f"mixed_precision_type={mixed_precision_type!r} is not known; use one of {', '.join(_PRECISIONS)}"

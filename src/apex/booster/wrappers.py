@@ -1,4 +1,4 @@
-"""What `Booster.boost` returns: a model and an optimizer around those that it was given."""
+"""Wrappers of a model and of an optimizer, which `Booster.boost` returns."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["ModelWrapper", "OptimizerWrapper"]
 class ModelWrapper(nn.Module):
     """A module around `module`, the model that the user made or another wrapper of it.
 
-    Attributes that the wrapper lacks are looked up in `module`. Parameters, buffers and entries of state dicts have the
-    names that they have in the user's model.
+    Attributes that the wrapper lacks are looked up in `module`. Parameters, buffers and entries of state dicts have
+    their names in the user's model.
 
-    `masters` keeps float32 values of parameters that are in half precision, or is None: its `read()` returns them by
-    parameter, and its `write(values)` sets them. `has_stages` says that other processes have other pipeline stages.
+    `masters` holds the float32 values of half-precision parameters, or is None: its `read()` returns them by parameter,
+    and its `write(values)` sets them. `has_stages` is True if other processes have other pipeline stages.
     """
 
     masters: Any = None
@@ -36,14 +36,14 @@ class ModelWrapper(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that was boosted with the model, while it lives."""
+        """The optimizer that was boosted with the model; None if it no longer exists."""
         return None if self._optimizer is None else self._optimizer()
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            if name == "module":  # __init__ has not set it yet
                 raise
             return getattr(self.module, name)
 
@@ -70,7 +70,7 @@ class ModelWrapper(nn.Module):
         return named(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the state dict of the user's model, with float32 values where this process has master weights."""
+        """Return the state dict of the user's model, with the values of this process's float32 master weights."""
         state = unwrapped(self).state_dict(*args, **kwargs)
         masters = masters_of(self)
         if getattr(masters, "is_local", False) and not kwargs.get("keep_vars", False):
@@ -81,15 +81,15 @@ class ModelWrapper(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the user's model, or of any other boosted model; master weights get its values too."""
-        found = unwrapped(self).load_state_dict(state_dict, *args, **kwargs)
+        """Load a state dict of the user's model or of a boosted one into the model and its master weights."""
+        result = unwrapped(self).load_state_dict(state_dict, *args, **kwargs)
         self._load_masters(state_dict, "")
-        return found
+        return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load this wrapper as a part of another module, where PyTorch calls no `load_state_dict` of parts.
+        """Load this wrapper as a submodule, for which PyTorch calls this method instead of `load_state_dict`.
 
-        PyTorch loads `module` next, and expects its entries under the names that attributes give them.
+        PyTorch then loads `module` and expects its entries under attribute names, with the prefix "module.".
         """
         self._load_masters(state_dict, prefix)
         path, inner = prefix, self
@@ -110,12 +110,12 @@ class ModelWrapper(nn.Module):
 
 
 def masters_of(model: Any) -> Any:
-    """Return what keeps float32 values of the parameters of a boosted model; None if they are not in half precision."""
-    for each in (model, *getattr(model, "chunks", ())):
-        while isinstance(each, nn.Module):
-            if vars(each).get("masters") is not None:
-                return vars(each)["masters"]
-            each = getattr(each, "module", None)
+    """Return the holder of a boosted model's float32 master weights, or None if it has none."""
+    for wrapper in (model, *getattr(model, "chunks", ())):
+        while isinstance(wrapper, nn.Module):
+            if vars(wrapper).get("masters") is not None:
+                return vars(wrapper)["masters"]
+            wrapper = getattr(wrapper, "module", None)
     return None
 
 
@@ -153,31 +153,30 @@ def _kind(value: Any) -> str:
 
 
 class OptimizerWrapper(torch.optim.Optimizer):
-    """An optimizer around `optim` that also takes backward passes, clips and measures gradients.
+    """An optimizer around `optim` that also runs backward passes, and clips and measures gradients.
 
-    Parameter groups, state, defaults and all attributes that are not found here are those of `optim`. If `max_norm` is
-    positive, every step clips gradients to it. `has_stages` says that other processes have other pipeline stages.
+    Parameter groups, state, defaults and all other attributes are taken from `optim`. If `max_norm` is positive, every
+    step clips gradients to it. `has_stages` is True if other processes have other pipeline stages.
     """
 
     optim: Any
     max_norm: float = 0.0
     has_stages = False
-    # The names of parameters in the model, in their order, where they are known.
+    # Names of the parameters in the model, in the order of `parameters`; None for unknown ones.
     names: list[str | None] | None = None
-    # Process groups over which the first step compares settings, if there are several processes.
+    # Process groups whose members compare their settings in the first step.
     compared_over: Sequence[Any] = ()
-    # What is to be done to the gradients of a split model before a step, and how their norm is measured.
+    # For split models: a function that completes gradients before a step, and one that returns their norm.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
 
-    def __init__(self, optim: torch.optim.Optimizer) -> None:  # no state of its own: PyTorch's constructor is not run
+    def __init__(self, optim: torch.optim.Optimizer) -> None:  # PyTorch's constructor is not called: no state is needed
         self.optim = optim
-        # A scheduler that was made on an optimizer from before boosting asks it whether a step has been taken.
+        # Optimizers to mark as stepped, because schedulers that were made on them check it.
         self.watched: list[Any] = [optim]
         self._is_unscaled = False
-        # The norms of the gradients of the next step, once it is measured, and of the last one.
-        self._next_norm: Tensor | None = None
-        self._last_norm: Tensor | None = None
+        self._next_norm: Tensor | None = None  # of the next step's gradients, once it is measured
+        self._last_norm: Tensor | None = None  # of the last step's gradients
 
     param_groups = delegated("optim", "param_groups")
     state = delegated("optim", "state")
@@ -203,25 +202,25 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.names += [None] * (len(self.parameters) - before)
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
-        """A backward pass from the scaled loss; arguments are those of `Tensor.backward`."""
+        """Run a backward pass from the scaled loss; the other arguments go to `Tensor.backward`."""
         with self._held():
             self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
     def _held(self) -> contextlib.AbstractContextManager[None]:
-        """Where something is left to do to gradients, ZeRO does not take them before that is done."""
+        """Return a context for backward passes: if `finalize` is set, ZeRO takes gradients only after it has run."""
         return self.no_sync() if self.finalize is not None else contextlib.nullcontext()
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """A backward pass from the gradient of a tensor, which is scaled already."""
+        """Run a backward pass from the gradient of a tensor, which is already scaled."""
         with self._held():
             torch.autograd.backward(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, where there is one."""
+        """Return the loss times the loss scale, if there is one."""
         return loss
 
     def unscale_grad(self) -> None:
-        """Divides gradients by the loss scale, where there is one, unless that has been done since the last step."""
+        """Divide gradients by the loss scale, if there is one; do it once per step."""
         if not self._is_unscaled:
             self._is_unscaled = True
             if self.finalize is not None:
@@ -233,15 +232,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @property
     def _is_zero(self) -> bool:
-        """Whether gradients are divided among processes by the optimizer, and not in `param.grad`."""
+        """Whether the optimizer is a ZeRO optimizer, which takes gradients out of `param.grad` and divides them."""
         return bool(getattr(self.optim, "_takes_gradients", False))
 
     def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
-        """Clips every element of the unscaled gradients to at most `clip_value` on either side of zero."""
+        """Clip every element of the unscaled gradients to the range from -clip_value to clip_value."""
         self.unscale_grad()
         if self._is_zero:
             raise NotImplementedError(
-                "clip_grad_by_value is not there for ZeRO, whose gradients are divided among processes; use "
+                "clip_grad_by_value is not supported by ZeRO, whose gradients are divided among processes; use "
                 "clip_grad_by_norm"
             )
         torch.nn.utils.clip_grad_value_(self.parameters, clip_value, *args, **kwargs)
@@ -249,7 +248,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
     ) -> Tensor:
-        """Scale the unscaled gradients so that their norm is at most `max_norm`; return the norm before."""
+        """Clip the unscaled gradients to a norm of at most `max_norm`; return their norm before."""
         norm = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -263,15 +262,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float | None:
         """Return the 2-norm of the last step's gradients, unscaled and before `clip_grad_by_norm`.
 
-        The norm is over all processes that hold parts of the gradients. None before the first step. The call changes
-        nothing, so it may come at any time; it waits for the device. `clip_grad_by_norm` returns other norms.
+        The norm covers all processes that hold parts of the gradients. It is None before the first step. The call
+        changes nothing and waits for the device. For another `norm_type` use `clip_grad_by_norm`.
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not kept from step to step; 2 is")
         return None if self._last_norm is None else self._last_norm.item()
 
     def _grad_norm(self, norm_type: float) -> Tensor:
-        """Measure the unscaled gradients."""
+        """Return the norm of the unscaled gradients."""
         self.unscale_grad()
         if self.measure is not None:
             return self.measure(norm_type)
@@ -280,16 +279,16 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return total_norm(self._gradients(), norm_type)
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients that a step reads; for sparse ones, the values that are not zero."""
-        found = []
+        """Return the gradients that a step reads; for a sparse gradient, the tensor of its values."""
+        gradients = []
         for param in self.parameters:
             if param.grad is not None:
                 if param.grad.layout == torch.sparse_coo:
-                    param.grad = param.grad.coalesce()  # an element may be there several times
-                    found.append(param.grad.values())
+                    param.grad = param.grad.coalesce()  # sums repeated elements
+                    gradients.append(param.grad.values())
                 else:
-                    found.append(param.grad)
-        return found
+                    gradients.append(param.grad)
+        return gradients
 
     def _scale_grads(self, factor: Tensor) -> None:
         if self._is_zero:
@@ -299,7 +298,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
             gradient.detach().mul_(factor.to(gradient.device))
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Take a step of the optimizer inside, after clipping to `max_norm` if that is positive.
+        """Step the wrapped optimizer, after clipping to `max_norm` if that is positive.
 
         The first step raises in all processes if their learning rates, other options or loss scales differ.
         """
@@ -316,8 +315,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
             result = self._step(prepared, *args, **kwargs)
         self._last_norm, self._next_norm = self._next_norm, None
         self._is_unscaled = False
-        for each in self.watched:
-            each._opt_called = True
+        for optimizer in self.watched:
+            optimizer._opt_called = True
         return result
 
     def _prepare_step(self) -> None:
@@ -330,15 +329,15 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._compare_settings()
 
     def _compare_settings(self) -> None:
-        """Compare settings with other processes, once."""
+        """Compare settings with other processes; only the first call does."""
         groups, self.compared_over = self.compared_over, ()
         if groups and self._is_zero:
-            self.optim.grad_sync()  # processes that lack gradients send them late: from here on all are at one place
+            self.optim.grad_sync()  # completes collectives of gradients first: ranks may be at different ones
         for group in groups:
             settings = {"max_norm": self.max_norm, **optimizer_settings(self)}
             settings |= {
-                f"number of parameters of group {number}": len(each["params"])
-                for number, each in enumerate(self.param_groups)
+                f"number of parameters of group {number}": len(param_group["params"])
+                for number, param_group in enumerate(self.param_groups)
             }
             settings |= {f"{name} of the loss scale": value for name, value in self.scaler_state().items()}
             check_settings(settings, "settings of optimizers", group, self.parameters)
@@ -352,25 +351,25 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes inside are not exchanged, where the optimizer does that (ZeRO)."""
+        """Do not exchange gradients of backward passes inside, if the optimizer would do that (ZeRO)."""
         with self.optim.no_sync() if self._is_zero else contextlib.nullcontext():
             yield
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scale and what it depends on; empty where there is none."""
+        """Return the state of the loss scaler; empty without a loss scale."""
         return {}
 
     def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Goes on with what `scaler_state` gave."""
+        """Load a state from `scaler_state`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of the optimizer inside, and the loss scale, where there is one, as "scaler"."""
-        found = self.optim.state_dict()
+        """Return the state dict of the wrapped optimizer, with the loss scaler's state, if any, as "scaler"."""
+        state = self.optim.state_dict()
         scaler = self.scaler_state()
-        return {**found, "scaler": scaler} if scaler else found
+        return {**state, "scaler": scaler} if scaler else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or an optimizer without a loss scale."""
+        """Load a state dict of `state_dict`, or of an optimizer without a loss scale."""
         state_dict = dict(state_dict)
         scaler = state_dict.pop("scaler", None)
         self.optim.load_state_dict(state_dict)
@@ -378,6 +377,6 @@ class OptimizerWrapper(torch.optim.Optimizer):
             self.load_scaler_state(scaler)
 
     def unwrap(self) -> Any:
-        """The optimizer inside of all wrappers."""
+        """Return the optimizer inside of all wrappers."""
         inner = self.optim
         return inner.unwrap() if isinstance(inner, OptimizerWrapper) else inner

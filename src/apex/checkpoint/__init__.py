@@ -1,4 +1,4 @@
-"""Checkpoints that a crash cannot spoil: written beside, flushed, renamed; checked before they are loaded."""
+"""Crash-safe checkpoints: written under a temporary name, flushed and renamed; verified before they are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error for checkpoints that are not what was written, and the checksum that finds them."""
+"""The error for damaged checkpoints, and the checksum that detects damage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCK = 1 << 22
 
 
 class DamagedCheckpoint(RuntimeError):
-    """A checkpoint is not what was written."""
+    """Raised if the bytes of a checkpoint are not the bytes that were written."""
 
 
 def size_and_checksum_of(file: IO[bytes]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A checkpoint that is one file, in the format of `torch.save` or of safetensors."""
+"""Checkpoints in a single file, in the format of `torch.save` or of safetensors."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from ._damage import DamagedCheckpoint
 from ._folders import Generation
 from ._ranks import is_first, raise_everywhere
 
-# Bytes that are written to find out whether a disk is full.
+# Number of bytes that are written to find out whether a disk is full.
 _PROBE = 1 << 20
 _SWITCHING = threading.Lock()
 
 
 def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> None:
-    """Writes `state` to a file as `torch.save` does, but whole or not at all: `path` is the old file until then.
+    """Write `state` to a file as `torch.save` does, but atomically: `path` is the old file until the new one is
+    complete.
 
-    In several processes rank 0 writes. The others go on at once, or with `wait`, to be given in all of them, when the
-    file is there. If it could not be written, rank 0 raises, or with `wait` all of them: an OSError with the system's
-    number, else a RuntimeError.
+    In several processes only rank 0 writes. The others continue at once; with `wait`, which all processes must pass,
+    they wait until the file is complete. If writing fails, rank 0 raises (with `wait` all processes do): an OSError
+    with the system's error number, otherwise a RuntimeError.
     """
     failure: Exception | None = None
     if is_first():
         try:
             make_folder(Path(path).parent)
             with replacing(path) as temporary:
-                put(state, temporary)
+                write_state(state, temporary)
         except Exception as error:
             failure = error
     if wait or failure is not None:
         raise_everywhere(failure, f"the checkpoint {os.fspath(path)} could not be written", alone=not wait)
 
 
-def put(state: Any, path: Path, use_safetensors: bool = False) -> None:
-    """Write `state` to a file, with checksums; raise the system's error if the disk takes no more."""
+def write_state(state: Any, path: Path, use_safetensors: bool = False) -> None:
+    """Write `state` to a file with checksums; raise the system's error if the disk is full."""
     if use_safetensors:
         with open(path, "wb") as file:
             _safetensors.write(file, state)
         return
     with _with_checksums():
         try:
-            # By its name, not opened: PyTorch then writes without Python in between.
+            # Passed by name, because PyTorch then writes without calling Python.
             torch.save(state, path)
         except RuntimeError as error:
             raise disk_error(path) or error from None
@@ -59,8 +60,8 @@ def put(state: Any, path: Path, use_safetensors: bool = False) -> None:
 
 @contextlib.contextmanager
 def _with_checksums() -> Iterator[None]:
-    """Switches on the checksums of `torch.save`, which `verify` needs; for all threads up to PyTorch 2.10."""
-    with _SWITCHING:  # also to ask: what another thread has switched on goes off when that is done
+    """Enable the checksums of `torch.save`, which `verify` needs; up to PyTorch 2.10 the switch affects all threads."""
+    with _SWITCHING:  # also for reading, because another thread may have enabled the switch and will disable it
         are_off = not torch.serialization.get_crc32_options()
         if are_off:
             torch.serialization.set_crc32_options(True)
@@ -73,9 +74,9 @@ def _with_checksums() -> Iterator[None]:
 
 
 def disk_error(path: Path) -> OSError | None:
-    """Return why a disk takes no more for a file or folder, if so; PyTorch's writer says only that it failed.
+    """Return the system's error if a file or folder cannot grow, otherwise None; PyTorch's writer hides the reason.
 
-    A file is made longer, because it may be as long as the system lets it be, on a disk with room.
+    A file is extended, because it may have reached the size limit on a disk with free space.
     """
     try:
         if path.is_file():
@@ -95,9 +96,9 @@ def _probe(file: IO[bytes]) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
-    """Return what `save` wrote. Raises `DamagedCheckpoint` if the file is not whole.
+    """Return the state that `save` wrote. Raises `DamagedCheckpoint` if the file is damaged.
 
-    Arguments are those of `torch.load`.
+    `map_location` and `weights_only` are arguments of `torch.load`.
     """
     with opened(Path(path)) as file:
         check_file(file, f"the checkpoint {path}")
@@ -106,7 +107,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file; raise FileNotFoundError, which calls it a checkpoint, if it is not there."""
+    """Open a file; raise a FileNotFoundError that calls it a checkpoint if it is missing."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     with open(path, "rb") as file:
@@ -114,7 +115,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Raises `DamagedCheckpoint` unless all bytes of a file or folder of this package are those that were written."""
+    """Raise `DamagedCheckpoint` unless a file or folder of this package has exactly the bytes that were written."""
     path = Path(path)
     if path.is_file():
         with opened(path) as file:
@@ -125,35 +126,35 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(file: IO[bytes], name: str) -> None:
-    """Raise DamagedCheckpoint unless the bytes of an open file, to be called `name`, are those that were written."""
-    if _safetensors.is_one(file):
+    """Raise DamagedCheckpoint unless an open file, called `name` in errors, has the bytes that were written."""
+    if _safetensors.is_safetensors(file):
         _safetensors.check(file, name)
         return
     try:
         file.seek(0)
-        with zipfile.ZipFile(file) as archive:  # torch.save writes an archive, which has a checksum for all in it
+        with zipfile.ZipFile(file) as archive:  # torch.save writes a zip archive with a checksum of each entry
             broken = archive.testzip()
         file.seek(0)
-        torch._C.PyTorchFileReader(file)  # its list of contents as PyTorch reads it, which is stricter
-    except Exception as error:  # of many kinds, by what was hit: names, versions, flags; some have no message
+        torch._C.PyTorchFileReader(file)  # PyTorch reads the archive's directory more strictly
+    except Exception as error:  # many kinds, depending on the damaged byte; some have no message
         raise DamagedCheckpoint(f"{name} is damaged: {type(error).__name__}: {error}") from error
     if broken:
         raise DamagedCheckpoint(f"{name} is damaged: {broken} in it has another checksum")
 
 
 def read(file: IO[bytes], name: str, map_location: Any = None, weights_only: bool = True) -> Any:
-    """Return what an open file, to be called `name`, holds."""
-    if _safetensors.is_one(file):
+    """Return the content of an open file, called `name` in errors."""
+    if _safetensors.is_safetensors(file):
         return _safetensors.read(file, name)
     file.seek(0)
     return torch.load(file, map_location=map_location, weights_only=weights_only)
 
 
 def shapes_in(file: IO[bytes], name: str) -> dict[Any, torch.Size | None]:
-    """Return the shapes of the tensors in an open file that holds a dict; None for values that are no tensors."""
-    if _safetensors.is_one(file):
+    """Return the shapes of the tensors in an open file that holds a dict; None for values that are not tensors."""
+    if _safetensors.is_safetensors(file):
         return dict(_safetensors.shapes(file, name))
-    found = read(file, name, map_location="meta")
-    if not isinstance(found, dict):
-        raise DamagedCheckpoint(f"{name} holds a {type(found).__name__}, not tensors by name")
-    return {key: getattr(value, "shape", None) for key, value in found.items()}
+    content = read(file, name, map_location="meta")
+    if not isinstance(content, dict):
+        raise DamagedCheckpoint(f"{name} holds a {type(content).__name__}, not tensors by name")
+    return {key: getattr(value, "shape", None) for key, value in content.items()}

@@ -1,10 +1,10 @@
-"""Folders of checkpoints: replaced as a whole, and read as they were at one moment.
+"""Checkpoint folders, which are replaced as a whole and read as of one moment.
 
     manifest.json       {name: [length, CRC-32]} of the files that this package wrote to the folder
-    ...                 those files; anything else belongs to the user, and is neither replaced nor deleted
+    ...                 those files; other files belong to the user and are never replaced or deleted
 
-A folder is never changed in place. A save fills a new folder beside it, gives that second names (hard links) of the
-files that are to stay, and exchanges the two by renaming.
+A folder is never changed in place. A save fills a new folder beside it, adds hard links to the files that stay, and
+swaps the two folders by renaming.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .._atomic import atomic_file, locked_folder, sync_folder
 from ._damage import DamagedCheckpoint, size_and_checksum_of
 
 MANIFEST = "manifest.json"
-# In a sharded checkpoint: which part of which tensor is in which file.
+# In a sharded checkpoint: the index of tensor parts and their files.
 METADATA = ".metadata"
 Manifest = dict[str, tuple[int, int]]
-# How often a folder is moved away for a new one, or opened, before others that do the same are given way to.
-_TRIES = 100
-# How many files of a folder a reader holds open. Linux allows a process 1024 by default.
-_HELD = 256
-_BINARY = getattr(os, "O_BINARY", 0)  # Windows has text files as well
+# Number of attempts to replace or open a folder while other processes do the same.
+_ATTEMPTS = 100
+# Number of files that a reader holds open. Linux allows a process 1024 by default.
+_MAX_OPEN_FILES = 256
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows would open files in text mode
 
 
 def is_plain_name(name: Any) -> bool:
-    """Return whether `name` is that of a file in a folder itself, on every system: no path, no drive."""
+    """Return True if `name` is a plain file name on every system: no path, no drive."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\:\0")
 
 
@@ -45,7 +45,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def manifest_of(folder: Path) -> Manifest | None:
-    """Return the manifest of a folder, or None if it has none; raise DamagedCheckpoint if it is not one of ours."""
+    """Return the manifest of a folder, or None if it has none; raise DamagedCheckpoint if it is not valid."""
     try:
         text = (folder / MANIFEST).read_text()
     except (FileNotFoundError, NotADirectoryError):
@@ -53,54 +53,51 @@ def manifest_of(folder: Path) -> Manifest | None:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
     try:
-        found = {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text).items()}
+        manifest = {name: (int(size), int(checksum)) for name, (size, checksum) in json.loads(text).items()}
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"the checkpoint {folder} is damaged: {MANIFEST}: {error}") from error
-    for name in found:
+    for name in manifest:
         if not is_plain_name(name):
             raise DamagedCheckpoint(
                 f"the checkpoint {folder} is damaged: {MANIFEST} in it lists {name}, which is not in it"
             )
-    return found
-
-
-# Folders that are replaced --------------------------------------------------------------------------------------------
+    return manifest
 
 
 def backup_of(path: Path) -> Path:
-    """Return the name that the folder at `path` has while a new one takes its place."""
+    """Return the name of the folder at `path` while a new one replaces it."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def path_or_backup(path: Path) -> Path:
-    """Return `path`, or the name of its backup if a process was killed before the new folder was in place."""
-    before = backup_of(path)
-    return before if not path.exists() and before.exists() else path
+    """Return `path`, or its backup if a process was killed before the new folder was in place."""
+    backup = backup_of(path)
+    return backup if not path.exists() and backup.exists() else path
 
 
 def restore_backup(path: Path) -> None:
-    """Clean up after a process that was killed: its backup becomes `path`, or goes if there is a `path`."""
+    """Clean up after a killed process: rename its backup to `path`, or delete it if `path` exists."""
     if backup_of(path).exists():
-        with locked_folder(path.parent):  # another thread may be about to put a new one there
+        with locked_folder(path.parent):  # another thread may be about to put a new folder there
             _restore(path)
 
 
 def _restore(path: Path) -> None:
-    before = backup_of(path)
+    backup = backup_of(path)
     if path.exists():
-        discard(before, path)
-    elif before.exists():
-        with contextlib.suppress(OSError):  # where there are no locks, another thread may put a new one there
-            os.rename(before, path)
+        discard(backup, path)
+    elif backup.exists():
+        with contextlib.suppress(OSError):  # without locks, another thread may put a new folder there
+            os.rename(backup, path)
 
 
 def prepare(path: Path, names: Iterable[str], only_checkpoints: bool = False) -> None:
-    """Clean up after a process that was killed, and raise FileExistsError if `path` may not be saved to.
+    """Clean up after a killed process, and raise FileExistsError if `path` must not be saved to.
 
-    That is so if the user has files of these names there. With `only_checkpoints` it is also so if there are files, and
-    no manifest of ours.
+    It must not if the user has files with these names there or, with `only_checkpoints`, if the folder has files but no
+    manifest.
     """
-    with locked_folder(path.parent):  # or a folder that is being replaced would seem to have no manifest
+    with locked_folder(path.parent):  # while a folder is being replaced it would seem to have no manifest
         _restore(path)
         _check_target(path, names, only_checkpoints)
 
@@ -112,7 +109,7 @@ def _check_target(path: Path, names: Iterable[str], only_checkpoints: bool) -> N
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:
-    """Raise FileExistsError if files of these names are to be written to a folder where the user has such files."""
+    """Raise FileExistsError if the folder has user files with these names."""
     if not path.is_dir():
         return
     listed = _listed(path)
@@ -126,17 +123,17 @@ def check_names(path: Path, names: Iterable[str]) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder has a manifest of ours."""
+    """Return True if a folder has a manifest."""
     return bool(_listed(path))
 
 
-def holds_others(path: Path) -> bool:
-    """Return whether a folder holds anything that no save wrote."""
-    return bool({each.name for each in path.iterdir()} - _listed(path))
+def has_user_files(path: Path) -> bool:
+    """Return True if a folder has files that no save wrote."""
+    return bool({entry.name for entry in path.iterdir()} - _listed(path))
 
 
 def check_is_checkpoint(path: Path) -> None:
-    """Raise FileExistsError if `path` is a folder with files in it, and without a manifest of ours."""
+    """Raise FileExistsError if `path` is a folder that has files but no manifest."""
     if path.is_dir() and not is_checkpoint(path) and any(path.iterdir()):
         raise FileExistsError(
             errno.EEXIST, f"{path} holds files and is no checkpoint (it has no {MANIFEST}); choose another folder"
@@ -144,7 +141,7 @@ def check_is_checkpoint(path: Path) -> None:
 
 
 def _listed(folder: Path) -> set[str]:
-    """Return the names of the files in a folder that are ours: those that its manifest lists, and the manifest."""
+    """Return the names of the files that a save wrote: the manifest and the files that it lists."""
     try:
         manifest = manifest_of(folder)
     except DamagedCheckpoint:
@@ -155,23 +152,25 @@ def _listed(folder: Path) -> set[str]:
 def publish(
     temporary: Path, path: Path, written: Manifest, ours: Callable[[str], bool], only_checkpoints: bool = False
 ) -> None:
-    """Put a new folder in the place of `path`, unless `prepare` would raise an error.
+    """Replace the folder at `path` by a new one, unless `prepare` would raise an error.
 
-    Files of earlier saves whose names are `ours` go. All other files and folders, those of the user and those of other
-    saves, are in the new folder too. Folders and files keep their permissions.
+    Files of earlier saves with names that are `ours` are deleted. All other files and folders, the user's and other
+    saves', are carried over to the new folder. Folders and files keep their permissions.
     """
     with locked_folder(path.parent):
         _restore(path)
         _check_target(path, written, only_checkpoints)
-        before = (manifest_of(path) if path.is_dir() else None) or {}
-        kept = {name for name in before if name not in written and not ours(name) and os.path.lexists(path / name)}
+        old_manifest = (manifest_of(path) if path.is_dir() else None) or {}
+        carried_over = {
+            name for name in old_manifest if name not in written and not ours(name) and os.path.lexists(path / name)
+        }
         if path.is_dir():
-            for each in path.iterdir():
-                if each.name in kept or each.name not in {*before, MANIFEST}:
-                    _link(each, temporary / each.name)
+            for entry in path.iterdir():
+                if entry.name in carried_over or entry.name not in {*old_manifest, MANIFEST}:
+                    _link(entry, temporary / entry.name)
             _keep_modes(path, temporary, written)
         with atomic_file(temporary / MANIFEST, "w") as file:
-            json.dump({**{name: before[name] for name in kept}, **written}, file)
+            json.dump({**{name: old_manifest[name] for name in carried_over}, **written}, file)
         _keep_modes(path, temporary, [MANIFEST])
         if path.is_dir():
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
@@ -181,17 +180,18 @@ def publish(
         sync_folder(path.parent)
 
 
-def _keep_modes(before: Path, after: Path, names: Iterable[str]) -> None:
-    """Give files the permissions of the files that they replace; new names get those of the old manifest."""
+def _keep_modes(old_folder: Path, new_folder: Path, names: Iterable[str]) -> None:
+    """Give files the permissions of the files that they replace; new files get the old manifest's."""
     for name in names:
-        for old in (before / name, before / MANIFEST):
+        for old in (old_folder / name, old_folder / MANIFEST):
             if old.is_file():
-                os.chmod(after / name, stat.S_IMODE(old.stat().st_mode))
+                os.chmod(new_folder / name, stat.S_IMODE(old.stat().st_mode))
                 break
 
 
 def _exchange(temporary: Path, path: Path) -> None:
-    for _ in range(_TRIES):
+    """Rename the new folder to `path`, after moving an old folder to its backup."""
+    for _ in range(_ATTEMPTS):
         try:
             os.rename(temporary, path)
             return
@@ -199,7 +199,7 @@ def _exchange(temporary: Path, path: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 _restore(path)
                 raise
-        # A folder with something in it cannot be renamed to. Where there are no locks, others may do this as well.
+        # A rename cannot replace a folder that is not empty. Without locks, others may do the same at this moment.
         discard(backup_of(path), path)
         with contextlib.suppress(OSError):
             os.rename(path, backup_of(path))
@@ -207,7 +207,7 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file, a symbolic link or a folder a second name."""
+    """Link a file, a symbolic link or a folder to a second name."""
     if source.is_symlink():
         os.symlink(os.readlink(source), target)
     elif source.is_dir():
@@ -217,7 +217,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _link_file(source: Any, target: Any) -> Any:
-    """Give a file a second name, or copy it where the disk has no hard links."""
+    """Link a file to a second name, or copy it if the disk has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -226,12 +226,12 @@ def _link_file(source: Any, target: Any) -> Any:
 
 
 def discard(folder: Path, successor: Path | None) -> None:
-    """Remove a folder's files that are ours, and move the user's to its successor unless they are there already.
+    """Remove a folder's checkpoint files, and move the user's files to its successor unless it has newer ones.
 
-    Without a successor the user's files stay. What cannot be removed is left for a later save.
+    Without a successor the user's files stay. Files that cannot be removed are left for a later save.
     """
     with contextlib.suppress(OSError):
-        # The manifest last: without it nobody would know which of the other files are ours.
+        # The manifest goes last, because it says which of the other files are ours.
         for name in sorted(_listed(folder), key=MANIFEST.__eq__):
             (folder / name).unlink(missing_ok=True)
         if successor is not None:
@@ -240,25 +240,22 @@ def discard(folder: Path, successor: Path | None) -> None:
 
 
 def _move(folder: Path, successor: Path) -> None:
-    for each in folder.iterdir():
-        target = successor / each.name
-        if each.is_dir() and not each.is_symlink() and target.is_dir():
-            _move(each, target)
-            each.rmdir()
-        elif not os.path.lexists(target) or os.lstat(each).st_mtime_ns > os.lstat(target).st_mtime_ns:
-            os.replace(each, target)
+    for entry in folder.iterdir():
+        target = successor / entry.name
+        if entry.is_dir() and not entry.is_symlink() and target.is_dir():
+            _move(entry, target)
+            entry.rmdir()
+        elif not os.path.lexists(target) or os.lstat(entry).st_mtime_ns > os.lstat(target).st_mtime_ns:
+            os.replace(entry, target)
         else:
-            each.unlink()
-
-
-# Folders that are read ------------------------------------------------------------------------------------------------
+            entry.unlink()
 
 
 class Generation:
-    """A folder as it is at one moment, held open: a save that replaces it meanwhile changes nothing here.
+    """A snapshot of a folder, held open: a save that replaces the folder does not affect it.
 
-    `names` are all names in it. `manifest` is None for folders of other programs. At most 256 files
-    are held. Further ones are opened when they are read, which raises an error if the folder has been replaced.
+    `names` are all names in the folder. `manifest` is None for folders of other programs. At most 256 files are held
+    open. Others are opened when they are read, which raises an error if the folder has been replaced.
     """
 
     def __init__(self, path: Path, hold: Callable[[str], bool] = lambda name: True) -> None:
@@ -266,25 +263,25 @@ class Generation:
         self._held: dict[str, IO[bytes]] = {}
         self._descriptor = -1
         self.names: list[str] = []
-        for _ in range(_TRIES):
+        for _ in range(_ATTEMPTS):
             if self._open(hold):
                 return
             self.close()
         raise FileNotFoundError(f"there is no checkpoint {path}")
 
     def _open(self, hold: Callable[[str], bool]) -> bool:
-        """Open a folder and its files; return whether it is still the same folder then."""
+        """Open the folder and its files; return True if the folder was not replaced meanwhile."""
         self.folder = path_or_backup(self.path)
-        with contextlib.suppress(OSError):  # not on Windows; elsewhere it keeps the folder's number from being reused
+        with contextlib.suppress(OSError):  # fails on Windows; elsewhere it prevents reuse of the folder's inode number
             self._descriptor = os.open(self.folder, os.O_RDONLY)
         try:
             self._identity = _identity(self.folder)
             self.manifest = manifest_of(self.folder)
             self.names = sorted(os.listdir(self.folder))
-            wanted = self.names if self.manifest is None else sorted(self.manifest)
-            for name in [name for name in wanted if hold(name)][:_HELD]:
+            candidates = self.names if self.manifest is None else sorted(self.manifest)
+            for name in [name for name in candidates if hold(name)][:_MAX_OPEN_FILES]:
                 if (self.folder / name).is_file():
-                    with contextlib.suppress(OSError):  # an error when it is read
+                    with contextlib.suppress(OSError):  # raises when it is read
                         self._held[name] = os.fdopen(os.open(self.folder / name, os.O_RDONLY | _BINARY), "rb")
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -297,16 +294,16 @@ class Generation:
             return False
 
     def hold(self, names: Iterable[str]) -> None:
-        """Open more files, to stay open, up to the limit; raise an error if the folder has been replaced."""
+        """Hold more files open, up to the limit; raise an error if the folder has been replaced."""
         for name in names:
-            if name not in self._held and len(self._held) < _HELD:
+            if name not in self._held and len(self._held) < _MAX_OPEN_FILES:
                 with self.reading(name) as file:
-                    # Another descriptor: `reading` closes its own.
+                    # `reading` closes its own descriptor.
                     self._held[name] = os.fdopen(os.dup(file.fileno()), "rb")
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file of the folder, at its beginning."""
+        """Open a file of the folder at its beginning."""
         with contextlib.ExitStack() as opened:
             file = self._held.get(name)
             if file is None:
@@ -321,7 +318,7 @@ class Generation:
             yield file
 
     def check(self, names: Iterable[str] | None = None) -> None:
-        """Raise DamagedCheckpoint unless files, or all that the manifest lists, are those that were written."""
+        """Raise DamagedCheckpoint unless the given files, or all of the manifest, have the bytes that were written."""
         damaged = f"the checkpoint {self.path} is damaged"
         if self.manifest is None:
             raise DamagedCheckpoint(f"{damaged}: there is no {MANIFEST} in it")
@@ -355,5 +352,5 @@ class Generation:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    found = os.stat(folder)
-    return found.st_dev, found.st_ino
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino

@@ -1,8 +1,8 @@
-"""Files of checkpoints: one file, or a folder in the layout of Hugging Face, each there whole or not at all.
+"""Checkpoints in one file, or in a folder in the layout of Hugging Face, written atomically.
 
 model.safetensors.index.json               {"metadata": {"total_size": ...}, "weight_map": {name: file}}
 model-00001-of-00002.safetensors           tensors by name; pytorch_model-00001-of-00002.bin without safetensors
-pytorch_optim.bin.index.json               the same for the state of parameters, by their numbers
+pytorch_optim.bin.index.json               index of the optimizer state, by parameter number
 pytorch_optim_group.bin                    parameter groups, and the loss scale
 pytorch_optim-00001.bin
 """
@@ -25,42 +25,42 @@ from torch import Tensor
 from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
 from ..ops._host import HOST
 from ._damage import DamagedCheckpoint
-from ._files import check_file, opened, put, read, shapes_in
+from ._files import check_file, opened, read, shapes_in, write_state
 from ._folders import Generation, check_names, is_plain_name, prepare, publish, size_and_checksum
 from ._safetensors import ENDING as _SAFE
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
 _INDEX = ".index.json"
-# Bytes at the end of a file that hold the list of contents of an archive: some 100 for each tensor.
-_END = 1 << 18
+# Length of the end of a file that holds the archive's directory: about 100 bytes for each tensor.
+_TAIL_BYTES = 1 << 18
 
 
 def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
-    """Write one file, of safetensors or of `torch.save`."""
+    """Write one file, in the format of safetensors or of `torch.save`."""
     make_folder(path.parent)
     with replacing(path) as temporary:
-        put(_untied(state) if use_safetensors else state, temporary, use_safetensors)
+        write_state(_without_duplicates(state) if use_safetensors else state, temporary, use_safetensors)
 
 
-def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first name alone of each tensor that has several: the format has no two names for one tensor."""
+def _without_duplicates(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keep only the first name of each tensor, because the format cannot give one tensor two names."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    found = {}
+    unique = {}
     for name, tensor in state.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() == 0 or key not in seen:
-            found[name] = tensor.contiguous()
+            unique[name] = tensor.contiguous()
         seen.add(key)
-    return found
+    return unique
 
 
 def write_model(
     path: Path, state: dict[str, Tensor], prefix: str | None, size: int, use_safetensors: bool, config: Any
 ) -> None:
-    """Write a folder with a model, and with its configuration if it has one as those of transformers have."""
+    """Write a folder with a model, and with its configuration if it has `save_pretrained`, as in transformers."""
     name = _named(_SAFE_MODEL if use_safetensors else _MODEL, prefix)
-    state = _untied(state) if use_safetensors else state
+    state = _without_duplicates(state) if use_safetensors else state
     parts = list(_parts(state, size))
     stem, ending = name.rsplit(".", 1)
     names = [f"{stem}-{number:05d}-of-{len(parts):05d}.{ending}" for number in range(1, len(parts) + 1)]
@@ -69,7 +69,7 @@ def write_model(
 
     def fill(folder: Path) -> None:
         for part, file in zip(parts, names, strict=True):
-            put(part, folder / file, use_safetensors)
+            write_state(part, folder / file, use_safetensors)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total}, weight_map)
         if hasattr(config, "save_pretrained"):
             _write_config(config, folder, path)
@@ -78,7 +78,7 @@ def write_model(
 
 
 def _is_model(file: str) -> bool:
-    """Whether a file is a part of a model, whatever its prefix, or its index."""
+    """Return True if a file is a part or an index of a model, with any prefix."""
     return any(f"{name}-" in file or f"{name}." in file for name in ("pytorch_model", "model")) and file.endswith(
         (".bin", _SAFE, _INDEX)
     )
@@ -94,15 +94,15 @@ def write_optimizer(path: Path, state: dict[str, Any], prefix: str | None, size:
 
     def fill(folder: Path) -> None:
         for part, file in zip(parts, names, strict=True):
-            put(part, folder / file)
-        put({key: value for key, value in state.items() if key != "state"}, folder / groups)
+            write_state(part, folder / file)
+        write_state({key: value for key, value in state.items() if key != "state"}, folder / groups)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total, "param_groups": groups}, weight_map)
 
     _replace(path, [*names, groups, f"{name}{_INDEX}"], fill, _is_optimizer)
 
 
 def _is_optimizer(file: str) -> bool:
-    """Return whether a file is a part of an optimizer, whatever its prefix, or its index."""
+    """Return True if a file is a part or an index of an optimizer, with any prefix."""
     return "pytorch_optim" in file
 
 
@@ -117,7 +117,7 @@ def _bytes(value: Any) -> int:
 
 
 def _parts(state: dict[Any, Any], size: int) -> Iterator[dict[Any, Any]]:
-    """Pieces of at most `size` MB, or of one entry where that is larger; at least one."""
+    """Split a dict into parts of at most `size` MB, or of one larger entry; yield at least one part."""
     part: dict[Any, Any] = {}
     filled = 0
     for key, value in state.items():
@@ -135,23 +135,23 @@ def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str
 
 
 def _write_config(config: Any, folder: Path, target: Path) -> None:
-    """Write a model's configuration to `folder`, but for files that `target` has with the same content."""
-    before = {each.name for each in folder.iterdir()}
+    """Write a model's configuration to `folder`, without files that `target` already has with the same content."""
+    old_names = {file.name for file in folder.iterdir()}
     config.save_pretrained(folder)
-    for each in list(folder.iterdir()):
-        old = target / each.name
-        if each.name not in before and old.is_file() and filecmp.cmp(each, old, shallow=False):
+    for file in list(folder.iterdir()):
+        old = target / file.name
+        if file.name not in old_names and old.is_file() and filecmp.cmp(file, old, shallow=False):
             with contextlib.suppress(FileExistsError):
-                check_names(target, [each.name])
+                check_names(target, [file.name])
                 continue
-            each.unlink()
+            file.unlink()
 
 
 def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], ours: Callable[[str], bool]) -> None:
-    """Make a folder anew under another name, and put it in the place of the one that was there.
+    """Fill a new folder under a temporary name, and replace the old folder by it.
 
-    Files of earlier saves that are `ours` go. Everything else that was in the folder (an optimizer beside a model, a
-    tokenizer) is in the new one too. A file of the user's that has one of the `names` is an error.
+    Files of earlier saves that are `ours` are deleted. Everything else in the folder, such as an optimizer beside a
+    model or a tokenizer, is carried over. A user's file with one of the `names` is an error.
     """
     make_folder(path.parent)
     prepare(path, names)
@@ -165,11 +165,8 @@ def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], our
         publish(temporary, path, written, ours)
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
 class Checkpoint:
-    """A file, or one generation of a folder, held open: what is checked is what is read later."""
+    """A file or a snapshot of a folder, held open, so that the checked bytes are the bytes read later."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -188,7 +185,7 @@ class Checkpoint:
         self._closing.close()
 
     def files_of_model(self) -> list[str]:
-        """Return the files that a model is in, after all their bytes were checked."""
+        """Check all bytes of the files of a model, and return their names."""
         if self._folder is None:
             return self._checked([self.path.name])
         index = self._index((_SAFE_MODEL, _MODEL))
@@ -202,7 +199,7 @@ class Checkpoint:
         return self._checked(names)
 
     def files_of_optimizer(self) -> list[str]:
-        """Return the files that an optimizer's state is in, after all their bytes were checked."""
+        """Check all bytes of the files of an optimizer's state, and return their names."""
         if self._folder is None:
             return self._checked([self.path.name])
         index = self._index((_OPTIMIZER,))
@@ -212,32 +209,32 @@ class Checkpoint:
         return self._checked(_files_in(self.path, index, groups))
 
     def optimizer(self, files: list[str], threads: int) -> dict[str, Any]:
-        """Return the state of an optimizer that is in these files."""
-        found, *parts = self.parts(files, max(1, threads))
+        """Return the optimizer's state from these files."""
+        groups, *parts = self.parts(files, max(1, threads))
         if self._folder is None:
-            return found
-        return {**found, "state": {key: value for part in parts for key, value in part.items()}}
+            return groups
+        return {**groups, "state": {key: value for part in parts for key, value in part.items()}}
 
     def fingerprint(self, files: list[str]) -> int:
-        """Return a checksum of the beginnings and ends of files, where formats have the checksums of all the rest."""
+        """Return a checksum of the beginnings and ends of files, where the formats store checksums of the rest."""
         checksum = 0
         for name in files:
             with self._reading(name) as file:
-                for start in (0, max(0, os.fstat(file.fileno()).st_size - _END)):
+                for start in (0, max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES)):
                     file.seek(start)
-                    checksum = zlib.crc32(file.read(_END), checksum)
+                    checksum = zlib.crc32(file.read(_TAIL_BYTES), checksum)
         return checksum
 
     def shapes(self, files: list[str]) -> dict[Any, torch.Size | None]:
-        """Return the shapes of all tensors of files, by name; None for values that are no tensors."""
-        found: dict[Any, torch.Size | None] = {}
+        """Return the shapes of all tensors in the files by name; None for values that are not tensors."""
+        shapes: dict[Any, torch.Size | None] = {}
         for name in files:
             with self._reading(name) as file:
-                found.update(shapes_in(file, f"the checkpoint {self.path}: {name}"))
-        return found
+                shapes.update(shapes_in(file, f"the checkpoint {self.path}: {name}"))
+        return shapes
 
     def parts(self, files: list[str], threads: int) -> Iterator[Any]:
-        """Yield what files hold, one after the other, read by so many threads."""
+        """Yield the contents of the files in order, read by `threads` threads."""
         if threads == 1:
             yield from map(self._read, files)
             return
@@ -256,7 +253,7 @@ class Checkpoint:
             return read(file, f"the checkpoint {self.path}: {name}", map_location=HOST)
 
     def _checked(self, files: list[str]) -> list[str]:
-        """Raise DamagedCheckpoint unless files are whole: by the manifest, or by themselves where none lists them."""
+        """Raise DamagedCheckpoint unless files are intact, by the manifest or, if it lacks them, by themselves."""
         listed = (self._folder.manifest if self._folder is not None else None) or {}
         for name in files:
             if name in listed:
@@ -267,17 +264,17 @@ class Checkpoint:
         return files
 
     def _index(self, names: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return the index of a model or optimizer: the one that we wrote, else the first one; None without one."""
+        """Return the index of a model or optimizer, preferably the one that a save wrote, or None if there is none."""
         folder = self._generation()
         listed = folder.manifest or {}
-        found = [each for name in names for each in folder.names if each.endswith(f"{name}{_INDEX}")]
-        for name in sorted(found, key=lambda each: each not in listed)[:1]:
+        candidates = [file for name in names for file in folder.names if file.endswith(f"{name}{_INDEX}")]
+        for name in sorted(candidates, key=lambda file: file not in listed)[:1]:
             if name in listed:
                 folder.check([name])
             damaged = f"the checkpoint {self.path} is damaged: {name}"
             try:
-                with folder.reading(name) as file:
-                    index = json.loads(file.read())
+                with folder.reading(name) as opened_file:
+                    index = json.loads(opened_file.read())
                 files = _files_in(self.path, index)
             except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
                 raise DamagedCheckpoint(f"{damaged} in it is no index: {type(error).__name__}: {error}") from error
@@ -288,12 +285,12 @@ class Checkpoint:
 
 
 def _is_part(name: str) -> bool:
-    """Return whether a file may be a part of a model or of an optimizer."""
+    """Return True if a file may be a part of a model or of an optimizer."""
     return name.endswith((".bin", _SAFE, _INDEX))
 
 
 def _files_in(path: Path, index: Any, *others: Any) -> list[str]:
-    """Return the files that an index names, each once; raise DamagedCheckpoint for one outside of its folder."""
+    """Return the files that an index names, each once; raise DamagedCheckpoint if one is outside its folder."""
     files = list(dict.fromkeys([*others, *index["weight_map"].values()]))
     for name in files:
         if not is_plain_name(name):

@@ -1,6 +1,6 @@
-"""Reading a folder of `torch.distributed.checkpoint` without running anything that is in it.
+"""Reading of `torch.distributed.checkpoint` folders without executing anything that they contain.
 
-Its file `.metadata` is a pickle, and so is every value in it that is no tensor. PyTorch reads both with the unpickler
+The file `.metadata` is a pickle, and so is every saved value that is not a tensor. PyTorch reads both with an unpickler
 that calls whatever they name.
 """
 
@@ -32,9 +32,10 @@ _CLASSES: tuple[type, ...] = (
     metadata.TensorStorageMetadata,
     metadata._MEM_FORMAT_ENCODING,
 )
-# What metadata may name: records, which call nothing, and plain values of PyTorch. Python has moved its paths.
+# Objects that metadata may name: records, which call nothing, and plain values of PyTorch. Python moved its path
+# classes.
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(each.__module__, each.__name__): each for each in _CLASSES},
+    **{(record.__module__, record.__name__): record for record in _CLASSES},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{
         (module, name): pathlib.PurePath
@@ -47,7 +48,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
-    """Python's in Python: the one in C would let a pickle set attributes of the classes that it names."""
+    """Python's pure-Python unpickler: the C version would let a pickle set attributes of the classes that it names."""
 
     def load_build(self) -> None:
         target = self.stack[-2]  # type: ignore[attr-defined]
@@ -65,41 +66,42 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
 
 
 def checked_metadata(generation: Generation) -> metadata.Metadata:
-    """Return what a folder holds, by name.
+    """Return the metadata of a folder.
 
-    Raises `DamagedCheckpoint` unless the metadata is nothing but metadata, of files that the manifest lists.
+    Raises `DamagedCheckpoint` unless the metadata has only permitted objects and only names files that the manifest
+    lists.
     """
     listed = generation.manifest or {}
     others: set[Any] = {METADATA} - set(listed)
     try:
         if not others:
-            found = metadata_of(generation)
-            others = {info.relative_path for info in found.storage_data.values()} - set(listed)
+            content = metadata_of(generation)
+            others = {info.relative_path for info in content.storage_data.values()} - set(listed)
     except Exception as error:  # a pickle can fail in any way
         reason = f"{type(error).__name__}: {error}"
     else:
         if not others:
-            return found
+            return content
         reason = f"{METADATA} names files that {MANIFEST} does not list: {sorted(map(str, others))[:3]}"
     raise DamagedCheckpoint(f"the checkpoint {generation.path} is damaged: {reason}")
 
 
 def metadata_of(generation: Generation) -> metadata.Metadata:
-    """Return what a folder holds, by name."""
+    """Return the metadata of a folder."""
     with generation.reading(METADATA) as file:
-        found = _Unpickler(file).load()
-    if not isinstance(found, metadata.Metadata):
-        raise pickle.UnpicklingError(f"{METADATA} holds a {type(found).__name__}")
-    return found
+        contents = _Unpickler(file).load()
+    if not isinstance(contents, metadata.Metadata):
+        raise pickle.UnpicklingError(f"{METADATA} holds a {type(contents).__name__}")
+    return contents
 
 
 class Reader(FileSystemReader):
-    """PyTorch's reader for the files of one generation of a folder, with the metadata read as above, once."""
+    """PyTorch's reader for the files of one `Generation`; the metadata is read once, by the restricted unpickler."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(generation.folder)
         self.generation = generation
-        self.found = metadata_of(generation)
+        self.contents = metadata_of(generation)
         self.fs = _Files(generation)
 
     def __enter__(self) -> Reader:
@@ -109,28 +111,28 @@ class Reader(FileSystemReader):
         self.generation.close()
 
     def read_metadata(self, *_: Any, **__: Any) -> metadata.Metadata:
-        if getattr(self.found, "storage_meta", None) is None:
-            self.found.storage_meta = metadata.StorageMeta()
-        self.found.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        return self.found
+        if getattr(self.contents, "storage_meta", None) is None:
+            self.contents.storage_meta = metadata.StorageMeta()
+        self.contents.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return self.contents
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open the files that are needed, and look through values that are no tensors.
+        """Open the needed files, and check values that are not tensors.
 
         All processes do this before any of them changes a tensor, and raise together.
         """
-        places = [(item, self.storage_data[item.storage_index]) for item in plan.items]
-        self.generation.hold(place.relative_path for _, place in places)
-        for item, place in places:
-            if item.type == LoadItemType.BYTE_IO and not getattr(place, "transform_descriptors", None):
-                with self.generation.reading(place.relative_path) as file:
-                    file.seek(place.offset)
-                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        locations = [(item, self.storage_data[item.storage_index]) for item in plan.items]
+        self.generation.hold(location.relative_path for _, location in locations)
+        for item, location in locations:
+            if item.type == LoadItemType.BYTE_IO and not getattr(location, "transform_descriptors", None):
+                with self.generation.reading(location.relative_path) as file:
+                    file.seek(location.offset)
+                    torch.load(io.BytesIO(file.read(location.length)), weights_only=True)
         return super().prepare_local_plan(plan)
 
 
 class _Files(filesystem.FileSystem):
-    """The files of a generation, in the place of PyTorch's access by path."""
+    """Access to the files of a generation, instead of PyTorch's access by path."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__()
@@ -143,25 +145,25 @@ class _Files(filesystem.FileSystem):
 
 
 class Planner(DefaultLoadPlanner):
-    """PyTorch's, which is given values that are no tensors only after they were read without running anything.
+    """PyTorch's load planner; it only gets values that are not tensors after they were read safely.
 
-    It reads the boxes of a `Split`, too.
+    It also reads the boxes of a `Split`.
     """
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # PyTorch puts None in the place of what it does not know.
+        # PyTorch replaces values of unknown types by None.
         splits = {key: state_dict.pop(key) for key, value in list(state_dict.items()) if isinstance(value, Split)}
         super().set_up_planner(state_dict, *args, **kwargs)
         state_dict.update(splits)
         self.state_dict.update(splits)
 
     def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        found = self.state_dict[index.fqn]
-        return found.to_read(index) if isinstance(found, Split) else super().lookup_tensor(index)
+        value = self.state_dict[index.fqn]
+        return value.to_read(index) if isinstance(value, Split) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         plain = torch.load(value, weights_only=True)
-        ours = io.BytesIO()
-        torch.save(plain, ours)
-        ours.seek(0)
-        super().load_bytes(read_item, ours)
+        safe = io.BytesIO()
+        torch.save(plain, safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)

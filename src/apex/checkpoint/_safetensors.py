@@ -1,15 +1,15 @@
-"""Files in the format of safetensors, with a checksum of everything that is in them.
+"""Files in the safetensors format, with a checksum of their whole content.
 
     8 bytes             the length of the header, little-endian
     header              JSON: {"__metadata__": {...}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     data                the bytes of all tensors, one after the other
 
-The file is written and read here, not by the package safetensors: that package writes to a file of its own and renames
-it, so that neither a lock on the file nor a flush would reach the data, and it reads files by name alone, which may
-belong to a newer checkpoint a moment later.
+This module does not use the safetensors package. That package writes to a file of its own and renames it, so neither a
+lock on the file nor a flush would reach the data. It also reads files only by name, and the name may belong to a newer
+checkpoint a moment later.
 
-`__metadata__` holds the CRC-32 of the header, with zeros in the place of the checksum, followed by the data. Files of
-other programs have none; only their structure is checked.
+`__metadata__` holds the CRC-32 of the header, with zeros in place of the checksum, followed by the data. Files of other
+programs have no checksum; only their structure is checked.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Two entries of `__metadata__`: a bit that flips in the name of one leaves the other, which then lacks its partner.
+# Two entries of `__metadata__`: if a bit flips in one name, the other entry reveals that its partner is missing.
 _WRITER, _CHECKSUM = "apex_format", "apex_crc32"
-_UNKNOWN = "00000000"
-# The package safetensors refuses longer headers, too.
+_NO_CHECKSUM = "00000000"
+# The safetensors package also refuses longer headers.
 _LONGEST_HEADER = 100_000_000
 _BLOCK = 1 << 22
 
@@ -62,9 +62,9 @@ def write(file: IO[bytes], state: dict[str, Tensor]) -> None:
         if not isinstance(tensor, Tensor) or tensor.dtype not in _NAMES:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(f"{name} is of {kind}, which safetensors cannot hold; use use_safetensors=False")
-    # Larger elements first: every tensor then starts at a multiple of its element's size, as readers that map need.
+    # Larger elements first: every tensor then starts at a multiple of its element size, which memory-mapping needs.
     names = sorted(state, key=lambda name: (-state[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", _WRITER: "1", _CHECKSUM: _UNKNOWN}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _WRITER: "1", _CHECKSUM: _NO_CHECKSUM}}
     start = 0
     for name in names:
         tensor = state[name]
@@ -78,7 +78,7 @@ def write(file: IO[bytes], state: dict[str, Tensor]) -> None:
         for block in _bytes_of(state[name]):
             checksum = zlib.crc32(block, checksum)
     file.write(len(text).to_bytes(8, "little"))
-    file.write(text.replace(_UNKNOWN.encode(), f"{checksum:08x}".encode(), 1))
+    file.write(text.replace(_NO_CHECKSUM.encode(), f"{checksum:08x}".encode(), 1))
     for name in names:
         for block in _bytes_of(state[name]):
             file.write(block)
@@ -86,21 +86,21 @@ def write(file: IO[bytes], state: dict[str, Tensor]) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in the host's memory, block by block."""
+    """Yield the bytes of a host tensor in blocks."""
     if tensor.numel():
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         for start in range(0, len(flat), _BLOCK):
             yield flat[start : start + _BLOCK].data
 
 
-def is_one(file: IO[bytes]) -> bool:
-    """Return whether a file is in this format: it begins with a length and a brace."""
+def is_safetensors(file: IO[bytes]) -> bool:
+    """Return True if a file has this format: a length, then a brace."""
     file.seek(0)
     return file.read(9)[8:] == b"{"
 
 
 def check(file: IO[bytes], name: str) -> None:
-    """Raise DamagedCheckpoint unless the bytes of the file called `name` are those that were written."""
+    """Raise DamagedCheckpoint unless the file, called `name` in errors, has the bytes that were written."""
     text, header = _header(file, name)
     notes = header.get("__metadata__") or {}
     if _WRITER not in notes and _CHECKSUM not in notes:
@@ -108,7 +108,7 @@ def check(file: IO[bytes], name: str) -> None:
     expected = str(notes.get(_CHECKSUM))
     if _WRITER not in notes or not re.fullmatch("[0-9a-f]{8}", expected):
         raise DamagedCheckpoint(f"{name} is damaged: its checksum is not readable")
-    checksum = zlib.crc32(text.replace(expected.encode(), _UNKNOWN.encode(), 1))
+    checksum = zlib.crc32(text.replace(expected.encode(), _NO_CHECKSUM.encode(), 1))
     while block := file.read(_BLOCK):
         checksum = zlib.crc32(block, checksum)
     if f"{checksum:08x}" != expected:
@@ -121,17 +121,17 @@ def shapes(file: IO[bytes], name: str) -> dict[str, torch.Size]:
 
 
 def read(file: IO[bytes], name: str) -> dict[str, Tensor]:
-    """Return the tensors of the file called `name`, in the host's memory."""
+    """Return the tensors of the file called `name`, in host memory."""
     text, header = _header(file, name)
-    found = {}
+    tensors = {}
     for key, entry in _entries(header):
         start, stop = entry["data_offsets"]
         content = torch.empty(stop - start, dtype=torch.uint8, device=HOST)
         file.seek(8 + len(text) + start)
         if stop > start and file.readinto(content.numpy()) != stop - start:  # type: ignore[attr-defined]
             raise DamagedCheckpoint(f"{name} is damaged: it ends in the middle of {key}")
-        found[key] = content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return found
+        tensors[key] = content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
 
 
 def _entries(header: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -139,7 +139,7 @@ def _entries(header: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _header(file: IO[bytes], name: str) -> tuple[bytes, dict[str, Any]]:
-    """Return the header as it is in the file, and what it says; the file is then at the beginning of the data."""
+    """Return the header as bytes and parsed; the file position is then the start of the data."""
     try:
         size = os.fstat(file.fileno()).st_size
         file.seek(0)
@@ -149,13 +149,13 @@ def _header(file: IO[bytes], name: str) -> tuple[bytes, dict[str, Any]]:
         text = file.read(length)
         header = json.loads(text, object_pairs_hook=_unique)
         notes = header.get("__metadata__")
-        if notes is not None and not all(isinstance(each, str) for each in notes.values()):
+        if notes is not None and not all(isinstance(number, str) for number in notes.values()):
             raise ValueError("__metadata__ in it holds something other than strings")
         end = 0
         for key, entry in sorted(_entries(header), key=lambda item: item[1]["data_offsets"]):
             dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
             start, stop = entry["data_offsets"]
-            if not all(type(each) is int and each >= 0 for each in (*shape, start, stop)) or start != end:
+            if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)) or start != end:
                 raise ValueError(f"{key} in it has shape {shape} and bytes {start} to {stop} after {end}")
             if stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{key} in it has shape {shape} and {stop - start} bytes")
@@ -169,7 +169,7 @@ def _header(file: IO[bytes], name: str) -> tuple[bytes, dict[str, Any]]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of the pairs; raise ValueError if a name occurs twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a name occurs twice in its header")
-    return found
+    return entries

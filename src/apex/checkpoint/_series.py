@@ -1,4 +1,4 @@
-"""The checkpoints of a run: a folder with the last few of them."""
+"""Series of checkpoints of a run: a folder with the last few checkpoints."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ..ops._checks import integer
 from ._damage import DamagedCheckpoint
 from ._files import load, save, verify
-from ._folders import backup_of, discard, holds_others, is_checkpoint, path_or_backup, restore_backup
+from ._folders import backup_of, discard, has_user_files, is_checkpoint, path_or_backup, restore_backup
 from ._ranks import from_first, is_first
 from ._sharded import save_sharded
 
-# What `Series.path_of` gives: anything else in the folder is somebody else's.
+# Names that `Series.path_of` makes; other files in the folder are not touched.
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint of a `Series` that is whole, or None.
+    """Return the newest intact checkpoint of a `Series`, or None.
 
-    Reads all of it, and of damaged ones after it. It looks for itself: in several processes use `Series.latest`.
+    Reads it completely, and newer damaged ones too. Each process looks on its own: in several processes use
+    `Series.latest`.
     """
     return _latest(Path(folder), None)
 
@@ -39,25 +40,26 @@ def _latest(folder: Path, sharded: bool | None) -> Path | None:
 
 
 def _steps(folder: Path, sharded: bool | None) -> list[tuple[int, Path]]:
-    """Steps and their checkpoints: files, or with `sharded` folders; both if that is None."""
+    """Return (step, path) of each checkpoint: files, or folders if `sharded`, or both if it is None."""
     if not folder.is_dir():
         return []
     paths = {path: path for path in folder.iterdir()} | {path: path_or_backup(path) for path in _replaced(folder)}
-    found = [(match, path) for name, path in paths.items() if (match := _NAME.fullmatch(name.name))]
-    return sorted((int(match[1]), path) for match, path in found if sharded in (None, match[2] is None))
+    matches = [(match, path) for name, path in paths.items() if (match := _NAME.fullmatch(name.name))]
+    return sorted((int(match[1]), path) for match, path in matches if sharded in (None, match[2] is None))
 
 
 def _replaced(folder: Path) -> list[Path]:
-    """Names of checkpoints that were moved away for new ones of the same step."""
+    """Return the paths of checkpoints that were moved away for new ones of the same step."""
     ending = backup_of(folder / "step-").name.removeprefix(".step-")
     return [path.with_name(path.name[1:].removesuffix(ending)) for path in folder.glob(f".step-*{ending}")]
 
 
 class Series:
-    """Checkpoints of one run in a folder, by step; of those up to the one just saved `keep` stay, all if it is None.
+    """Checkpoints of one run in a folder, by step; the newest `keep` up to the one just saved stay (None: all).
 
-    A checkpoint is a file that rank 0 writes, or with `sharded` a folder to which all processes write their parts.
-    Threads may save at once. Of several runs in one folder each removes what is too old by its own count.
+    A checkpoint is a file that rank 0 writes or, with `sharded`, a folder to which all processes write their parts.
+    Several threads may save at the same time. Each of several runs in one folder removes old checkpoints by its own
+    count.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
@@ -69,13 +71,14 @@ class Series:
         self.sharded = sharded
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path of the checkpoint of a step, whether or not it exists."""
         return self.folder / f"step-{integer('step', step):08d}{'' if self.sharded else '.pt'}"
 
     def save(self, state: Any, step: int, *, wait: bool = False) -> Path:
-        """Writes the checkpoint of a step, in all processes alike; then removes those that are too old.
+        """Write the checkpoint of a step, then remove old ones; all processes call it.
 
-        Processes other than rank 0 go on at once unless told to `wait`; those of a sharded one always wait.
+        Processes other than rank 0 continue at once unless `wait` is given. For a sharded checkpoint all processes
+        wait.
         """
         step = integer("step", step)
         if step < 0:
@@ -90,50 +93,53 @@ class Series:
         return path
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole, or None: what rank 0 finds, in all processes, which must all call it."""
-        found: Path | None = None
+        """Return the newest intact checkpoint that rank 0 finds, or None; all processes must call it."""
+        newest: Path | None = None
         failure: Exception | None = None
         if is_first():
             try:
-                found = _latest(self.folder, self.sharded)
-            except Exception as error:  # a folder that may not be read, say; the others would wait
+                newest = _latest(self.folder, self.sharded)
+            except Exception as error:  # for example a folder that may not be read; the other processes would wait
                 failure = error
-        found, failure = from_first((found, failure))
+        newest, failure = from_first((newest, failure))
         if failure is not None:
             raise failure
-        return found
+        return newest
 
     def load(self, *, map_location: Any = None, weights_only: bool = True) -> Any:
-        """What the newest whole checkpoint holds, None without one; `load_sharded(state, latest())` if sharded."""
+        """Return the content of the newest intact checkpoint, or None.
+
+        If sharded, use `load_sharded(state, latest())` instead.
+        """
         if self.sharded:
             raise TypeError("a sharded checkpoint is loaded into tensors that exist: load_sharded(state, latest())")
         path = self.latest()
         return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
 
     def _tidy(self, step: int) -> None:
-        """Removes checkpoints that are too old; newer ones than `step`, and those being written, stay."""
+        """Remove old checkpoints; newer ones than `step`, and those being written, stay."""
         for path in _replaced(self.folder):
             restore_backup(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):
             remove_if_left_behind(path)
         if self.keep is not None:
-            steps = [each for each in _steps(self.folder, self.sharded) if each[0] <= step]
+            steps = [item for item in _steps(self.folder, self.sharded) if item[0] <= step]
             for _, path in steps[: -self.keep]:
                 _remove(path)
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint; files in its folder that no save wrote stay, under its name."""
+    """Remove a checkpoint; files in its folder that no save wrote stay there."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
     if not is_checkpoint(path):
         return
-    if holds_others(path):
+    if has_user_files(path):
         discard(path, None)
         return
-    # A folder goes in steps: under its own name it is whole or not there.
-    doomed = temporary_beside(path)
+    # Removal takes several steps, so the folder is renamed first: under its own name it is complete or absent.
+    removed = temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):  # another thread was faster
-        os.rename(path, doomed)
-    discard(doomed, None)
+        os.rename(path, removed)
+    discard(removed, None)

@@ -1,4 +1,4 @@
-"""A checkpoint that is a folder, in the format of `torch.distributed.checkpoint`: each process writes what it has."""
+"""Checkpoints in a folder in the format of `torch.distributed.checkpoint`: each process writes its own part."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from .._atomic import make_folder, unfinished_folder
-from .._failures import explained
+from .._distributed.collectives import gather_objects
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
 from ._folders import METADATA, Generation, prepare, publish, size_and_checksum
@@ -23,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes `state` to a folder that all processes see; called in all of them, and returns when it is there.
+    """Write `state` to a folder on a shared disk; all processes call it, and it returns when the folder is complete.
 
-    Each writes its part of sharded tensors. The folder is written under another name, with the lengths and checksums
-    of its files, and renamed when all is on the disk. An older checkpoint at `path` is replaced; files in it that no
-    save wrote stay. A folder with files that is no checkpoint raises FileExistsError.
+    Each process writes its part of sharded tensors. The folder is written under a temporary name, with a manifest of
+    lengths and checksums, and renamed when everything is on the disk. An older checkpoint at `path` is replaced; files
+    in it that no save wrote stay. A folder with files that is not a checkpoint raises FileExistsError.
     """
     from torch.distributed import checkpoint
 
@@ -35,51 +33,49 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
 
     path = Path(path)
     failed = f"the checkpoint {path} could not be written"
-    # Rank 0 holds the folder, and removes it if anything fails.
-    with contextlib.ExitStack() as held:
+    # Rank 0 owns the folder, and removes it if anything fails.
+    with contextlib.ExitStack() as stack:
         temporary: Path | None = None
         with raising_everywhere(failed):
             if is_first():
                 make_folder(path.parent)
                 prepare(path, [METADATA, f"__{this_rank()}_0.distcp"], only_checkpoints=True)
-                temporary = held.enter_context(unfinished_folder(path))
+                temporary = stack.enter_context(unfinished_folder(path))
         temporary = Path(from_first(temporary))
-        facts: dict[str, tuple[int, int]] = {}
+        checksums: dict[str, tuple[int, int]] = {}
         with raising_everywhere(failed, temporary), _without_warning_of_one_process():
             checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
-            facts = {
+            checksums = {
                 name: size_and_checksum(temporary / name)
                 for name in _names(temporary)
                 if _writer_of(name) == this_rank()
             }
-        everything = [facts]
-        if is_connected():
-            everything = [{}] * dist.get_world_size()
-            with explained("gathering what all ranks have written"):
-                dist.all_gather_object(everything, facts)
+        checksums_by_rank = gather_objects(checksums, "gathering what all ranks have written")
         with raising_everywhere(failed):
             if is_first():
-                written = {name: fact for each in everything for name, fact in each.items()}
+                written = {
+                    name: checksum for rank_checksums in checksums_by_rank for name, checksum in rank_checksums.items()
+                }
                 publish(temporary, path, written, _is_part, only_checkpoints=True)
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Fills the tensors of `state` from a folder of `save_sharded`, whatever number of processes wrote it.
+    """Fill the tensors of `state` from a folder of `save_sharded`, written by any number of processes.
 
-    Called in all processes. Before anything is changed it raises, in all, `FileNotFoundError` if there is none, and
-    `DamagedCheckpoint` if it is not whole, or its metadata holds anything but that. Nothing in it is run: values that
-    are no tensors may be what `torch.load` takes with `weights_only=True`. It raises a RuntimeError if there is
-    anything else, or if `state` does not fit, before `state` is changed.
+    All processes call it. All of them raise `FileNotFoundError` if the folder is missing, and `DamagedCheckpoint` if it
+    is damaged or its metadata has anything else than metadata. Nothing in it is executed: values that are not tensors
+    must be readable by `torch.load(weights_only=True)`. Raises a RuntimeError if they are not, or if `state` does not
+    fit. All errors come before `state` is changed.
     """
-    with checked(path) as reader:
+    with open_checked(path) as reader:
         fill(state, reader)
 
 
-def checked(path: str | os.PathLike[str]) -> Reader:
-    """Return what reads a checkpoint, after all of it was checked; raise in all processes as `load_sharded` says.
+def open_checked(path: str | os.PathLike[str]) -> Reader:
+    """Check a checkpoint completely and return a reader of it; raise in all processes as `load_sharded` says.
 
-    Rank 0 holds the files of the folder open. Other ranks open those that they need before any rank changes a tensor,
-    and raise an error if the folder is no longer the one that rank 0 has checked.
+    Rank 0 holds the files of the folder open. Other ranks open the files that they need before any rank changes a
+    tensor, and raise an error if the folder is no longer the one that rank 0 has checked.
     """
     from ._reading import Reader, checked_metadata
 
@@ -108,7 +104,7 @@ def checked(path: str | os.PathLike[str]) -> Reader:
 
 
 def fill(state: dict[str, Any], reader: Reader) -> None:
-    """Reads what `state` names; called in all processes."""
+    """Read the entries that `state` names into it; all processes call it."""
     from torch.distributed import checkpoint
 
     from ._reading import Planner
@@ -118,25 +114,25 @@ def fill(state: dict[str, Any], reader: Reader) -> None:
 
 
 @contextlib.contextmanager
-def raising_everywhere(what: str, written_to: Path | None = None) -> Iterator[None]:
-    """Raises in all processes what goes wrong inside in any of them."""
+def raising_everywhere(description: str, written_to: Path | None = None) -> Iterator[None]:
+    """Raise in all processes if the block fails in any of them."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     failure: BaseException | None = None
     try:
         yield
-    except CheckpointException as error:  # of all ranks, and no Exception: it would end a loop that goes on after one
+    except CheckpointException as error:  # not an Exception, which a user's loop may expect
         failure = error.failures[this_rank()][0] if this_rank() in error.failures else None
     except Exception as error:
         failure = error
     if written_to is not None and isinstance(failure, RuntimeError):
         failure = disk_error(written_to) or failure
-    raise_everywhere(failure, what)
+    raise_everywhere(failure, description)
 
 
 @contextlib.contextmanager
 def _without_warning_of_one_process() -> Iterator[None]:
-    """PyTorch warns a process that saves alone."""
+    """Suppress PyTorch's warning to a process that saves alone."""
     with warnings.catch_warnings():
         if not is_connected():
             warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
@@ -148,11 +144,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def _writer_of(name: str) -> int:
-    """Files are called __RANK_NUMBER.distcp; that of all, .metadata, is rank 0's."""
+    """Return the rank that writes a file named __RANK_NUMBER.distcp; .metadata is rank 0's."""
     parts = name.split("_")
     return int(parts[2]) if name.startswith("__") and parts[2].isdigit() else 0
 
 
 def _is_part(name: str) -> bool:
-    """Return whether a file of this name is part of a sharded checkpoint."""
+    """Return True if a file of this name is part of a sharded checkpoint."""
     return name == METADATA or (name.startswith("__") and name.endswith(".distcp"))

@@ -1,4 +1,4 @@
-"""A tensor of which this process has some boxes, for `torch.distributed.checkpoint`."""
+"""Tensors whose boxes are spread over processes, for `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Split:
-    """Boxes of a whole tensor of shape `whole`: where each begins in it, and its elements, a view of any strides.
+    """A set of boxes of a tensor of shape `whole`: the offsets of each box, and its elements as a view of any strides.
 
-    The boxes that all processes write must fill the whole; one that several have is written once. Some of the methods
-    are what PyTorch asks an object for that it is to save.
+    The boxes that all processes write must fill the whole; a box that several processes have is written once. Some
+    methods implement PyTorch's protocol for objects that it saves.
     """
 
     def __init__(self, whole: Sequence[int], dtype: torch.dtype) -> None:
@@ -25,19 +25,19 @@ class Split:
         self.boxes: list[tuple[torch.Size, Tensor]] = []
 
     def add(self, boxes: Iterable[tuple[Sequence[int], Tensor]]) -> None:
-        """More boxes; those that are only read may overlap others."""
+        """Add boxes; boxes that are only read may overlap others."""
         self.boxes += [(torch.Size(offsets), view) for offsets, view in boxes]
 
     def size(self) -> torch.Size:
-        """The shape of the whole."""
+        """Return the shape of the whole tensor."""
         return self.whole
 
     def to_write(self, index: MetadataIndex) -> Tensor:
-        """The box at an offset."""
+        """Return the box at an offset."""
         return next(view for offsets, view in self.boxes if offsets == index.offset)
 
     def to_read(self, index: MetadataIndex) -> Tensor:
-        """The box of a number."""
+        """Return the box with an index."""
         assert index.index is not None
         return self.boxes[index.index][1]
 
@@ -57,8 +57,8 @@ class Split:
 
 
 class SavePlanner(DefaultSavePlanner):
-    """PyTorch's, which looks for boxes in tensors alone."""
+    """PyTorch's save planner, extended to find the boxes of a `Split`."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.to_write(index) if isinstance(found, Split) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.to_write(index) if isinstance(value, Split) else super().lookup_object(index)

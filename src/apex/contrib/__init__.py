@@ -17,6 +17,7 @@ __getattr__, __dir__ = lazy_subpackages(
         "groupbn",
         "index_mul_2d",
         "layer_norm",
+        "llm_losses",
         "multihead_attn",
         "nccl_allocator",
         "nccl_p2p",

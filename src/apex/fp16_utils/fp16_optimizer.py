@@ -201,10 +201,10 @@ class FP16_Optimizer:
             for _ in range(_ATTEMPTS):
                 if not self.overflow:
                     return loss
-                before = self.loss_scale
-                maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {before}")
+                old_scale = self.loss_scale
+                maybe_print(f"Gradient overflow in a closure.  Calling it again with loss scale {old_scale}")
                 loss = closure()
-                if self.overflow and (self.loss_scale == before or not _is_finite(loss)):
+                if self.overflow and (self.loss_scale == old_scale or not _is_finite(loss)):
                     break
             raise RuntimeError(
                 f"gradients in the closure still overflow with loss scale {self.loss_scale}, and a lower one does not "
@@ -291,13 +291,13 @@ def _is_finite(loss: Any) -> bool:
     return value is None or math.isfinite(value)
 
 
-def _rescale(params: list[Tensor], present: float | None, wanted: float) -> float:
-    """Multiply gradients of scale `present` so that they have scale `wanted`, and return `wanted`."""
-    if present is not None and present != wanted:
+def _rescale(params: list[Tensor], current: float | None, target: float) -> float:
+    """Multiply gradients of scale `current` so that they have scale `target`, and return `target`."""
+    if current is not None and current != target:
         gradients = _gradients(params)
         if gradients:
-            scale_tensors(gradients, gradients, wanted / present)
-    return wanted
+            scale_tensors(gradients, gradients, target / current)
+    return target
 
 
 def _check_types(optimizer: Any) -> None:

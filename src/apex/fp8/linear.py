@@ -52,6 +52,7 @@ def linear(
 
 
 def check_scaling(scaling: str) -> None:
+    """Raise a ValueError unless `scaling` is one of SCALINGS."""
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
 
@@ -72,34 +73,34 @@ class _Float8Product(torch.autograd.Function):
         dtype: torch.dtype,
         compiling: bool,
     ) -> Tensor:
-        ctx.dtypes, ctx.history, ctx.how = (input.dtype, weight.dtype), history, (by_row, compiling)
+        ctx.dtypes, ctx.history, ctx.options = (input.dtype, weight.dtype), history, (by_row, compiling)
         number, _ = float8.formats(input.device)
-        copy, turned, inverse, turned_inverse = _cast(input, 0, history, number, by_row, compiling)
-        weight_copy, weight_turned, weight_inverse, weight_turned_inverse = _cast(
+        copy, transposed, inverse, transposed_inverse = _cast(input, 0, history, number, by_row, compiling)
+        weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = _cast(
             weight, 1, history, number, by_row, compiling
         )
         ctx.save_for_backward(
-            turned if ctx.needs_input_grad[1] else None,
-            turned_inverse,
-            weight_turned if ctx.needs_input_grad[0] else None,
-            weight_turned_inverse,
+            transposed if ctx.needs_input_grad[1] else None,
+            transposed_inverse,
+            weight_transposed if ctx.needs_input_grad[0] else None,
+            weight_transposed_inverse,
         )
         return float8.product(copy, weight_copy, inverse, weight_inverse, dtype, quick=True)
 
     @staticmethod
     @_library.once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
-        turned, turned_inverse, weight_turned, weight_turned_inverse = ctx.saved_tensors
+        transposed, transposed_inverse, weight_transposed, weight_transposed_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
-        by_row, compiling = ctx.how
+        by_row, compiling = ctx.options
         # With a scale per row, e4m3 has enough range, and half the error of e5m2.
         dtype = float8.formats(dy.device)[0 if by_row else 1]
-        copy, dy_turned, inverse, dy_turned_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
+        copy, dy_transposed, inverse, dy_transposed_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
         dinput = dweight = None
-        if weight_turned is not None:
-            dinput = float8.product(copy, weight_turned, inverse, weight_turned_inverse, input_dtype)
-        if turned is not None:
-            dweight = float8.product(dy_turned, turned, dy_turned_inverse, turned_inverse, weight_dtype)
+        if weight_transposed is not None:
+            dinput = float8.product(copy, weight_transposed, inverse, weight_transposed_inverse, input_dtype)
+        if transposed is not None:
+            dweight = float8.product(dy_transposed, transposed, dy_transposed_inverse, transposed_inverse, weight_dtype)
         return dinput, dweight, None, None, None, None
 
 
@@ -110,12 +111,12 @@ def _cast(
     matrix = matrix.contiguous()
     amax = float8.amax(matrix, by_row, compiling)
     if history is not None:
-        now, before = amax.amax(), history[role].amax()
-        # A step that overflows must show it, and must not be stored.
-        known = now.isfinite() & (before > 0)
-        kept = torch.where(now.isfinite(), now, before)
-        amax = torch.where(known, before, now).reshape(1)
-        history[role].copy_(torch.cat((kept.reshape(1), history[role, :-1])))
+        current, earlier = amax.amax(), history[role].amax()
+        # An overflow must reach the product, and must not be stored.
+        uses_earlier = current.isfinite() & (earlier > 0)
+        stored = torch.where(current.isfinite(), current, earlier)
+        amax = torch.where(uses_earlier, earlier, current).reshape(1)
+        history[role].copy_(torch.cat((stored.reshape(1), history[role, :-1])))
     return float8.cast_both(matrix, amax, by_row, dtype, compiling)
 
 
@@ -160,6 +161,8 @@ class Float8Linear(_Float8Layer, nn.Linear):
 
 
 class _Float8FusedDense(_Float8Layer, FusedDense):
+    """`FusedDense` by float8 products."""
+
     usual = FusedDense
 
     def forward(self, input: Tensor) -> Tensor:
@@ -167,6 +170,8 @@ class _Float8FusedDense(_Float8Layer, FusedDense):
 
 
 class _Float8FusedDenseGeluDense(_Float8Layer, FusedDenseGeluDense):
+    """`FusedDenseGeluDense` by float8 products."""
+
     usual = FusedDenseGeluDense
     weights = ("weight1", "weight2")
 

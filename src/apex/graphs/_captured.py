@@ -112,11 +112,11 @@ class Graph:
             before.restore()
             torch.clear_autocast_cache()
         # Indices of inputs that the function writes to.
-        self._written = [index for index, each in enumerate(self._inputs) if version_of(each) != versions[index]]
+        self._written = [index for index, tensor in enumerate(self._inputs) if version_of(tensor) != versions[index]]
         self._outputs = map_tensors(Tensor.detach, outputs)
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        """Replay the graph with tensors of the same kind, after `state.bring()`.
+        """Replay the graph with tensors of the same kind, after `state.copy_in()`.
 
         The next call overwrites the outputs.
         """
@@ -128,7 +128,7 @@ class Graph:
         for index in self._written:
             if tensors[index].device == self._inputs[index].device:
                 tensors[index].copy_(self._inputs[index])
-        self.state.leave()  # first: a message about overflows may be an error
+        self.state.store_results()  # before the actions, because a message about overflows may raise an error
         for action in self._context.after:
             action()
         return map_tensors(Tensor.detach, self._outputs)
@@ -145,8 +145,9 @@ def _static(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _follow_rates(optimizers: Sequence[Any], capture: CaptureContext) -> None:
     """Give PyTorch's capturable or fused optimizers learning rates on the device, until `Snapshot.restore`."""
-    for optimizer in (each for each in optimizers if type(each).__module__.startswith("torch.optim")):
-        for index, group in enumerate(optimizer.param_groups):
+    for optimizer in optimizers:
+        groups = optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim") else ()
+        for index, group in enumerate(groups):
             takes_tensor = group.get("capturable") or group.get("fused")
             if takes_tensor and group["params"] and is_number(group.get("lr")):
                 rate = capture.entry(optimizer, index, "lr")

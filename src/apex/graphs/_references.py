@@ -1,4 +1,4 @@
-"""Search of the numbers, tensors and modules that a Python function reads: a graph would freeze the numbers."""
+"""Search for the numbers, tensors and modules that a Python function reads. A graph would freeze the numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..ops.batch_norm import BatchStatistics
 
-# Values that are compared: no tensors, and nothing that has parts.
+# Types whose values are compared: neither tensors nor containers.
 PLAIN = bool | int | float | complex | str | None | enum.Enum | torch.dtype | torch.device
 MISSING = object()
 # Most items of a dict or list whose numbers are compared, and the deepest nesting of dicts and lists.
@@ -28,25 +28,26 @@ _FEW_ITEMS, _LONGEST_PATH = 64, 6
 _CLOSED = nn.Module | torch.optim.Optimizer | Tensor
 
 
-class Place(NamedTuple):
-    """A location in Python: the attributes and keys that lead from `root` to a value; `len` stands for a length."""
+class StateLocation(NamedTuple):
+    """A location of a Python value: attributes and keys that lead to it from `root`. The key `len` means a length."""
 
     name: str
     root: Any
     path: tuple[Any, ...]
-    # Most steps replace the value without reading it, as they do with gradients: see `Recording.reads`.
+    # Whether most steps replace the value without reading it, as they do with gradients: see `CaptureContext.reads`.
     temporary: bool = False
-    # A variable of the function, or an attribute or item of one: a tensor that is only read stays in place.
+    # Whether it is a variable of the function, or an attribute or item of one. A tensor that is only read there is not
+    # replaced by the graph's copy.
     variable: bool = False
 
     @staticmethod
-    def of(root: Any, attribute: str, temporary: bool = False) -> Place:
+    def of(root: Any, attribute: str, temporary: bool = False) -> StateLocation:
         """Return the location of an attribute, with a name such as "FusedAdam.param_groups"."""
-        return Place(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
+        return StateLocation(f"{type(root).__name__}.{attribute}", root, (attribute,), temporary)
 
-    def item(self, key: Any) -> Place:
+    def item(self, key: Any) -> StateLocation:
         """Return the location of an item of a dict, list or tuple, or of its length if `key` is `len`."""
-        shown = f"[{key!r}]" if _is_plain(key) else ""  # the repr of a tensor or a module takes long
+        shown = f"[{key!r}]" if _is_plain(key) else ""  # the repr of a tensor or a module is slow
         name = f"the length of {self.name}" if key is len else self.name + shown
         return self._replace(name=name, path=(*self.path, key))
 
@@ -65,18 +66,18 @@ class Place(NamedTuple):
             return MISSING
         return value
 
-    def owners(self) -> list[tuple[Place, Any]]:
+    def owners(self) -> list[tuple[StateLocation, Any]]:
         """Return the objects, dicts and lists that contain the value, with their locations, the outermost first."""
-        places = [self._replace(path=self.path[:end]) for end in range(1, len(self.path))]
-        return [(place, place.read()) for place in places]
+        locations = [self._replace(path=self.path[:end]) for end in range(1, len(self.path))]
+        return [(location, location.read()) for location in locations]
 
     def put(self, value: Any) -> None:
         """Set the value. A tuple that contains it is replaced by a new tuple; a list may grow by one item."""
-        place, key = self._replace(path=self.path[:-1]), self.path[-1]
-        owner = place.read()
+        location, key = self._replace(path=self.path[:-1]), self.path[-1]
+        owner = location.read()
         if isinstance(owner, tuple):
             items = (*owner[:key], value, *owner[key + 1 :])
-            place.put(owner._make(items) if hasattr(owner, "_make") else items)
+            location.put(owner._make(items) if hasattr(owner, "_make") else items)
         elif isinstance(owner, list):
             owner[key : key + 1] = [value]
         else:
@@ -104,29 +105,31 @@ class References:
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, Any] = ((), {})) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
         # Locations of numbers, flags and strings, tensors, modules and optimizers, and of lengths of lists.
-        self.variables: list[Place] = []
+        self.variables: list[StateLocation] = []
         self._modules: dict[int, nn.Module] = {}
         self._seen: set[tuple[int, ...]] = set()
-        self._look(function, None, *arguments)
+        self._search(function, None, *arguments)
         for leaf in tree_leaves(arguments):
             self._note(leaf)
 
-    def places(self) -> list[Place]:
+    def locations(self) -> list[StateLocation]:
         """Return the locations of all variables, of the modes of modules, and of the tensors in modules."""
         locations = [*self.variables]
         for module in self._modules.values():
-            locations.append(Place.of(module, "training"))
+            locations.append(StateLocation.of(module, "training"))
             for entries in (vars(module), module._buffers):
                 for key in {*entries.keys()} - {"_parameters", "_buffers"}:
-                    # Norms keep statistics of the last batch for callers, and compute with them only if
-                    # `BatchStatistics.asked` says so.
-                    is_kept = isinstance(entries[key], BatchStatistics)
-                    place = Place(f"{type(module).__name__}.{key}", entries, (key,), is_kept, variable=True)
-                    parts = parts_of(place, few=_FEW_ITEMS)
+                    # Norms store statistics of the last batch for callers. They compute with them only if
+                    # `BatchStatistics.asked` is set.
+                    is_statistics = isinstance(entries[key], BatchStatistics)
+                    location = StateLocation(
+                        f"{type(module).__name__}.{key}", entries, (key,), is_statistics, variable=True
+                    )
+                    parts = parts_of(location, few=_FEW_ITEMS)
                     locations += [part for part in parts if _is_tensor(part.read())]
-                    if is_kept:  # other shapes may use another kernel, which keeps other statistics
-                        kept = place.item(BatchStatistics._fields.index("inverted"))
-                        locations.append(kept._replace(temporary=False))
+                    if is_statistics:  # other shapes may use another kernel, which keeps other statistics
+                        inverted = location.item(BatchStatistics._fields.index("inverted"))
+                        locations.append(inverted._replace(temporary=False))
         return locations
 
     def entries(self) -> list[Mapping[str, Any]]:
@@ -142,11 +145,11 @@ class References:
             self.scalers.append(value)
         return isinstance(value, nn.Module | torch.amp.GradScaler | torch.optim.Optimizer)
 
-    def _look(self, function: Any, file: str | None, args: Any = (), kwargs: Any = None) -> None:
+    def _search(self, function: Any, file: str | None, args: Any = (), kwargs: Any = None) -> None:
         """Search a function for the values it reads; skip it if `file` is given and it is defined in another file."""
         kwargs = kwargs or {}
         if isinstance(function, functools.partial):
-            self._look(function.func, file, (*function.args, *args), {**function.keywords, **kwargs})
+            self._search(function.func, file, (*function.args, *args), {**function.keywords, **kwargs})
             return
         is_wrapper = "__wrapped__" in getattr(function, "__dict__", ())
         if not is_wrapper and not isinstance(function, FunctionType | MethodType):
@@ -159,51 +162,53 @@ class References:
             return
         self._seen.add(key)
         names = _Names(code)
-        places = {name: Place(name, plain.__globals__, (name,)) for name in names.globals & plain.__globals__.keys()}
+        locations = {
+            name: StateLocation(name, plain.__globals__, (name,)) for name in names.globals & plain.__globals__.keys()
+        }
         for name, cell in zip(code.co_freevars, plain.__closure__ or (), strict=True):
-            places[name] = Place(name, cell, ("cell_contents",))
+            locations[name] = StateLocation(name, cell, ("cell_contents",))
         with contextlib.suppress(TypeError):  # a wrapper may take other arguments than the wrapped function
             bound = inspect.signature(plain).bind_partial(*args, **kwargs)
             bound.apply_defaults()
             objects = [name for name, value in bound.arguments.items() if not _is_plain(value)]
-            places |= {name: Place(name, bound.arguments, (name,)) for name in objects}
+            locations |= {name: StateLocation(name, bound.arguments, (name,)) for name in objects}
         if plain.__defaults__:
-            self.variables.append(Place(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
+            self.variables.append(StateLocation(f"the defaults of {plain.__name__}", plain, ("__defaults__",)))
         for path in sorted(names.attributes):
-            of, _, attribute = path.rpartition(".")
-            if of in places and _is_open(places[of].read(), attribute):
-                places[path] = Place(path, places[of].root, (*places[of].path, attribute))
-        for name in sorted(places):
-            for part in parts_of(places[name]._replace(variable=True), names.strings, _FEW_ITEMS):
+            owner, _, attribute = path.rpartition(".")
+            if owner in locations and _is_readable(locations[owner].read(), attribute):
+                locations[path] = StateLocation(path, locations[owner].root, (*locations[owner].path, attribute))
+        for name in sorted(locations):
+            for part in parts_of(locations[name]._replace(variable=True), names.strings, _FEW_ITEMS):
                 value = part.read()
                 if _is_tensor(value) or _is_plain(value) or self._note(value):
                     self.variables.append(part)
                 elif callable(value) and not isinstance(value, type):
-                    self._look(value, code.co_filename)
+                    self._search(value, code.co_filename)
 
 
-def parts_of(place: Place, names: Set[str] = frozenset(), few: float = math.inf) -> Iterator[Place]:
-    """Yield `place`; or, if it holds a dict, list or tuple, the locations of its items and of its length.
+def parts_of(location: StateLocation, names: Set[str] = frozenset(), few: float = math.inf) -> Iterator[StateLocation]:
+    """Yield `location`; or, if it holds a dict, list or tuple, the locations of its items and of its length.
 
     From a dict, yield the items in `names`, or all items if it has none of them. If there are more than `few` items,
     yield only tensors and modules.
     """
-    value = place.read()
-    if _is_plain(value) or not isinstance(value, dict | list | tuple | set) or len(place.path) > _LONGEST_PATH:
-        yield place
+    value = location.read()
+    if _is_plain(value) or not isinstance(value, dict | list | tuple | set) or len(location.path) > _LONGEST_PATH:
+        yield location
         return
     items = dict(value) if isinstance(value, dict) else {} if isinstance(value, set) else dict(enumerate(value))
     named = items.keys() & names
     for key, item in items.items():
         matters = key in named if named else len(items) <= few
         if matters or isinstance(item, _CLOSED) or (isinstance(item, tuple) and not _is_plain(item)):
-            yield from parts_of(place.item(key), names, few)
+            yield from parts_of(location.item(key), names, few)
     if not named:
-        yield place.item(len)
+        yield location.item(len)
 
 
-def _is_open(value: Any, attribute: str) -> bool:
-    """Return whether an attribute may be read: it runs no code of a property, and its owner is not PyTorch's."""
+def _is_readable(value: Any, attribute: str) -> bool:
+    """Return whether an attribute may be read: it is no property, and its owner is no module, optimizer or tensor."""
     definition = inspect.getattr_static(type(value), attribute, None)
     return not isinstance(value, _CLOSED) and not isinstance(definition, property | functools.cached_property)
 
@@ -231,20 +236,21 @@ class _Names:
         self.strings = {constant for constant in code.co_consts if isinstance(constant, str)}
         path = ""  # dotted name of the value that was loaded last
         own: dict[str, str] = {}  # dotted names of the values in local variables
-        for each in dis.get_instructions(code):
+        for instruction in dis.get_instructions(code):
+            operation, argument = instruction.opname, instruction.argval
             # One instruction may load two variables, or store one and load another.
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            if each.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            names = argument if isinstance(argument, tuple) else (argument,)
+            if operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
                 path = path and f"{path}.{names[0]}"
                 self.attributes.add(path)
                 continue
-            if each.opname.startswith("STORE_FAST"):
+            if operation.startswith("STORE_FAST"):
                 own[names[0]] = path
-            if "LOAD_" in each.opname and each.opname != "LOAD_CONST":
+            if "LOAD_" in operation and operation != "LOAD_CONST":
                 path = own.get(names[-1], str(names[-1]))
-            elif each.opname not in ("COPY", "DUP_TOP"):  # come before the attribute in `self.count += 1`
+            elif operation not in ("COPY", "DUP_TOP"):  # they precede the attribute in `self.count += 1`
                 path = ""
-            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 self.globals.add(path)
         for inner in (_Names(constant) for constant in code.co_consts if isinstance(constant, CodeType)):
             self.globals |= inner.globals

@@ -22,7 +22,7 @@ from ..amp._amp_state import _amp_state
 from ..ops._graph_numbers import CaptureContext, is_number
 from ..ops._host import HOST, on_host
 from ..ops.multi_tensor.tables import lie_at
-from ._references import MISSING, Place, References, parts_of
+from ._references import MISSING, References, StateLocation, parts_of
 
 
 def parameters(optimizers: Iterable[Any], others: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -37,34 +37,37 @@ def version_of(value: Any) -> int | None:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else None
 
 
-def hyperparameters(optimizers: Sequence[Any]) -> list[Place]:
+def hyperparameters(optimizers: Sequence[Any]) -> list[StateLocation]:
     """Return the locations of optimizers' defaults, group entries and lengths, except step counts on the host."""
     locations = []
     for optimizer in optimizers:
-        defaults, groups = Place.of(optimizer, "defaults"), Place.of(optimizer, "param_groups")
+        defaults, groups = StateLocation.of(optimizer, "defaults"), StateLocation.of(optimizer, "param_groups")
         locations += [groups.item(len), *(defaults.item(name) for name in optimizer.defaults)]
         for index, group in enumerate(optimizer.param_groups):
             entries = {name: groups.item(index).item(name) for name in group}
             locations.append(entries.pop("params").item(len))
-            locations += [each for name, each in entries.items() if name != "step" or isinstance(group[name], Tensor)]
+            entries = {
+                name: item for name, item in entries.items() if name != "step" or isinstance(group[name], Tensor)
+            }
+            locations += entries.values()
     return locations
 
 
-def _training_places(optimizers: Sequence[Any]) -> list[Place]:
+def _training_locations(optimizers: Sequence[Any]) -> list[StateLocation]:
     """Return all locations in these optimizers and in amp, and the gradients of all leaf tensors of the process."""
     locations = hyperparameters(optimizers)
     # An optimizer may step outside of the function, and a backward pass may reach another optimizer's parameters.
-    leaves = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _is_leaf(each)]
-    locations += [Place.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
+    leaves = [value for value in gc.get_objects() if issubclass(type(value), Tensor) and _is_leaf(value)]
+    locations += [StateLocation.of(leaf, "grad", temporary=True) for leaf in parameters(optimizers, leaves)]
     for optimizer in optimizers:
         for name in ("state", "_skipped", "most_recent_scale", "scale_set_by_backward"):
-            parts = parts_of(Place.of(optimizer, name))
+            parts = parts_of(StateLocation.of(optimizer, name))
             locations += [part._replace(temporary=part.path[-1] is len) for part in parts]
     for stash in (optimizer._amp_stash for optimizer in _amp_state.optimizers):
         names = ("found_inf", "already_patched", "params_have_scaled_gradients")
-        locations += [Place.of(stash, name) for name in names]
+        locations += [StateLocation.of(stash, name) for name in names]
     for scaler in _amp_state.loss_scalers:
-        locations += [Place.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
+        locations += [StateLocation.of(scaler, name, temporary=name == "_overflow_buf") for name in vars(scaler)]
     return locations
 
 
@@ -104,15 +107,15 @@ class Snapshot:
     def __init__(self, optimizers: Sequence[Any], references: References, device: torch.device) -> None:
         self.optimizers, self.references = optimizers, references
         # Locations, values, versions of tensors, and copies of the tensors that the host computes with.
-        self.found: list[tuple[Place, Any, int | None, Tensor | None]] = []
-        self._owners = {id(place): place.owners() for place in references.variables}
-        for place in (*_training_places(optimizers), *references.places()):
-            value = place.read()
-            is_frozen = isinstance(value, Tensor) and on_host(value) and device != HOST and not place.temporary
-            self.found.append((place, value, version_of(value), value.clone() if is_frozen else None))
+        self.values: list[tuple[StateLocation, Any, int | None, Tensor | None]] = []
+        self._owners = {id(location): location.owners() for location in references.variables}
+        for location in (*_training_locations(optimizers), *references.locations()):
+            value = location.read()
+            is_frozen = isinstance(value, Tensor) and on_host(value) and device != HOST and not location.temporary
+            self.values.append((location, value, version_of(value), value.clone() if is_frozen else None))
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
-        self._dicts = [(each, dict(each)) for owner in owners for each in _dicts(vars(owner))]
+        self._dicts = [(entries, dict(entries)) for owner in owners for entries in _dicts(vars(owner))]
         self._random = [(get, put, get()) for get, put in _generators()]
 
     def check(self) -> None:
@@ -129,14 +132,14 @@ class Snapshot:
         for entries, before in self._dicts:
             entries.clear()
             entries.update(before)
-        for place, value, version, copied in self.found:
+        for location, value, version, copied in self.values:
             if copied is not None and version_of(value) != version:
                 value.copy_(copied)
-            if value is not MISSING and place.path[-1] is not len and not place.has(value):
-                for owner, saved_owner in self._owners.get(id(place), ()):
+            if value is not MISSING and location.path[-1] is not len and not location.has(value):
+                for owner, saved_owner in self._owners.get(id(location), ()):
                     if owner.read() is not saved_owner:
                         owner.put(saved_owner)
-                place.put(value)
+                location.put(value)
 
 
 class State:
@@ -146,31 +149,33 @@ class State:
         before.check()
         # Values that the graph begins with: its own tensors, or values that must be equal. The bool says whether the
         # graph may write to a tensor, so that the tensor itself must be at the location, too.
-        self._needs: list[tuple[Place, Any, bool]] = []
-        self._results: list[tuple[Place, Any]] = []
+        self._needs: list[tuple[StateLocation, Any, bool]] = []
+        self._results: list[tuple[StateLocation, Any]] = []
         leaves: list[Tensor] = []
         stepped = {id(param) for param in parameters(before.optimizers)}
-        for place, value, version, copied in before.found:
-            if (id(place.root), *place.path[1:]) in capture.followed:
+        for location, value, version, copied in before.values:
+            if (id(location.root), *location.path[1:]) in capture.followed:
                 continue
-            after = place.read()
+            after = location.read()
             # A missing gradient matters only to an optimizer that steps the parameter.
-            is_read = id(value) in capture.reads and (value is not None or id(place.root) in stepped)
-            is_written, is_replaced = version_of(after) != version, not place.has(value)
-            if place.temporary and not (is_written or is_replaced or is_read):
+            is_read = id(value) in capture.reads and (value is not None or id(location.root) in stepped)
+            is_written, is_replaced = version_of(after) != version, not location.has(value)
+            if location.temporary and not (is_written or is_replaced or is_read):
                 continue
             is_lost = after is MISSING or (is_number(value) and is_number(after))
             if (is_replaced and is_lost) or (copied is not None and is_written):
-                raise NotImplementedError(f"every call changes {place.name}, which no graph can")
-            if place.temporary and isinstance(place.root, Tensor):
-                leaves.append(place.root)
+                raise NotImplementedError(f"every call changes {location.name}, which no graph can")
+            if location.temporary and isinstance(location.root, Tensor):
+                leaves.append(location.root)
             if is_replaced:
-                self._results.append((place, after))
-                if place.temporary and isinstance(value, Tensor) and not is_read:
+                self._results.append((location, after))
+                if location.temporary and isinstance(value, Tensor) and not is_read:
                     continue
             if value is not MISSING:
-                self._needs.append((place, value, is_written or not place.variable))
-        self._needs += [(Place(guard.number.name, guard, ("now",)), guard.decision, False) for guard in capture.guards]
+                self._needs.append((location, value, is_written or not location.variable))
+        self._needs += [
+            (StateLocation(guard.number.name, guard, ("now",)), guard.decision, False) for guard in capture.guards
+        ]
         self._entries = before.references.entries()
         self._parts = [part for entries in self._entries for part in entries.values()]
         leaves += [part for part in self._parts if type(part) in (Tensor, nn.Parameter)]
@@ -183,7 +188,7 @@ class State:
         return not lie_at(self.params, self._addresses)
 
     @torch.no_grad()
-    def bring(self) -> str | None:
+    def copy_in(self) -> str | None:
         """Copy current values to the graph's memory; return the name of a value that does not fit, or None."""
         if [param.requires_grad for param in self.params] != self._are_trained:
             return "which parameters require gradients"
@@ -191,24 +196,24 @@ class State:
         if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
             return "the parts or hooks of a module"
         moved = []
-        for place, need, is_changed in self._needs:
-            current = place.read()
+        for location, need, is_changed in self._needs:
+            current = location.read()
             if current is need:
                 continue
             both = isinstance(need, Tensor) + isinstance(current, Tensor)
             if both == 2 and (need.shape, need.dtype, need.device) == (current.shape, current.dtype, current.device):
-                # Cloned, because two tensors may have changed places: all are read before one is written to.
-                moved.append((place, need, current.clone(), is_changed))
-            elif both or not place.has(need):
-                return f"{place.name} (was {reprlib.repr(need)})"
-        for place, need, value, is_changed in moved:
+                # Cloned, because two tensors may have been swapped: all are read before one is written to.
+                moved.append((location, need, current.clone(), is_changed))
+            elif both or not location.has(need):
+                return f"{location.name} (was {reprlib.repr(need)})"
+        for location, need, value, is_changed in moved:
             need.detach().copy_(value)
             if is_changed:
-                place.put(need)
+                location.put(need)
         return None
 
-    def leave(self) -> None:
+    def store_results(self) -> None:
         """Put the graph's results at the locations where the Python function would have put them."""
-        for place, after in self._results:
-            if not place.has(after):
-                place.put(after)
+        for location, after in self._results:
+            if not location.has(after):
+                location.put(after)

@@ -1,4 +1,4 @@
-"""`capture`: a training step that is captured in graphs and replayed."""
+"""`capture`: run a training step, capture it in graphs, and replay these."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from ._state import hyperparameters, parameters
 
 
 @dataclass
-class Kind:
-    """State for arguments of one kind: its graphs, eager calls so far, and eager calls before the next capture."""
+class CallKind:
+    """The calls with arguments of one kind: their graphs and their number.
+
+    `calls` counts eager calls so far; a graph is captured once it has reached `warmup`.
+    """
 
     warmup: int
     calls: int = 0
@@ -39,7 +42,7 @@ class Kind:
                 self.graphs.remove(graph)
                 self.warmup = self.calls + 1
                 difference = "the memory of parameters"
-            elif (difference := graph.state.bring()) is None:
+            elif (difference := graph.state.copy_in()) is None:
                 return graph, None
         return None, difference
 
@@ -47,7 +50,7 @@ class Kind:
 class CapturedStep:
     """A training step that runs eagerly at first, and is captured and replayed from then on: see `capture`.
 
-    `reason` says why the step always runs eagerly; it is None if the step can be captured.
+    `reason` tells why the step always runs eagerly; it is None if the step can be captured.
     """
 
     def __init__(
@@ -67,11 +70,11 @@ class CapturedStep:
     def invalidate(self) -> None:
         """Drop all graphs and free their memory; the next calls run eagerly, then the step is captured anew."""
         self.reason: str | None = None
-        self._kinds: dict[Any, Kind] = {}
+        self._kinds: dict[Any, CallKind] = {}  # by signature of a call
         self._optimizers: dict[int, Any] = {}
         self._params: list[Tensor] = []
         self._replays = self._captures = self._eager_calls = 0
-        self._has_said = False
+        self._has_warned = False
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return a step for an instance, with graphs of its own, so that methods can be decorated."""
@@ -101,86 +104,90 @@ class CapturedStep:
         if self.reason:
             return self._function(*args, **kwargs)
         arguments = args, kwargs
-        tensors, kind = flattened(arguments)
+        tensors, signature = flattened(arguments)
         device = self._backend.device_of(self._params or [tensor for tensor in tensors if not on_host(tensor)])
         if device is None:
             outputs = self._function(*args, **kwargs)
             self._eager_calls += 1
             return outputs
         try:
-            known = self._known((*kind, *_modes(device)))
+            kind = self._kind((*signature, *_modes(device)))
         except TypeError as error:  # a NumPy array or a set
             self._give_up(f"an argument is neither a tensor nor something that compares: {error}")
             return self._function(*args, **kwargs)
-        graph, difference = known.fitting()
+        graph, difference = kind.fitting()
         if graph is not None:
             self._replays += 1
             return graph(tensors)
-        if known.calls >= known.warmup:
+        if kind.calls >= kind.warmup:
             if self.graphs < self._max_graphs:
-                return self._capture(arguments, tensors, known, device)
+                return self._capture(arguments, tensors, kind, device)
             why = f"; the last one did not fit because of {difference}" if difference else ""
-            self._say_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
-        return self._eagerly(arguments, known, device)
+            self._warn_once(f"has {self.graphs} graphs (max_graphs) and runs eagerly where none of them fits{why}")
+        return self._eagerly(arguments, kind, device)
 
-    def _known(self, kind: Any) -> Kind:
-        if kind not in self._kinds and len(self._kinds) >= 8 * self._max_graphs:
-            self._kinds = {key: known for key, known in self._kinds.items() if known.graphs}
-            self._say_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
-        return self._kinds.setdefault(kind, Kind(self._warmup))
+    def _kind(self, signature: Any) -> CallKind:
+        """Return the kind of calls with this signature; forget kinds without graphs if there are too many."""
+        if signature not in self._kinds and len(self._kinds) >= 8 * self._max_graphs:
+            self._kinds = {key: kind for key, kind in self._kinds.items() if kind.graphs}
+            self._warn_once("gets arguments of another kind at nearly every call, and runs eagerly with them")
+        return self._kinds.setdefault(signature, CallKind(self._warmup))
 
-    def _eagerly(self, arguments: Any, known: Kind, device: torch.device) -> Any:
+    def _eagerly(self, arguments: Any, kind: CallKind, device: torch.device) -> Any:
         """Run the function eagerly on the capture stream, so that memory of one call serves the next.
 
         Uses the kernels of a captured call, so that these are compiled by then, and detaches outputs as a replay does.
         In the last call before a capture, a change of a Python value that no graph can repeat makes the step give up.
         """
         before = []
-        if known.calls + 1 == self._warmup:
+        if kind.calls + 1 == self._warmup:
             variables = References(self._function, map_tensors(lambda _: None, arguments)).variables
-            places = (*variables, *hyperparameters(list(self._optimizers.values())))
-            before = [(place, place.read()) for place in places]
+            locations = (*variables, *hyperparameters(list(self._optimizers.values())))
+            before = [(location, location.read()) for location in locations]
         args, kwargs = arguments
         capture = _graph_numbers.active(_graph_numbers.CaptureContext(False, device))
         with self._backend.aside(device), capture, watched(self._optimizers):
             outputs = self._function(*args, **kwargs)
-        known.calls += 1  # a call that raised has not made the state that a graph needs
+        kind.calls += 1  # not counted if the call raised: it has not made the state that a graph needs
         self._eager_calls += 1
-        # One parameter of each device.
+        # One parameter of each device suffices to find the devices.
         self._params = list({param.device: param for param in parameters(self._optimizers.values())}.values())
-        changed = [place for place, value in before if not isinstance(value, Tensor) and not place.has(value)]
+        changed = [location for location, value in before if not isinstance(value, Tensor) and not location.has(value)]
         if changed:
             is_rate = isinstance(changed[0].root, torch.optim.Optimizer)
             cure = "call the scheduler" if is_rate else "make it a tensor, or do this"
             self._give_up(f"every call changes {changed[0].name}, which no graph can; {cure} outside of the function")
         return map_tensors(Tensor.detach, outputs)
 
-    def _capture(self, arguments: Any, tensors: list[Tensor], known: Kind, device: torch.device) -> Any:
+    def _capture(self, arguments: Any, tensors: list[Tensor], kind: CallKind, device: torch.device) -> Any:
+        """Capture a graph and replay it; if that fails, run the function eagerly and give up capturing."""
         try:
             graph = Graph(self._function, arguments, self._optimizers, self._backend, device)
         except Exception as error:  # operations that a capture does not allow raise errors of all kinds
-            said = str(error).strip().split("\n")[0]
-            reason, line = f"{type(error).__name__}: {said}", line_of(error, self._function)
+            message = str(error).strip().split("\n")[0]
+            reason, line = f"{type(error).__name__}: {message}", line_of(error, self._function)
         else:
-            known.graphs.append(graph)
+            kind.graphs.append(graph)
             # If the graph does not fit later, one eager call makes the state that the next graph needs.
-            known.warmup = known.calls + 1
+            kind.warmup = kind.calls + 1
             self._captures += 1
             return graph(tensors)
         # Outside of the `except` block, so that the traceback and the objects it holds are freed. An error that has
         # nothing to do with the capture is raised again by the eager call.
-        outputs = self._eagerly(arguments, known, device)
+        outputs = self._eagerly(arguments, kind, device)
         self._give_up(f"{line}: {reason}" if line else reason)
         return outputs
 
     def _give_up(self, reason: str) -> None:
+        """Drop all graphs and run eagerly from now on, with a warning."""
         self.invalidate()
         self.reason = reason
         self._warn(f"cannot be captured and runs eagerly. {reason}")
 
-    def _say_once(self, message: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+    def _warn_once(self, message: str) -> None:
+        """Issue the first of these warnings only; `invalidate` allows another one."""
+        if not self._has_warned:
+            self._has_warned = True
             self._warn(f"{message}. What differs from call to call should come as a tensor argument of the same shape")
 
     def _warn(self, message: str) -> None:
@@ -190,7 +197,7 @@ class CapturedStep:
     @property
     def graphs(self) -> int:
         """Number of graphs that can be replayed now."""
-        return sum(len(known.graphs) for known in self._kinds.values())
+        return sum(len(kind.graphs) for kind in self._kinds.values())
 
     def report(self) -> str:
         """Return a line with the number of graphs, eager calls, captures and replays so far."""
@@ -201,7 +208,7 @@ class CapturedStep:
 
 
 class _StepsOfObject(dict[CapturedStep, CapturedStep]):
-    """Captured steps of an object's decorated methods. A copy of the object may share this dict, then makes its own."""
+    """The captured steps of an object's decorated methods. A copy of the object that shares this dict gets its own."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner

@@ -208,9 +208,9 @@ class CUDAOpBuilder(OpBuilder):
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
         """Return nvcc's flags for `TORCH_CUDA_ARCH_LIST`, else for a list ("8.0;9.0+PTX"), else for default GPUs."""
-        wanted = _env.cuda_architectures() or cross_compile_archs or get_default_compute_capabilities()
+        architectures = _env.cuda_architectures() or cross_compile_archs or get_default_compute_capabilities()
         flags = []
-        for major, minor in self.filter_ccs(wanted.replace(" ", ";").strip(";").split(";")):
+        for major, minor in self.filter_ccs(architectures.replace(" ", ";").strip(";").split(";")):
             number, ptx = f"{major}{minor.removesuffix('+PTX')}", minor.endswith("+PTX")
             flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in ["sm"] + ["compute"] * ptx]
         return flags
@@ -224,7 +224,7 @@ class CUDAOpBuilder(OpBuilder):
         return ["-DVERSION_GE_1_1", "-DVERSION_GE_1_3", "-DVERSION_GE_1_5"]
 
     def generator_args(self) -> list[str]:
-        """Return no flags: the macro was for the place of a header before PyTorch 1.6."""
+        """Return no flags: the macro gave the path of a header before PyTorch 1.6."""
         return []
 
     def nccl_args(self) -> list[str]:

@@ -217,6 +217,9 @@ class Make:
 class Random(random.Random):
     """Random sizes of one call, which has at most about `most` elements."""
 
+    def __new__(cls, *arguments: Any) -> Random:
+        return super().__new__(cls)  # Random.__new__ takes at most one argument in Python 3.10
+
     def __init__(self, seed: str, most: int) -> None:
         super().__init__(seed)
         self.most = most

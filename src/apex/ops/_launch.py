@@ -89,19 +89,14 @@ class Kernel:
         *,
         num_warps: int,
         num_stages: int = 1,
-        same_dtypes: bool = False,
         **constants: Any,
     ) -> PreparedLaunch:
-        """Return a launch that lacks only tensors and floats, so that a launch rule can cache it with its constants.
-
-        `same_dtypes` promises that the tensors have the same dtypes, and the same tensors are absent, at every launch.
-        A rule whose arguments include all dtypes can promise this; a launch then need not look at the dtypes.
-        """
+        """Return a launch that lacks only tensors and floats, so that a launch rule can cache it with its constants."""
         for function in (self.function, *constants.values()):
             settle_hash(function)
         names = self.function.arg_names
         values = tuple(constants[name] for name in names[len(names) - len(constants) :])
-        return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages, same_dtypes)
+        return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages)
 
 
 class PreparedLaunch:
@@ -115,7 +110,6 @@ class PreparedLaunch:
         constants: tuple[Any, ...],
         num_warps: int,
         num_stages: int,
-        same_dtypes: bool = False,
     ) -> None:
         self.kernel = kernel
         self.grid = grid
@@ -123,10 +117,8 @@ class PreparedLaunch:
         self.constants = constants
         self.num_warps = num_warps
         self.num_stages = num_stages
-        self._same_dtypes = same_dtypes
-        self._dtypes: list[torch.dtype | None] | None = None  # dtypes of the first launch
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
-        # Key: the device's index, the dtypes if they may change, and which tensors start at a multiple of 16 bytes,
+        # Key: the device's index, the dtypes, and which tensors start at a multiple of 16 bytes,
         # because Triton specialises on alignment. Value: the function that launches the compiled kernel, its arguments
         # between stream and tensors, and the number of absent tensors.
         self._compiled: dict[Any, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
@@ -135,9 +127,8 @@ class PreparedLaunch:
         """Launch the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
         if _recorder is not None and self._is_recorded(tensors, floats):
             return
-        key: Any = (index := tensors[0].get_device())  # type: ignore[union-attr]
-        if not self._same_dtypes:
-            key = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        index = tensors[0].get_device()  # type: ignore[union-attr]
+        key: Any = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if math.gcd(_ALIGNMENT, *addresses) != _ALIGNMENT:  # takes half the time of testing them one by one
             key = (key, *[address % _ALIGNMENT == 0 for address in addresses])
@@ -161,22 +152,11 @@ class PreparedLaunch:
         device = tensors[0].device  # type: ignore[union-attr]
         if _recorder is None or _recorded_type not in (None, device.type):
             return False
-        self._check_dtypes(tensors)
         _recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
         return True
 
-    def _check_dtypes(self, tensors: tuple[Tensor | None, ...]) -> None:
-        if self._same_dtypes:
-            dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
-            self._dtypes = self._dtypes or dtypes
-            if dtypes != self._dtypes:
-                raise TypeError(
-                    f"{self.kernel.name} was prepared for {self._dtypes}, got {dtypes}: ask its launch rule"
-                )
-
     def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
-        self._check_dtypes(tensors)
         compiled = self._launch_plainly(tensors, floats)
         if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)

@@ -6,6 +6,7 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_lars import FusedLARS
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
+from .fused_muon import FusedMuon, muon_groups
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .lamb import Lamb
@@ -26,6 +27,7 @@ __all__ = [
     "FusedLAMB",
     "FusedLARS",
     "FusedMixedPrecisionLamb",
+    "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
     "Lamb",
@@ -38,4 +40,5 @@ __all__ = [
     "NpuFusedRMSprop",
     "NpuFusedRMSpropTF",
     "NpuFusedSGD",
+    "muon_groups",
 ]

@@ -7,7 +7,6 @@ weights, stochastic rounding, loss scaling without host syncs, CUDA graphs and c
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import logging
 import operator
@@ -18,13 +17,12 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import optimizer as _hooks_of_all
 from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ._buckets import MASTER, Bucket, GroupBuckets, local
+from ._buckets import MASTER, Group, GroupBuckets, UpdateBucket, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
 
@@ -34,10 +32,6 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
-
-_recorded = torch.optim.Optimizer.profile_hook_step
-_profiler_runs = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_Range = torch._C._profiler._RecordFunctionFast
 
 
 class CommonOptions(TypedDict, total=False):
@@ -73,54 +67,12 @@ class LossScaling(NamedTuple):
         ):
             return self
         waits = device == HOST  # Python reads the copy at once
-        return LossScaling(*[None if each is None else each.to(device, non_blocking=not waits) for each in self])
+        return LossScaling(*[None if value is None else value.to(device, non_blocking=not waits) for value in self])
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the loss scaling as keyword arguments of `apply`."""
         return {"noop": self.found_inf, "grad_scale": self.inverse_scale}
-
-
-def no_grad(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate like `torch.no_grad()`, at a tenth of its 10 microseconds per call, which go into three objects."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any) -> Any:
-        was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args)
-        finally:
-            torch._C._set_grad_enabled(was_enabled)
-
-    return wrapper
-
-
-def hooked_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an optimizer's `step` with hooks and a profiler range.
-
-    PyTorch does the same; this wrapper skips what would have no effect. The range and its cache misses take 20 to 50
-    microseconds, up to a third of the host's time for a step of ResNet-50's 161 parameters.
-    """
-    in_full = _recorded(function)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        self = args[0]
-        if (
-            torch.compiler.is_compiling()
-            or _profiler_runs()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _hooks_of_all._global_optimizer_pre_hooks
-            or _hooks_of_all._global_optimizer_post_hooks
-        ):
-            return in_full(*args, **kwargs)
-        # For observers other than the profiler; less than a microsecond if there is none.
-        with _Range(f"Optimizer.step#{type(self).__name__}.step"):
-            return function(*args, **kwargs)
-
-    return step
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -200,7 +152,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return the names of the state tensors in the order of the update rule's slots."""
         raise NotImplementedError
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         """Update one bucket; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         raise NotImplementedError
 
@@ -224,28 +176,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _before_update(self, scaling: LossScaling) -> None:
         """Compute norms over all gradients; called once per step, when all buckets are ready (`self._ready`)."""
 
-    # PyTorch wraps the step of every class that defines one with this function.
-    profile_hook_step = staticmethod(hooked_step)  # type: ignore[assignment]
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step and return the closure's loss."""
         loss = run_closure(closure)
         self._step(self._loss_scaling())
         return loss
 
-    def _step(self, scaling: LossScaling) -> None:
-        if torch.compiler.is_compiling():
-            self._step_outside_graph(scaling)
-        else:
-            self._step_now(scaling)
-
-    # A graph break in a compiled training step: the kernels take addresses, which a graph does not have.
+    # Kept out of compiled graphs, which have no addresses for the kernels.
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
-    def _step_outside_graph(self, scaling: LossScaling) -> None:
-        self._step_now(scaling)
-
-    @no_grad
-    def _step_now(self, scaling: LossScaling) -> None:
+    @torch.no_grad()
+    def _step(self, scaling: LossScaling) -> None:
         scaling = self._with_recent_scale(scaling)
         self._check_capture()
         if len(self.state) != len(self._states) or not all(map(operator.is_, self.state.values(), self._states)):
@@ -298,14 +238,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "step before capturing"
             )
 
-    def _buckets_of(self, index: int, group: dict[str, Any]) -> list[Bucket]:
-        kept = self._group_buckets.get(index)
+    def _buckets_of(self, index: int, group: dict[str, Any]) -> list[UpdateBucket]:
+        buckets = self._group_buckets.get(index)
         names = tuple(self._state_names(group))  # may change with an option, such as a momentum that was 0
-        if kept is None or kept.names != names or not kept.refresh(group["params"]):
+        if buckets is None or buckets.names != names or not buckets.refresh(group["params"]):
             self._before_buckets(index, group)
-            kept = self._group_buckets[index] = GroupBuckets(self, group, names)
+            buckets = self._group_buckets[index] = GroupBuckets(self, group, names)
             self._states = list(self.state.values())
-        return kept.buckets
+        return buckets.buckets
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """Return a parameter's state, with missing tensors created, and its kind."""

@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import Lists
-from ..ops.multi_tensor.flat import overlapping
-from ..ops.multi_tensor.op import DTYPES, kernel_fits, looks_like
+from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
+from ..ops.multi_tensor.flat import overlapping, with_strides_of
 from ..ops.multi_tensor.rule import SLOTS
 from ..ops.multi_tensor.tables import lie_at
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists
 
 MASTER = "master_param"
+
+# A parameter group of an optimizer: its parameters and hyperparameters, by name.
+Group = dict[str, Any]
 
 _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
@@ -37,7 +40,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard
 
 
-class Bucket:
+class UpdateBucket:
     """Parameters that one pass updates: one device, one dtype, one implementation.
 
     Slot 0 of `lists` is the parameter, or its float32 master if it has one; then `lists.copy` is the parameter.
@@ -61,8 +64,8 @@ class Bucket:
         self._located = params if models is None else params + models
         self._sources = models if models and of_models else params
         self.kind = kind
-        # Values that the optimizer stores; discarded with the bucket.
-        self.kept: dict[str, Any] = {}
+        # Values that an optimizer stores here until the bucket is made again.
+        self.cache: dict[str, Any] = {}
         self.states = states
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
@@ -93,14 +96,7 @@ class Bucket:
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients, laid out like their parameters."""
-        gradients = list(map(_grad_of, self._sources))
-        return [
-            gradient
-            # Two contiguous tensors may have different strides in a dimension of size 1.
-            if gradient.stride() == param.stride() or (gradient.is_contiguous() and param.is_contiguous())
-            else torch.empty_like(param).copy_(gradient)
-            for gradient, param in zip(gradients, self._sources, strict=True)
-        ]
+        return list(map(with_strides_of, self._sources, map(_grad_of, self._sources)))
 
     def _slots(self, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
         lists = [self.params, gradients, *self._state_lists]
@@ -111,6 +107,10 @@ class Bucket:
         if self.has_masters:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
+
+    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
+        """Return the lists for each slot of a rule, with the gradients of this step, and the list for copies."""
+        return self._slots(self._gradients())
 
     def _local_tensors(self) -> list[Tensor]:
         return list(map(local, self._located)) if self._distributed else self._located
@@ -202,7 +202,7 @@ class GroupBuckets:
         self.buckets = []
         for (kind, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
-            self.buckets.append(Bucket(params, states, names, optimizer._make_lists, kind, copied, of_models))
+            self.buckets.append(UpdateBucket(params, states, names, optimizer._make_lists, kind, copied, of_models))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""

@@ -53,18 +53,18 @@ def check_saved(optimizer: Any, state_dict: Any) -> None:
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         return  # PyTorch raises the error
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        place = f"param_groups[{number}] of the state dict"
+        source = f"param_groups[{number}] of the state dict"
         missing = {option for option in optimizer.defaults if option in HYPERPARAMETERS and option not in saved}
         foreign = HYPERPARAMETERS.intersection(saved).difference(optimizer.defaults, group, _OF_ADAGRAD)
         if missing or foreign:
             has = " and ".join(
                 f"{word} {sorted(names)}" for word, names in (("lacks", missing), ("has", foreign)) if names
             )
-            raise ValueError(f"{place} is that of another optimizer than {name}: it {has}")
+            raise ValueError(f"{source} is that of another optimizer than {name}: it {has}")
         options = {**optimizer.defaults, **group, **saved}
         optimizer._check_options(options)
         if "step" in saved:
-            check_step(f"step in {place}", saved["step"])
+            check_step(f"step in {source}", saved["step"])
         names = tuple(optimizer._state_names(options))
         for param, key in zip(group["params"], saved["params"], strict=True):
             state = state_dict["state"].get(key)
@@ -77,25 +77,26 @@ _OF_ADAGRAD = ("lr_decay", "initial_accumulator_value")
 
 
 def _check_param_state(
-    optimizer: Any, param: Tensor, place: str, state: Any, names: Sequence[str], counted: bool
+    optimizer: Any, param: Tensor, source: str, state: Any, names: Sequence[str], counted: bool
 ) -> None:
+    """Raise an error if the saved state of a parameter does not fit; `source` names it in messages."""
     name = type(optimizer).__name__
     if not isinstance(state, Mapping):
-        raise ValueError(f"{place} is {state!r}, not a dict of tensors")
-    missing = [each for each in names if each not in state and each not in optimizer._may_lack]
+        raise ValueError(f"{source} is {state!r}, not a dict of tensors")
+    missing = [key for key in names if key not in state and key not in optimizer._may_lack]
     if optimizer._counts_steps and not counted and "step" not in state:
         missing.append("step")
     if missing:
-        raise ValueError(f"{place} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
+        raise ValueError(f"{source} has {sorted(state)}, not {', '.join(missing)}: {name} cannot go on from it")
     if "step" in state:
-        check_step(f"step in {place}", state["step"])
-    for each in (*names, MASTER):
-        value = state.get(each)
-        if each not in state or (value is None and each in optimizer._may_lack):
+        check_step(f"step in {source}", state["step"])
+    for key in (*names, MASTER):
+        value = state.get(key)
+        if key not in state or (value is None and key in optimizer._may_lack):
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.shape != param.shape:
             actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{each} in {place} is {actual}; a float tensor of shape {tuple(param.shape)} is expected")
+            raise ValueError(f"{key} in {source} is {actual}; a float tensor of shape {tuple(param.shape)} is expected")
 
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling
-from ._buckets import Bucket
+from ._buckets import UpdateBucket
 
 
-def global_norm(buckets: Sequence[Bucket], scaling: LossScaling) -> Tensor | None:
+def global_norm(buckets: Sequence[UpdateBucket], scaling: LossScaling) -> Tensor | None:
     """Return the norm of all unscaled gradients, float32 [1], or None if there are no gradients."""
     totals = []
     for bucket in buckets:
@@ -33,7 +33,7 @@ def clipped(scaling: LossScaling, norm: Tensor | None, limit: float) -> LossScal
     return LossScaling(scaling.found_inf, factor)
 
 
-def clipped_together(buckets: Sequence[Bucket], scaling: LossScaling, limit: float) -> LossScaling:
+def clipped_together(buckets: Sequence[UpdateBucket], scaling: LossScaling, limit: float) -> LossScaling:
     """Return `scaling` such that it also scales the gradients of all buckets down to a joint norm of `limit`."""
     if len(buckets) != 1:
         return clipped(scaling, global_norm(buckets, scaling), limit)

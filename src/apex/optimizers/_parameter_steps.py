@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ._base import FusedOptimizer
-from ._buckets import Bucket
+from ._buckets import UpdateBucket
 
 
 class ParameterSteps(FusedOptimizer):
@@ -27,7 +27,7 @@ class ParameterSteps(FusedOptimizer):
         self._away: dict[Tensor, int] = {}
         super().__init__(*args, **options)
 
-    def _step_of(self, bucket: Bucket, step: Any) -> Any:
+    def _step_of(self, bucket: UpdateBucket, step: Any) -> Any:
         """Return the step count of the bucket's parameters from the group's count."""
         return step - self._missed.get(bucket.params[0], 0)
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, LossScaling, Options, compiled_function, state_dtype
-from ._buckets import Bucket
+from ._buckets import Group, UpdateBucket
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -56,7 +56,7 @@ class FusedAdagrad(FusedOptimizer):
         start = group.get("initial_accumulator_value", 0)
         return torch.full_like(param, start, dtype=state_dtype(param), memory_format=torch.preserve_format)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = bool(self.adagrad_w_mode)
         lr = group["lr"]
         if group.get("lr_decay"):

@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function, run_closure
-from ._buckets import Bucket
+from ._buckets import Group, UpdateBucket
 
 
 class AdamOptions(TypedDict, total=False):
@@ -78,7 +78,7 @@ class FusedAdam(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = bool(self.adam_w_mode)
         bucket.lists.apply(
             rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from ..ops._host import HOST
 from ..ops.multi_tensor import lamb_step, rules
 from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function, run_closure
-from ._buckets import MASTER, Bucket
+from ._buckets import MASTER, Group, UpdateBucket
 from ._checks import check_options, check_step
 from ._norms import clipped_together
 
@@ -71,7 +71,7 @@ class FusedLAMB(FusedOptimizer):
         limit = self.defaults["max_grad_norm"]
         self._clipping = clipped_together([bucket for _, bucket in self._ready], scaling, limit) if limit else None
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if self._clipping is not None:
             scaling = self._clipping.on(bucket.device)
         flags = (bool(self.adam_w_mode),)

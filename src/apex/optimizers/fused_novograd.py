@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LOW_PRECISION, FusedOptimizer, LossScaling, Options, adam_hyperparameters, compiled_function
-from ._buckets import Bucket
+from ._buckets import Group, UpdateBucket
 from ._checkpoints import check_saved
 
 NORM = "exp_avg_sq"
@@ -69,7 +69,7 @@ class FusedNovoGrad(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg",)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         squares = group["norm_type"] == 2
         inside = self.moment_mode == 0
         averages = self._averages(group, bucket)
@@ -78,18 +78,18 @@ class FusedNovoGrad(FusedOptimizer):
         hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]), inside=inside)
         bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 
-    def _averages(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
+    def _averages(self, group: dict[str, Any], bucket: UpdateBucket) -> Tensor:
         """Return a bucket's averages, float32 [tensors, 2], in the first column; each state holds a view of its own."""
-        averages = bucket.kept.get("averages")
+        averages = bucket.cache.get("averages")
         if averages is None:
             averages = _common_base(bucket.states)
             if averages is None or averages.device != bucket.device:
                 averages = self._gather(group, bucket)
-            bucket.kept["averages"] = averages
+            bucket.cache["averages"] = averages
             bucket.watch(NORM)
         return averages
 
-    def _gather(self, group: dict[str, Any], bucket: Bucket) -> Tensor:
+    def _gather(self, group: dict[str, Any], bucket: UpdateBucket) -> Tensor:
         start = 0.0 if group["init_zero"] else UNKNOWN
         fresh = torch.full((), start, dtype=torch.float32, device=bucket.device)
         known = [state.get(NORM, fresh).to(bucket.device, torch.float32) for state in bucket.states]

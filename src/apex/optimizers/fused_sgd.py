@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import CommonOptions, FusedOptimizer, LossScaling, compiled_function, state_dtype
-from ._buckets import Bucket
+from ._buckets import Group, UpdateBucket
 from ._checks import check_nesterov, check_options
 
 BUFFER = "momentum_buffer"
@@ -70,7 +70,7 @@ class MomentumOptimizer(FusedOptimizer):
             return state, None
         return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
-    def _first(self, bucket: Bucket, scaling: LossScaling) -> bool | Tensor:
+    def _first(self, bucket: UpdateBucket, scaling: LossScaling) -> bool | Tensor:
         """Return whether this is the bucket's first step; a tensor if only the device knows of skipped steps."""
         if bucket.kind is None:
             return False
@@ -153,7 +153,7 @@ class FusedSGD(MomentumOptimizer):
             return super()._initial_state(name, param, group)
         return torch.zeros_like(param, dtype=momentum_dtype(param), memory_format=torch.preserve_format)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper: dict[str, Any] = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         if not bucket.names:
             bucket.lists.apply(rules.PLAIN_SGD, hyper, **scaling.arguments, seed=seed)
@@ -208,7 +208,7 @@ class FusedLARS(MomentumOptimizer):
 
     multi_tensor_lars = compiled_function("multi_tensor_lars")
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         adapts = not group["is_skipped"]
         norms = bucket.lists.apply(rules.LARS_NORMS, {}, **scaling.arguments) if adapts else None
         first = self._first(bucket, scaling)

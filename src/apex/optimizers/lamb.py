@@ -10,9 +10,9 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, adam_hyperparameters
-from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._buckets import Group, UpdateBucket
 from ._norms import clipped_together
+from ._npu_base import NpuFusedOptimizerBase
 
 # Larger weight norms are replaced by this norm.
 LONGEST_WEIGHT = 10.0
@@ -54,7 +54,7 @@ class Lamb(NpuFusedOptimizerBase):
         buckets = [bucket for _, bucket in self._ready]
         self._clipping = clipped_together(buckets, scaling, 1.0) if self.use_global_grad_norm else None
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper = adam_hyperparameters(group, step)
         lists, flags = bucket.lists, (True,)
         factor = (self._clipping or scaling).on(bucket.device).inverse_scale

@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
-from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._buckets import Group, UpdateBucket
+from ._npu_base import NpuFusedOptimizerBase
 
 
 class NpuFusedAdadelta(NpuFusedOptimizerBase):
@@ -33,6 +33,6 @@ class NpuFusedAdadelta(NpuFusedOptimizerBase):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "square_avg", "acc_delta"
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         hyper = {name: group[name] for name in ("lr", "rho", "eps", "weight_decay")}
         bucket.lists.apply(rules.ADADELTA, hyper, **scaling.arguments, seed=seed)

@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresholds, rows_are_stretches
 from ._base import LossScaling, Options
-from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._buckets import Group, UpdateBucket
+from ._npu_base import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
 from .fused_adam import FusedAdam
 
@@ -37,7 +37,7 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
         numbers: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, **numbers, amsgrad=amsgrad, adam_w_mode=self._decoupled, **options)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         super()._update(group, bucket, self._step_of(bucket, step), scaling, seed)
 
 
@@ -96,12 +96,12 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         # A kernel can process a row only if it is a contiguous stretch of memory.
         return super()._kind(param, state), rows_are_stretches(param)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         rows = bucket.lists
         assert isinstance(rows, RowLists)
-        limits = bucket.kept.get(_THRESHOLDS)
+        limits = bucket.cache.get(_THRESHOLDS)
         if limits is None:
-            limits = bucket.kept[_THRESHOLDS] = projection_thresholds(bucket.params, bucket.device)
+            limits = bucket.cache[_THRESHOLDS] = projection_thresholds(bucket.params, bucket.device)
         beta1, beta2 = group["betas"]
         hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
         hyper["step"] = self._step_of(bucket, step)

@@ -16,9 +16,9 @@ from ..ops._graph_numbers import lifted
 from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
-from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._buckets import Group, UpdateBucket
 from ._norms import clipped, global_norm
+from ._npu_base import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
 
 # x is the completed share of the training, a number or a tensor; a negative warmup means none.
@@ -137,7 +137,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
             return group["lr"]
         return group["lr"] * lifted(SCHEDULES[group["schedule"]], (step - 1) / group["t_total"], group["warmup"])
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if group["max_grad_norm"] > 0:
             scaling = clipped(scaling, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
         step = self._step_of(bucket, step)

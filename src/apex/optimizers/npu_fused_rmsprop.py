@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options, state_dtype
-from ._buckets import Bucket
-from ._combined import NpuFusedOptimizerBase
+from ._buckets import Group, UpdateBucket
+from ._npu_base import NpuFusedOptimizerBase
 
 _RULES = (rules.RMSPROP, rules.RMSPROP_MORE, rules.RMSPROP_ALL)
 
@@ -50,7 +50,7 @@ class NpuFusedRMSprop(NpuFusedOptimizerBase):
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum")}
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         flags = (bool(group["centered"]), group["momentum"] > 0, self._epsilon_below_root)
         bucket.lists.apply(_RULES[flags[0] + flags[1]], self._hyper(group), flags, **scaling.arguments, seed=seed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._combined import NpuFusedOptimizerBase
+from ._npu_base import NpuFusedOptimizerBase
 from .fused_sgd import FusedSGD
 
 

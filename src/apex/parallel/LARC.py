@@ -1,4 +1,4 @@
-"""LARC: gradients scaled per parameter, so that any optimizer takes steps in proportion to the parameters."""
+"""LARC: scales each parameter's gradient so that any optimizer's step is proportional to the parameter's norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from .._delegation import delegated
 from ..ops import _graph_numbers
 from ..ops.multi_tensor import rules
-from ..ops.multi_tensor.op import check, groups_of
+from ..ops.multi_tensor.dispatch import check, groups_of
 from ..optimizers._base import FusedOptimizer, run_closure
 from ..optimizers._buckets import local
 
@@ -20,9 +20,10 @@ _NAMES = ("params", "gradients")
 class LARC:
     """Layer-wise adaptive rate control (https://arxiv.org/abs/1708.03888) around any optimizer.
 
-    A parameter's rate is trust_coefficient * |p| / (|g| + weight_decay * |p| + eps): with `clip` the optimizer's own lr
-    if that is less, else times it. It is reached by scaling the gradient, with the weight decay in it; the optimizer
-    itself sees none. Where |p| or |g| is 0 the gradient stays as it is. Nothing waits for the device.
+    A parameter's rate is trust_coefficient * |p| / (|g| + weight_decay * |p| + eps). With `clip` the effective learning
+    rate is the smaller of this rate and the optimizer's lr, otherwise their product. LARC reaches it by scaling the
+    gradient, with the weight decay included; the optimizer runs with a weight decay of 0. If |p| or |g| is 0 the
+    gradient is unchanged. The host never waits for the device.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
@@ -39,31 +40,31 @@ class LARC:
         return repr(self.optim)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's."""
+        """Return the optimizer's state."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the optimizer's state."""
+        """Load the optimizer's state."""
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients, with the optimizer's own arguments."""
+        """Clear the gradients; takes the optimizer's own arguments."""
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the optimizer."""
+        """Add a group to the optimizer."""
         self.optim.add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Scales the gradients, then takes the optimizer's step; returns the closure's loss."""
+        """Scale the gradients, then run the optimizer's step; return the closure's loss."""
         loss = run_closure(closure)
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         had_decay = ["weight_decay" in group for group in self.optim.param_groups]
-        # Other optimizers freeze the numbers of their groups in a graph: LARC must not have others at a replay.
+        # Other optimizers freeze their options in a captured graph. LARC must then not read them anew at a replay.
         capture = _graph_numbers.current if isinstance(self.optim, FusedOptimizer) else None
         self._scale_gradients(capture)
         try:
-            # A graph, too, must see none, and not what is there when it is replayed.
+            # A captured graph must read 0 as well, not the value that is in the group at a replay.
             for group in self.optim.param_groups:
                 group["weight_decay"] = 0 if capture is None else capture.constant(0.0)
             result = self.optim.step()
@@ -101,5 +102,5 @@ class LARC:
                 lists.apply(rules.LARC, hyper, (bool(self.clip),), whole=norms)
 
 
-# `apex.parallel.LARC` is a module to some clients and the class to others: both find `apex.parallel.LARC.LARC`.
+# Some clients use `apex.parallel.LARC` as a module, others as the class. Both find `apex.parallel.LARC.LARC`.
 LARC.LARC = LARC  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tensors flattened into one for a collective call, and back."""
+"""Collectives over many tensors, flattened into one."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from .._failures import explained
 
-# Bytes that a broadcast of a module's state takes at a time, beside the state itself.
+# Extra memory that the broadcast of a module's state may use, in bytes.
 _BROADCAST_BYTES = 1 << 28
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, one after the other, as a vector."""
+    """Concatenate the elements of all tensors into one vector."""
     return _flatten_dense_tensors(bucket)
 
 
 def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> list[Tensor]:
-    """`coalesced` in pieces of the shapes of `bucket`, which share its memory."""
+    """Split `coalesced` into views with the shapes of `bucket`."""
     pieces = _unflatten_dense_tensors(coalesced, bucket)
-    # Up to PyTorch 2.9 those without elements have the shape (0,).
+    # Up to PyTorch 2.9 pieces without elements have the shape (0,).
     return [piece if piece.numel() else piece.view_as(tensor) for piece, tensor in zip(pieces, bucket, strict=True)]
 
 
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """`call(vector, *extra_args)` for all tensors at once, which are of one type; `all_reduce` gives their mean."""
+    """Run `call(vector, *extra_args)` once for all tensors, which have one dtype; `all_reduce` computes their mean."""
     coalesced = flatten(bucket)
-    # Of methods of built-in types it is None; some callables have no name.
+    # `__module__` is None for methods of built-in types, and some callables have no name.
     known = str(getattr(call, "__module__", None)).startswith("torch.distributed") and hasattr(call, "__name__")
     with explained(f"{call.__name__} of {len(bucket)} tensors") if known else contextlib.nullcontext():
         call(coalesced, *(extra_args or ()))
@@ -45,7 +45,7 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
-    """Tensors by `tensor.type()`, in the order in which the types appear."""
+    """Group tensors by `tensor.type()`, in order of first appearance."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -53,12 +53,12 @@ def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The float16 tensors, the float32 ones and the float64 ones; types without any are left out."""
+    """Group the float16, float32 and float64 tensors; empty groups are omitted."""
     return _split(tensors, torch.float16, torch.float32, torch.float64)
 
 
 def split_half_float_double_bfloat16(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The same, and the bfloat16 tensors."""
+    """Group the float16, float32, float64 and bfloat16 tensors; empty groups are omitted."""
     return _split(tensors, torch.float16, torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -69,13 +69,13 @@ def _split(tensors: Iterable[Tensor], *dtypes: torch.dtype) -> list[list[Tensor]
 
 
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """`apply_flat_dist_call` for the tensors of each type."""
+    """Run `apply_flat_dist_call` for the tensors of each type."""
     for bucket in split_by_type(tensors).values():
         apply_flat_dist_call(bucket, call, extra_args)
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends all tensors of a tensor or of nested iterables to `tensor_list`; other things are passed over."""
+    """Append all tensors of a tensor or of nested iterables to `tensor_list`; ignore other objects."""
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
     elif not isinstance(maybe_tensor, str | bytes):
@@ -89,7 +89,7 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: Any = None) -> None:
-    """Gives tensors of any types the values that they have in the first process, of all or of a group."""
+    """Copy the values of tensors of any types from the first process of the group (default: of all) to the others."""
     first = 0 if group is None else dist.get_global_rank(group, 0)
     for bucket in split_by_type(tensors).values():
         while bucket:
@@ -98,7 +98,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: Any = None) -> None:
             while bucket and (not chunk or size + bucket[0].nbytes <= _BROADCAST_BYTES):
                 size += bucket[0].nbytes
                 chunk.append(bucket.pop(0))
-            # As bytes: no backend knows all types.
+            # Send bytes, because no backend supports all dtypes.
             coalesced = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             with explained("taking parameters and buffers from the first process"):
                 dist.broadcast(coalesced.view(torch.uint8), first, group=group)

@@ -1,4 +1,4 @@
-"""The reduction of a model's gradients: pass after pass, in buckets, in the same order in all processes."""
+"""The reduction of a model's gradients in buckets, in the same order in all processes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from .._distributed.collectives import on_stream
 from .._distributed.reducer import BucketReducer, Sent
-from ._buckets import Arithmetic, Bucket, agree, plan
+from ._buckets import Arithmetic, GradientBucket, agree, plan
 
 
 class GradientReducer(BucketReducer):
-    """Sums gradients over all processes; those of a backward pass while it is still going on.
+    """A reducer that sums gradients over all processes while the backward pass still runs.
 
-    The first pass only notes the order in which gradients arrive; buckets are made from it, those of rank 0 in all
-    processes. From the second pass on a bucket is sent as soon as its gradients, and all buckets before it, are there.
-    With `delay` all are sent at the end. Groups take turns with the buckets.
+    The first pass only records the order of arrival of the gradients. Buckets are made from rank 0's order and are the
+    same in all processes. From the second pass on, a bucket is sent as soon as its gradients have arrived and all
+    buckets before it are sent. With `delay` all buckets are sent at the end. Buckets alternate between the groups.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class GradientReducer(BucketReducer):
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         self.signature = signature_of(self.params)
-        self.buckets: list[Bucket] = []
+        self.buckets: list[GradientBucket] = []
         self._index = {param: index for index, param in enumerate(self.params)}
         self._arithmetic = arithmetic
         self._message_size = message_size
@@ -52,29 +52,29 @@ class GradientReducer(BucketReducer):
 
     @property
     def is_planned(self) -> bool:
-        """Whether buckets have been made."""
+        """Return True if buckets have been made."""
         return bool(self.buckets)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a gradient has arrived in the present pass."""
+        """Return True if a gradient has arrived in the current pass."""
         return bool(self._arrived)
 
     @property
     def members(self) -> list[list[int]]:
-        """For each bucket, the indices of its parameters."""
+        """Return the parameter indices of each bucket."""
         return list(map(list, self._members))
 
     def _start_round(self) -> None:
         super()._start_round()
-        # Parameters in the order in which their gradients have arrived.
+        # Parameter indices in order of arrival of their gradients.
         self._arrived: list[int] = []
 
     def _make_buckets(self, members: list[list[int]]) -> None:
         self._bucket_of = {index: number for number, indices in enumerate(members) for index in indices}
         self._set_buckets(members)
         self.buckets = [
-            Bucket(
+            GradientBucket(
                 [self.params[index] for index in indices],
                 [self.names[index] for index in indices],
                 self._arithmetic,
@@ -84,14 +84,14 @@ class GradientReducer(BucketReducer):
         ]
 
     def plan(self) -> None:
-        """Make buckets from the order in which gradients have arrived in rank 0."""
+        """Make buckets from the order of arrival of gradients on rank 0."""
         arrived = self._arrived
         members = plan(self.params, arrived, self._message_size, self._triggers)
         self._make_buckets(agree(members, self.params[0].device, self._groups[0]))
         self._arrived = arrived
 
     def arrived(self, param: Tensor) -> None:
-        """Notes that a backward pass has added to a parameter's gradient; sends what can be sent."""
+        """Record that the backward pass has added to a parameter's gradient, and send complete buckets."""
         index = self._index.get(param)
         if index is None:
             raise RuntimeError(
@@ -115,7 +115,7 @@ class GradientReducer(BucketReducer):
             self.flush_ready()
 
     def finish_pass(self) -> None:
-        """Sends the rest, and waits for everything; does nothing if no gradient has arrived."""
+        """Send the remaining buckets and wait for all; do nothing if no gradient has arrived."""
         if not self._arrived:
             return
         self._arrived = list(dict.fromkeys(self._arrived))
@@ -128,13 +128,13 @@ class GradientReducer(BucketReducer):
             raise
 
     def reduce_all(self) -> None:
-        """Reduces what has not been sent, whatever gradients there are, and waits."""
+        """Send all remaining buckets, even without new gradients, and wait."""
         self._send_rest()
         self.finish()
         self._start_round()
 
     def abandon_pass(self) -> None:
-        """Forgets a pass that has failed."""
+        """Discard a pass that has failed."""
         for sent in self._under_way:
             self.buckets[sent.bucket].abandon()
         self._under_way.clear()
@@ -151,5 +151,5 @@ class GradientReducer(BucketReducer):
 
 
 def signature_of(params: Sequence[Tensor]) -> list[Any]:
-    """What buckets depend on; they must be made anew when it changes."""
+    """Return the identity, dtype and device of each parameter; buckets must be remade when they change."""
     return [(id(param), param.dtype, param.device) for param in params]

@@ -1,4 +1,4 @@
-"""The machines of `apex run --host ...`: which they are, and how the command is started on each."""
+"""The machines of `apex run --host ...`: their selection, and the start of the command on each."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
-# Seconds between two looks at the processes that are running.
+# Seconds between two polls of the running processes.
 _PERIOD = 0.2
 
 
 def chosen_hosts(
     host: str | None, hostfile: Path | None, include: str | None, exclude: str | None, num_nodes: int
 ) -> list[str]:
-    """The machines that options name, none for this one alone; ValueErrors say which options do not fit."""
+    """Return the machines that the options name; an empty list means this machine only.
+
+    A ValueError says which options do not fit.
+    """
     if host is not None and hostfile is not None:
         raise ValueError("--host and --hostfile both name machines: give one of them")
     if include is not None and exclude is not None:
@@ -32,17 +35,17 @@ def chosen_hosts(
         if not hostfile.is_file():
             raise FileNotFoundError(f"--hostfile={str(hostfile)!r} is not a file")
         lines = (line.split("#")[0].split() for line in hostfile.read_text().splitlines())
-        hosts = [words[0] for words in lines if words]  # what follows a name is of other launchers
+        hosts = [fields[0] for fields in lines if fields]  # other launchers write options after the name
     else:
         hosts = _listed(host)
-    # ssh would take such a word for one of its options, and run what it says.
-    if wrong := [each for each in hosts if each.startswith("-")]:
+    # ssh would read a name with a leading dash as one of its options, and execute it.
+    if wrong := [name for name in hosts if name.startswith("-")]:
         raise ValueError(f"{wrong[0]!r} is no name of a machine: names do not begin with a dash")
-    for name, wanted in (("--include", _listed(include)), ("--exclude", _listed(exclude))):
-        if unknown := [each for each in wanted if each not in hosts]:
-            raise ValueError(f"{name} names {', '.join(unknown)}, but the machines are {', '.join(hosts)}")
-    hosts = [each for each in hosts if each in _listed(include) or include is None]
-    hosts = [each for each in hosts if each not in _listed(exclude)]
+    for option, requested in (("--include", _listed(include)), ("--exclude", _listed(exclude))):
+        if unknown := [name for name in requested if name not in hosts]:
+            raise ValueError(f"{option} names {', '.join(unknown)}, but the machines are {', '.join(hosts)}")
+    hosts = [name for name in hosts if name in _listed(include) or include is None]
+    hosts = [name for name in hosts if name not in _listed(exclude)]
     if num_nodes != -1 and not 1 <= num_nodes <= len(hosts):
         raise ValueError(f"--num-nodes={num_nodes} must be -1, or between 1 and the number of machines, {len(hosts)}")
     if not hosts:
@@ -55,7 +58,7 @@ def _listed(names: str | None) -> list[str]:
 
 
 def extra_arguments(text: str | None) -> list[str]:
-    """Options of torchrun from "name=value,name=value"."""
+    """Return options of torchrun from "name=value,name=value"."""
     pairs = [pair.partition("=") for pair in _listed(text)]
     if wrong := ["".join(pair) for pair in pairs if not pair[0] or not pair[1]]:
         raise ValueError(f"--extra-launch-args has {', '.join(wrong)}, which is not name=value")
@@ -63,25 +66,25 @@ def extra_arguments(text: str | None) -> list[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a name is this machine's."""
+    """Return True if the name is this machine's."""
     return host in (*_THIS_MACHINE, socket.gethostname())
 
 
 def run_on(hosts: Sequence[str], options: Sequence[str], command: Sequence[str], ssh_port: int | None) -> int:
-    """Runs `apex run` on every machine, by ssh on others; 0, or the exit status of the first one that failed.
+    """Run `apex run` on every machine, through ssh on others; return 0 or the exit status of the first failure.
 
-    The folder and the Python are those of this process, which the machines must have at the same place. When one
-    fails the others are ended.
+    All machines must have this process's working directory and Python at the same paths. If one fails, the others are
+    ended.
     """
     running = []
     for rank, host in enumerate(hosts):
         numbers = [f"--nnodes={len(hosts)}", f"--node-rank={rank}"]
-        words = [sys.executable, "-m", "apex", "run", *options, *numbers, *command]
+        arguments = [sys.executable, "-m", "apex", "run", *options, *numbers, *command]
         if not is_this_machine(host):
-            there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-            # With a terminal ssh ends what it has started when it is ended itself.
-            words = ["ssh", "-tt", *([] if ssh_port is None else ["-p", str(ssh_port)]), host, there]
-        running.append(subprocess.Popen(words, stdin=subprocess.DEVNULL))
+            remote_command = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(arguments)}"
+            # With a terminal, ssh ends the remote command when ssh itself is ended.
+            arguments = ["ssh", "-tt", *([] if ssh_port is None else ["-p", str(ssh_port)]), host, remote_command]
+        running.append(subprocess.Popen(arguments, stdin=subprocess.DEVNULL))
     try:
         while True:
             states = [process.poll() for process in running]

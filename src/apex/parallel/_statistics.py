@@ -1,7 +1,7 @@
-"""How the ranks of a batch norm exchange their rank statistics: one collective in each direction.
+"""Exchange of rank statistics between the processes of a batch norm: one collective in each direction.
 
-Where nothing is compiled backends are called directly: by way of `torch.distributed.all_reduce` and the dispatcher the
-host is busy for 50 us of the 275 that it takes for a backward pass.
+In eager mode backends are called directly. Through `torch.distributed.all_reduce` and the dispatcher the host would be
+busy for 50 us of the 275 us of a backward pass.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .._distributed.groups import make_group
 from .._failures import OWN, unanswered
 from ..ops._library import compute_dtype
 
-# What is said where other processes do not answer.
+# Descriptions for errors when other processes do not answer.
 _GATHERING = "gathering the statistics of a batch norm over processes"
 _ADDING = "adding up what a batch norm over processes needs for its gradients"
 
 
 def process_count(group: dist.ProcessGroup | None) -> int:
-    """Processes of a group, all there are where it is None; 0 where processes are not connected."""
+    """Return the number of processes of a group (None: all), or 0 without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         return 0
-    # A group that this process is not in is a number. PyTorch's function takes as long as two launches.
+    # A group without this process is an int. `group.size()` saves the time of two kernel launches over get_world_size.
     processes = dist.get_world_size(group) if group is None or isinstance(group, int) else group.size()
     if processes < 1:
         raise ValueError(f"process_group does not contain this process, rank {dist.get_rank()}")
@@ -37,7 +37,7 @@ def process_count(group: dist.ProcessGroup | None) -> int:
 
 
 def exchange_of(group: dist.ProcessGroup | None) -> GroupExchange | None:
-    """The `Exchange` of a group, by default of all processes; None where processes are not connected."""
+    """Return the exchange of a group (default: all processes), or None without a process group."""
     if group is None:
         group = dist.group.WORLD if dist.is_available() else None
         return None if group is None else GroupExchange(group)
@@ -45,17 +45,17 @@ def exchange_of(group: dist.ProcessGroup | None) -> GroupExchange | None:
 
 
 class GroupExchange(NamedTuple):
-    """The `Exchange` of a process group; gradients of weight and bias are averaged over `averaged_ranks` if not 0."""
+    """The exchange of a process group; weight and bias gradients are averaged over `averaged_ranks` if it is not 0."""
 
     group: dist.ProcessGroup
     averaged_ranks: int = 0
 
     def gather(self, rank_stats: Tensor) -> Tensor:
-        """The rank statistics of all ranks, [P, 2C + 1]. One `all_gather`, which nothing waits for."""
+        """Return the rank statistics of all ranks, [P, 2C + 1], with one `all_gather`; the host does not wait."""
         values = rank_stats.numel()
-        gathered = rank_stats.new_empty(self.group.size() * values)  # flat, as Gloo wants it
+        gathered = rank_stats.new_empty(self.group.size() * values)  # flat, because Gloo requires it
         if torch.compiler.is_compiling():
-            # The name that PyTorch 2.13 gave it, or the one before.
+            # PyTorch 2.13 renamed all_gather_into_tensor.
             all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             all_gather(gathered, rank_stats, group=self.group)
             return gathered.view(-1, values)
@@ -64,7 +64,7 @@ class GroupExchange(NamedTuple):
         return gathered.view(-1, values)
 
     def add_up(self, rank_stats: Tensor) -> None:
-        """Makes rank statistics the sum of those of all ranks. One `all_reduce`."""
+        """Sum rank statistics over all ranks in place, with one `all_reduce`."""
         if torch.compiler.is_compiling():
             dist.all_reduce(rank_stats, group=self.group)
             return
@@ -72,15 +72,15 @@ class GroupExchange(NamedTuple):
         _run(_ADDING, backend.allreduce, [rank_stats], _synchronous("AllreduceOptions"))
 
 
-# By default group, the norms whose first exchange has been compared; a copy or a loaded norm is compared again.
+# Norms whose first exchange has been compared, by default group. A copied or loaded norm is compared again.
 _compared: WeakKeyDictionary[Any, WeakSet[torch.nn.Module]] = WeakKeyDictionary()
 
 
 def compare_first(norm: torch.nn.Module, exchange: GroupExchange, channels: int, input: Tensor) -> None:
-    """Raise, in all ranks of a group, if the channels or statistics of a norm differ between them.
+    """Raise in all ranks of a group if a norm's channels or statistics differ between them.
 
-    Does so in the first exchange of each norm only: all ranks have it at the same time. Without this, Gloo ends
-    processes that receive more than they expect, and NCCL waits forever.
+    Only the first exchange of each norm is compared, because all ranks reach it at the same time. Without the
+    comparison Gloo would end processes that receive more than they expect, and NCCL would wait forever.
     """
     world: Any = dist.group.WORLD
     compared = _compared.get(world)
@@ -93,8 +93,8 @@ def compare_first(norm: torch.nn.Module, exchange: GroupExchange, channels: int,
     check_settings(settings, f"inputs of a {type(norm).__name__}", exchange.group, [input])
 
 
-def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
-    """Runs a collective of a backend; `what` is said to have failed where other processes do not answer."""
+def _run(description: str, collective: Callable[..., Any], *arguments: Any) -> None:
+    """Run a collective of a backend; name `description` in the error if other processes do not answer."""
     try:
         work = collective(*arguments)
         if work is not None:
@@ -102,11 +102,11 @@ def _run(what: str, collective: Callable[..., Any], *arguments: Any) -> None:
     except OWN:
         raise
     except RuntimeError as error:
-        raise unanswered(what, error) from error
+        raise unanswered(description, error) from error
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:
-    """The backend of a group for a device; the group itself where it has only one."""
+    """Return the backend of a group for a device, or the group itself if it has only one."""
     try:
         return group._get_backend(device)
     except (AttributeError, RuntimeError):
@@ -115,23 +115,23 @@ def _backend_of(group: Any, device: torch.device) -> Any:
 
 @functools.cache
 def _synchronous(kind: str) -> Any:
-    """Options of a collective for the stream that the caller is on, without another one in between, if PyTorch can."""
+    """Return options that run a collective on the caller's stream, if PyTorch supports it."""
     options = getattr(dist.distributed_c10d, kind)()
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
 
 
-# Groups of consecutive ranks by size, however many norms use them; by the group of all processes, since processes that
-# were disconnected and connected again make new ones.
+# Groups of consecutive ranks by size, shared by all norms. Keyed by the default group, because reconnected processes
+# need new groups.
 _made: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def consecutive_group(name: str, size: int) -> dist.ProcessGroup | None:
-    """This process's group where all are cut into groups of `size` consecutive ranks; None where it is by itself.
+    """Return this process's group if all processes are cut into groups of `size` consecutive ranks, or None for size 1.
 
-    `name` is what the caller's argument is called. The first call with a size makes groups, in which all processes must
-    take part.
+    `name` is the caller's argument, for errors. The first call with a size creates groups, so all processes must make
+    it.
     """
     if size < 1:
         raise ValueError(f"{name}={size} must be at least 1")
@@ -154,10 +154,10 @@ def consecutive_group(name: str, size: int) -> dist.ProcessGroup | None:
 
 
 def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
-    """How this process's group exchanges rank statistics; gradients of weight and bias are averages over the group.
+    """Return the exchange of this process's group of consecutive ranks; it averages weight and bias gradients.
 
-    They are so in upstream's compiled modules: with all that `DistributedDataParallel` averages, the gradients of the
-    joined batch.
+    Upstream's compiled modules average them too: `DistributedDataParallel` then yields the gradients of the joined
+    batch.
     """
     group = consecutive_group(name, size)
     return None if group is None else GroupExchange(group, size)
@@ -166,6 +166,6 @@ def consecutive_exchange(name: str, size: int) -> GroupExchange | None:
 def new_consecutive_group(size: int, processes: int) -> dist.ProcessGroup:
     """Make a group of this process and its neighbours; every process takes part in making every group."""
     groups = [make_group(range(first, first + size)) for first in range(0, processes, size)]
-    own = groups[dist.get_rank() // size]
-    assert isinstance(own, dist.ProcessGroup)
-    return own
+    group = groups[dist.get_rank() // size]
+    assert isinstance(group, dist.ProcessGroup)
+    return group

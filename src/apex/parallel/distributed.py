@@ -1,4 +1,4 @@
-"""Data-parallel training: `DistributedDataParallel`, `Reducer`, and the calls over tensors flattened into one."""
+"""Data-parallel training: `DistributedDataParallel`, `Reducer`, and collectives over flattened tensors."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 
-_UNNAMED = contextlib.nullcontext()
-# Attributes that `_start_fresh` makes, which are not copied and not pickled.
+_NOT_PROFILED = contextlib.nullcontext()
+# Attributes of `_start_fresh`, which are not copied or pickled.
 _TRANSIENT = (
     *("_reducer", "_groups", "_streams", "_fallback_buffers"),
     *("_hooked", "_lock", "_in_pass", "_is_compared"),
@@ -64,7 +64,7 @@ def _check_process_group(who: str) -> None:
 
 
 def _amp_settings(params: Iterable[Tensor]) -> dict[str, Any]:
-    """Return settings of amp, if a session has begun, and of its optimizers that update some of the parameters."""
+    """Return the settings of an active amp session and of its optimizers that update some of the parameters."""
     if "apex.amp" not in sys.modules:
         return {}
     from ..amp._amp_state import settings_on_this_rank
@@ -73,14 +73,14 @@ def _amp_settings(params: Iterable[Tensor]) -> dict[str, Any]:
 
 
 def _replicated(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters, by name, of which all processes hold the same: all but experts (`allreduce=False`)."""
+    """Return the named parameters that all processes share: all except experts (`allreduce=False`)."""
     return [(name, param) for name, param in module.named_parameters() if not is_expert(param)]
 
 
 def _take_state_of_first_rank(module: nn.Module) -> None:
-    """Give parameters and buffers rank 0's values, but for experts.
+    """Copy rank 0's parameters and buffers to all processes, except experts.
 
-    That includes the float32 masters of parameters that amp has cast: a step would bring their values back.
+    amp's float32 master weights are copied too, because the next step would overwrite the parameters with them.
     """
     named = _replicated(module)
     check_same_everywhere(named)
@@ -94,11 +94,11 @@ def _take_state_of_first_rank(module: nn.Module) -> None:
 
 
 class Reducer:
-    """Averages gradients over processes when told to: `reducer.reduce()`.
+    """An explicit reducer: `reducer.reduce()` averages gradients over processes.
 
     `module_or_grads_list` is a module, whose parameters and buffers take the values of rank 0, or gradients in nested
-    iterables. A parameter of the module that has a gradient in some processes only counts as zero in the others.
-    Experts (parameters with `allreduce = False`) are left as they are.
+    iterables. If a parameter has a gradient in some processes only, it counts as zero in the others. Experts
+    (parameters with `allreduce = False`) are left unchanged.
     """
 
     def __init__(self, module_or_grads_list: nn.Module | Iterable[Any]) -> None:
@@ -113,7 +113,7 @@ class Reducer:
             extract_tensors(module_or_grads_list, self.grads)
 
     def reduce(self) -> None:
-        """Gives all gradients their mean over the processes."""
+        """Replace all gradients by their means over the processes."""
         if self.module is None:
             flat_dist_call(self.grads, dist.all_reduce)
             return
@@ -123,33 +123,32 @@ class Reducer:
         try:
             self._reducer.reduce_all()
         except BaseException:
-            self._reducer = None  # half of it is done: the next one begins anew
+            self._reducer = None  # the failed reduction is incomplete, so start anew
             raise
 
 
 class DistributedDataParallel(nn.Module):
     """A module whose gradients are averaged over all processes during `backward()`.
 
-    Parameters and buffers take the values of rank 0 at construction. Gradients travel in buckets while the rest of the
-    backward pass goes on. Call `amp.initialize` before wrapping a model.
+    Parameters and buffers take the values of rank 0 at construction. Gradients are sent in buckets while the backward
+    pass continues. Call `amp.initialize` before wrapping a model.
 
-    - `message_size`: elements at which a bucket is full. Buckets are made from the order in which the first backward
+    - `message_size`: number of elements at which a bucket is full. Buckets follow the order in which the first backward
       pass of rank 0 produces gradients.
-    - `delay_allreduce`: everything is sent at the end of the backward pass, in one bucket per type.
+    - `delay_allreduce`: send everything at the end of the backward pass, in one bucket per type.
     - `allreduce_trigger_params`: parameters whose gradients close a bucket, instead of `message_size`.
     - `retain_allreduce_buffers`: after a backward pass `allreduce_buffers` holds the buckets' means, and gradients are
       views of them.
-    - `allreduce_always_fp32`: half-precision gradients are summed in float32.
-    - `num_allreduce_streams`: the number of process groups, each with a stream of its own, that take turns with the
-      buckets; `allreduce_communicators`: a list of that many groups, and one of streams (or None).
-    - `gradient_average`: whether sums are divided by the number of processes.
-    - `gradient_predivide_factor`: gradients are divided by it before they are summed, and only by
-      (processes / factor) afterwards; without `gradient_average` by nothing afterwards.
-      `gradient_average_split_factor` is its old name.
-    - `prof`: names the work in profiles.
+    - `allreduce_always_fp32`: sum half-precision gradients in float32.
+    - `num_allreduce_streams`: the number of process groups, each with its own stream, that alternate between the
+      buckets. `allreduce_communicators`: a list of that many groups, and a list of streams (or None).
+    - `gradient_average`: divide sums by the number of processes.
+    - `gradient_predivide_factor`: divide gradients by it before the sum, and by (processes / factor) after the sum.
+      Without `gradient_average` sums are not divided. `gradient_average_split_factor` is its old name.
+    - `prof`: name the work in profiles.
 
-    Parameters without a gradient in some process, or in all, are no error: see docs/parallel.md. Experts, which are
-    parameters with `allreduce = False`, keep their own values and gradients.
+    Parameters may lack a gradient in some or all processes: see docs/parallel.md. Experts, which are parameters with
+    `allreduce = False`, keep their own values and gradients.
     """
 
     def __init__(
@@ -220,16 +219,16 @@ class DistributedDataParallel(nn.Module):
         self._groups: Sequence[Any] | None = None
         self._streams: Sequence[Any] = (None,)
         self._fallback_buffers: list[Tensor | None] = []
-        # By id, since parameters compare by their elements: who it is, its hooks, and the number of ours.
+        # By id, because parameters compare element by element: a reference, its dict of hooks, and the key of our hook.
         self._hooked: dict[int, tuple[weakref.ref[Tensor], dict[int, Any], int]] = {}
         # The autograd engine runs hooks in one thread per device.
         self._lock = threading.RLock()
         self._in_pass = False
-        # Whether settings were compared with those of other ranks, at the end of the first pass.
+        # True after the settings were compared with other ranks, at the end of the first pass.
         self._is_compared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what belongs to this process; groups and streams are made anew when it is loaded."""
+        """Return the state without this process's groups and streams, which are made anew after loading."""
         state = {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
         return {**state, "allreduce_communicators": None}
 
@@ -237,29 +236,25 @@ class DistributedDataParallel(nn.Module):
         super().__setstate__(state)
         self._start_fresh()
 
-    # Which backward passes are followed by a reduction ---------------------------------------------------------------
-
     def enable_allreduce(self) -> None:
-        """Backward passes reduce gradients; they do from the start."""
+        """Make backward passes reduce gradients, which is the default."""
         self._disable_allreduce = False
 
     def disable_allreduce(self) -> None:
-        """Backward passes leave gradients as they are, until `enable_allreduce`."""
+        """Make backward passes leave gradients unreduced, until `enable_allreduce`."""
         self._disable_allreduce = True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside leave gradients as they are; the next one outside reduces all that has added up."""
-        before, self._disable_allreduce = self._disable_allreduce, True
+        """Leave gradients unreduced in backward passes inside this context; the next pass outside reduces their sum."""
+        outer, self._disable_allreduce = self._disable_allreduce, True
         try:
             yield
         finally:
-            self._disable_allreduce = before
-
-    # A step ----------------------------------------------------------------------------------------------------------
+            self._disable_allreduce = outer
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own, with the reduction made ready for a backward pass."""
+        """Run the module, and prepare the reduction for the backward pass."""
         if torch.is_grad_enabled():
             self._prepare()
         outputs = self.module(*inputs, **kwargs)
@@ -267,9 +262,9 @@ class DistributedDataParallel(nn.Module):
             self._watch(outputs)
         return outputs
 
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    @torch._disable_dynamo  # like torch.compiler.disable, which would import the compiler now (1.8 s)
     def _prepare(self) -> None:
-        """Makes buckets anew when parameters have changed, and forgets a pass that failed."""
+        """Make new buckets if parameters have changed, and discard a failed pass."""
         if self._in_pass and torch._C._current_graph_task_id() == -1:
             self._in_pass = False
             if self._reducer is not None:
@@ -299,7 +294,7 @@ class DistributedDataParallel(nn.Module):
         return Arithmetic(self.gradient_average, self.gradient_predivide_factor, self.allreduce_always_fp32)
 
     def _connect(self) -> None:
-        """Make the process groups that take turns with buckets; users' own collectives never go through them."""
+        """Make the process groups for the buckets; users' own collectives never use them."""
         if self.allreduce_communicators is not None:
             self._groups, streams = self.allreduce_communicators
             self._streams = streams or (None,)
@@ -308,20 +303,19 @@ class DistributedDataParallel(nn.Module):
         else:
             self._groups = (own_group(),)
 
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    @torch._disable_dynamo  # like torch.compiler.disable, which would import the compiler now (1.8 s)
     def _watch(self, outputs: Any) -> None:
-        """Has the backward pass that reaches the outputs call `_end_pass` when it is over.
+        """Make the backward pass that reaches the outputs call `_end_pass` at its end.
 
-        Were that left to the first gradient, it might be called too early: reentrant checkpoints have backward passes
-        of their own inside.
+        The first gradient's hook could run too early: reentrant checkpoints run backward passes of their own inside.
         """
         for output in _pytree.tree_leaves(outputs):
-            # A leaf would keep the hook for good.
+            # A leaf would keep the hook forever.
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(weak_method(self, DistributedDataParallel._begin_pass))
 
     def create_hooks(self) -> None:
-        """Has backward passes say when they have added to the gradient of a parameter."""
+        """Register hooks that report when a backward pass has added to a parameter's gradient."""
         hook = weak_method(self, DistributedDataParallel._gradient_arrived)
         for _, param in _replicated(self.module):
             known = self._hooked.get(id(param))
@@ -331,7 +325,7 @@ class DistributedDataParallel(nn.Module):
         self._stay_last()
 
     def _stay_last(self) -> None:
-        """Keeps our hooks behind all others, so that gradients are sent after other hooks have changed them."""
+        """Move our hooks behind all others, so that gradients are sent after other hooks have changed them."""
         for _, hooks, number in self._hooked.values():
             if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
                 hooks[number] = hooks.pop(number)
@@ -348,11 +342,11 @@ class DistributedDataParallel(nn.Module):
         with self._lock:
             if not self._in_pass:
                 self._begin_pass()
-            with self._named("apex: gradient ready"):
+            with self._profiled("apex: gradient ready"):
                 self.comm_ready_buckets(param)
 
     def _end_pass(self) -> None:
-        with self._lock, self._named("apex: wait for gradients"):
+        with self._lock, self._profiled("apex: wait for gradients"):
             self._in_pass = False
             self._fallback_buffers = []
             if self._reducer is not None:
@@ -360,29 +354,27 @@ class DistributedDataParallel(nn.Module):
                 self._reducer.finish_pass()
 
     def _compare_settings(self) -> None:
-        """Raise in all ranks, at the end of a first pass, if their loss scales or learning rates of amp differ."""
+        """Raise in all ranks, at the end of the first pass, if amp's loss scales or learning rates differ."""
         if not self._is_compared and self._reducer is not None and self._reducer.has_gradients:
             self._is_compared = True
             params = list(self.module.parameters())
             check_settings(_amp_settings(params), "settings of amp", (self._groups or (None,))[0], params)
 
-    def _named(self, name: str) -> Any:
-        return torch.profiler.record_function(name) if self.prof else _UNNAMED
-
-    # The steps of a reduction, for those who call them one by one ----------------------------------------------------
+    def _profiled(self, name: str) -> Any:
+        return torch.profiler.record_function(name) if self.prof else _NOT_PROFILED
 
     def comm_ready_buckets(self, param: Tensor) -> None:
-        """Notes that a parameter's gradient is there, and sends the buckets that are complete, in their order."""
+        """Record that a parameter's gradient is ready, and send complete buckets in order."""
         if self._reducer is not None and param.requires_grad:
             self._reducer.arrived(param)
 
     def sync_bucket_structure(self) -> None:
-        """Makes the buckets of rank 0 those of all processes; to be called in all of them, in a first pass."""
+        """Use rank 0's buckets in all processes; all of them must call this in their first pass."""
         if self._reducer is not None:
             self._reducer.plan()
 
     def allreduce_fallback(self) -> None:
-        """Reduces all gradients now, one bucket per type: what `disable_allreduce` left undone."""
+        """Reduce all gradients now, in one bucket per type, for example after `disable_allreduce`."""
         grads = [param.grad for _, param in _replicated(self.module) if param.grad is not None]
         buckets = split_half_float_double_bfloat16(grads)
         self._fallback_buffers = [None] * len(buckets) if self.retain_allreduce_buffers else []
@@ -391,15 +383,15 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def allreduce_bucket(self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
-        """Reduces some gradients of one type now; returns the result, flattened."""
+        """Reduce gradients of one type now, and return the result as a vector."""
         groups = self._groups or (None,)
         flat = flatten([gradient.detach() for gradient in bucket])
         before, after = self._arithmetic.factors(int(self.world_size), flat.dtype)
-        travelling = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
-        multiply([flat], [travelling], before)
+        sum_buffer = torch.empty_like(flat, dtype=self._arithmetic.travels_as(flat.dtype))
+        multiply([flat], [sum_buffer], before)
         with explained(f"the reduction of {len(bucket)} gradients"):
-            dist.all_reduce(travelling, group=groups[0 if force_default_stream else bucket_idx % len(groups)])
-        multiply([travelling], [flat], after)
+            dist.all_reduce(sum_buffer, group=groups[0 if force_default_stream else bucket_idx % len(groups)])
+        multiply([sum_buffer], [flat], after)
         if not self.retain_allreduce_buffers:
             multiply(unflatten(flat, bucket), [gradient.detach() for gradient in bucket], 1.0)
         return flat
@@ -407,7 +399,7 @@ class DistributedDataParallel(nn.Module):
     def allreduce_maybe_retain(
         self, bucket: Sequence[Tensor], bucket_idx: int, force_default_stream: bool = False
     ) -> None:
-        """The same; with `retain_allreduce_buffers` the gradients become views of the result."""
+        """Reduce gradients of one type now; with `retain_allreduce_buffers` they become views of the result."""
         flat = self.allreduce_bucket(bucket, bucket_idx, force_default_stream)
         if self.retain_allreduce_buffers:
             while len(self._fallback_buffers) <= bucket_idx:
@@ -416,33 +408,31 @@ class DistributedDataParallel(nn.Module):
             for view, gradient in zip(unflatten(flat, bucket), bucket, strict=True):
                 gradient.data = view
 
-    # What there is to see --------------------------------------------------------------------------------------------
-
     @property
     def allreduce_buffers(self) -> list[Tensor | None]:
-        """With `retain_allreduce_buffers`: the means of the last pass, a vector per bucket."""
+        """Return the means of the last pass, one vector per bucket, if `retain_allreduce_buffers`."""
         if self._reducer is not None and self.retain_allreduce_buffers and not self._fallback_buffers:
             return [bucket.retained for bucket in self._reducer.buckets]
         return self._fallback_buffers
 
     @property
     def needs_refresh(self) -> bool:
-        """Whether the next backward pass is one that finds the buckets."""
+        """Return True if the next backward pass determines the buckets."""
         return self._reducer is None or not self._reducer.is_planned
 
     @property
     def active_i_buckets(self) -> list[list[int]]:
-        """For each bucket, the indices of its parameters among those that require gradients."""
+        """Return for each bucket the indices of its parameters among those that require gradients."""
         return [] if self._reducer is None else self._reducer.members
 
     @property
     def bucket_sizes(self) -> list[int]:
-        """How many parameters the buckets have."""
+        """Return the number of parameters of each bucket."""
         return [len(bucket) for bucket in self.active_i_buckets]
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are; 0 before the first backward pass."""
+        """Return the number of buckets; 0 before the first backward pass."""
         return len(self.active_i_buckets)
 
 

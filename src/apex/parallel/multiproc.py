@@ -1,8 +1,8 @@
-"""`python -m apex.parallel.multiproc script.py ...`: a process for each GPU of this machine, started by torchrun.
+"""`python -m apex.parallel.multiproc script.py ...`: one process for each GPU of this machine, started by torchrun.
 
-The script gets `--world-size N --rank R` behind its own arguments, or these numbers in place of those that are there.
-A `--world-size` on the command line is the number of processes. What ranks other than 0 print goes to GPU_R.log.
-`apex run` leaves arguments and output alone.
+The script gets `--world-size N --rank R` after its own arguments; existing values of these options are replaced.
+`--world-size` on the command line sets the number of processes. Output of ranks other than 0 goes to GPU_R.log. `apex
+run` changes neither arguments nor output.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _WORLD_SIZE, _RANK = "--world-size", "--rank"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Starts the processes; returns the exit status."""
+    """Start the processes and return the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m apex.parallel.multiproc script.py [--world-size N] [the script's arguments]")
         return 0 if arguments else 2
-    given = _value_of(_WORLD_SIZE, arguments)
-    if given is None:
+    requested = _value_of(_WORLD_SIZE, arguments)
+    if requested is None:
         processes = local_devices()
-    elif given.isdigit() and int(given) > 0:
-        processes = int(given)
+    elif requested.isdigit() and int(requested) > 0:
+        processes = int(requested)
     else:
-        print(f"--world-size {given} is not a number of processes", file=sys.stderr)
+        print(f"--world-size {requested} is not a number of processes", file=sys.stderr)
         return 2
     return torchrun(["--standalone", f"--nproc-per-node={processes}", "-m", __spec__.name, *arguments])
 
 
 def run_script(arguments: Sequence[str], rank: int, world_size: int) -> None:
-    """What each process does: runs the script as if it had been started with its numbers as arguments."""
+    """Run the script in one of the processes, with its rank and the world size as arguments."""
     script, *rest = arguments
     for name, number in ((_WORLD_SIZE, world_size), (_RANK, rank)):
         if name in rest[:-1]:

@@ -16,15 +16,15 @@ from ._statistics import GroupExchange, compare_first, new_consecutive_group, pr
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm of [N, C, ...], in training by the statistics of the inputs of all processes of a group.
+    """Batch norm of [N, C, ...] whose training statistics cover the inputs of all processes of a group.
 
-    Arguments are those of `torch.nn.BatchNorm2d`, and: `process_group`, None for all processes; `channel_last` for
-    inputs [N, ..., C] (PyTorch's channels-last memory format needs no argument); `fuse_relu` for ReLU behind the norm
-    and behind the addend `z` of `forward`. Inputs may be of different sizes in different processes, or empty.
-    Statistics are float32 beside half precision.
+    Takes the arguments of `torch.nn.BatchNorm2d` and three more. `process_group` is None for all processes.
+    `channel_last` is for inputs [N, ..., C]; PyTorch's channels-last memory format needs no argument. `fuse_relu`
+    applies ReLU after the norm and after the addend `z` of `forward`. Input sizes may differ between processes, and
+    inputs may be empty. Statistics of half-precision inputs are float32.
 
-    In evaluation by running statistics, in a group of one process and where processes are not connected it is a batch
-    norm like any other.
+    With running statistics in evaluation, in a group of one process, and without a process group it is an ordinary
+    batch norm.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class SyncBatchNorm(_BatchNorm):
         if z is not None and (not isinstance(z, Tensor) or not z.is_floating_point()):
             check_floats(z=z)
         training, parameters, buffers = self.training, self._parameters, self._buffers
-        # Where `self.weight` would take a microsecond more, as every look that goes through a module's __getattr__.
+        # Reading `self.weight` would cost a microsecond more, like every access through a module's __getattr__.
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None or bias is None:  # or something else is in their place
+        if weight is None or bias is None:  # parametrized modules keep them elsewhere
             weight, bias = self.weight, self.bias
         mean, variance = buffers["running_mean"], buffers["running_var"]
-        # Without running statistics there is nothing but those of the batch.
-        by_batch = training or mean is None
+        # Without running statistics the batch's statistics are used in evaluation too.
+        uses_batch = training or mean is None
         if training and not self.track_running_stats:
             mean = variance = None
         channel_dim = -1 if self.channel_last and input.dim() > 2 else 1
@@ -74,18 +74,18 @@ class SyncBatchNorm(_BatchNorm):
         batches = buffers["num_batches_tracked"] if training and self.track_running_stats else None
         momentum = average_factor(self.momentum, batches)
         group = self.process_group
-        processes = process_count(group) if by_batch else 1
+        processes = process_count(group) if uses_batch else 1
         exchange = GroupExchange(dist.group.WORLD if group is None else group) if processes > 1 else None  # type: ignore[arg-type]
-        if exchange is None and by_batch and input.numel() == channels:
+        if exchange is None and uses_batch and input.numel() == channels:
             raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
         eps, relu = self.eps, self.fuse_relu
         if exchange is None:
-            given = (input, mean, variance, weight, bias, by_batch, momentum, eps)
-            output = batch_norm(*given, z=z, relu=relu, channel_dim=channel_dim)
+            arguments = (input, mean, variance, weight, bias, uses_batch, momentum, eps)
+            output = batch_norm(*arguments, z=z, relu=relu, channel_dim=channel_dim)
         else:
             if not torch.compiler.is_compiling():
                 compare_first(self, exchange, channels, input)
-            spec = BatchNormSpec(eps, momentum, by_batch, relu, channel_dim)
+            spec = BatchNormSpec(eps, momentum, uses_batch, relu, channel_dim)
             running = Channels(mean, variance, weight, bias)
             output, _ = batch_norm_with_statistics(input, z, running, spec, exchange, wanted=False)
         if batches is not None:
@@ -93,7 +93,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy with parameters and running statistics of its own, in the same group of processes."""
+        """Return a copy with its own parameters and running statistics, in the same process group."""
         memo[id(self.process_group)] = self.process_group
         memo[id(self)] = duplicate = type(self).__new__(type(self))
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -108,11 +108,11 @@ class SyncBatchNorm(_BatchNorm):
 def convert_syncbn_model(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
 ) -> torch.nn.Module:
-    """The model with a SyncBatchNorm in place of every batch norm, of any number of dimensions.
+    """Replace every batch norm of a model, of any number of dimensions, by a SyncBatchNorm.
 
-    Parameters and running statistics are the same tensors as before, so an optimizer that has them goes on, and what
-    was shared stays shared: a norm at two places becomes one SyncBatchNorm at two places. The model itself is changed,
-    unless it is a batch norm.
+    Parameters and running statistics are the same tensors as before, so an existing optimizer stays valid. Sharing is
+    preserved: a norm used twice becomes one SyncBatchNorm used twice. The model is changed in place, unless it is a
+    batch norm itself.
     """
     return _converted(module, process_group, channel_last, {})
 
@@ -152,9 +152,9 @@ def _converted_norm(
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
-    """The group of this process where all processes are cut into groups of `group_size` consecutive ranks.
+    """Return this process's group if all processes are cut into groups of `group_size` consecutive ranks.
 
-    0 stands for all processes: the answer is None. All processes must call this.
+    0 stands for all processes, and returns None. All processes must call this function.
     """
     if group_size == 0:
         return None

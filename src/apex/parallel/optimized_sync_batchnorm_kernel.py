@@ -16,9 +16,9 @@ from ._statistics import exchange_of
 class SyncBatchnormFunction(torch.autograd.Function):
     """Batch norm over the inputs of all processes of a group, plus `z`, then ReLU with `fuse_relu`.
 
-    With `track_running_stats`, upstream's word for it, statistics are those of the batch, and the running ones, where
-    there are any, move towards them by `momentum`; otherwise the running ones are used and nothing is exchanged. The
-    gradients of weight and bias are those of this process alone.
+    With `track_running_stats` (upstream's name) the batch's statistics are used, and running statistics, if given, move
+    towards them by `momentum`. Otherwise the running statistics are used and nothing is exchanged. The gradients of
+    weight and bias are this process's own.
     """
 
     @staticmethod
@@ -51,4 +51,4 @@ class SyncBatchnormFunction(torch.autograd.Function):
         return *batch_norm.saved_gradients(ctx, grad_output, ctx.needs_input_grad[:4]), *(None,) * 8
 
 
-eager_apply(SyncBatchnormFunction)  # its nodes call `backward` without PyTorch's method in between
+eager_apply(SyncBatchnormFunction)  # its nodes call `backward` directly, without PyTorch's wrapper

@@ -1,4 +1,4 @@
-"""Whether all processes still have the same model: a check that names what differs, and where."""
+"""A check that all processes still have the same model; it names the tensors and ranks that differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._distributed.comparison import checksum, differing, gathered, ranks_of
+from .._distributed.comparison import checksum, differing, gather_integers, ranks_of
 from .._distributed.experts import is_expert
 from ..ops._host import HOST
 from .distributed import DistributedDataParallel
@@ -24,23 +24,25 @@ def check_replicas(
     scaler: torch.amp.GradScaler | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises, in all processes alike, if they differ in anything that should be the same; called in all of them.
+    """Raise in all processes if their replicas differ; all processes must call it.
 
-    Compares the bits of the model's parameters and buffers, amp's loss scales and masters, and if they are given the
-    optimizer's state and options and the scale of a `scaler`. Names what differs and which ranks have another value
-    than most. Experts (parameters with `allreduce = False`) may differ. An optimizer whose state is spread over the
-    processes is not to be given.
+    Compares the bits of the model's parameters and buffers, and amp's loss scales and master weights. If given, it also
+    compares the optimizer's state and options and the scale of a `scaler`. The error names the differing values and the
+    ranks that disagree with the majority. Experts (parameters with `allreduce = False`) may differ. Do not pass an
+    optimizer whose state is divided among the processes.
 
     It reads everything once and sends 8 bytes per tensor.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError("check_replicas needs a process group: call torch.distributed.init_process_group first")
-    named = list(_everything(getattr(model, "module", model) if _is_wrapper(model) else model, optimizer, scaler))
+    named = list(_named_values(getattr(model, "module", model) if _is_wrapper(model) else model, optimizer, scaler))
     names = [name for name, _ in named]
     _check_names(named, group)
     problems = [
         f"{name} ({_ranks_in_words(different)})"
-        for name, values in zip(names, zip(*gathered(_checksums(named), "replicas", group), strict=True), strict=True)
+        for name, values in zip(
+            names, zip(*gather_integers(_checksums(named), "replicas", group), strict=True), strict=True
+        )
         if (different := _different(list(values), group))
     ]
     if problems:
@@ -52,7 +54,7 @@ def check_replicas(
 
 
 class ReplicaCheck:
-    """`check_replicas` for a training loop: `check()` after every step does it at the first and every `every` ones."""
+    """`check_replicas` for a training loop: called after each step, it checks at the first and every `every` steps."""
 
     def __init__(
         self,
@@ -70,16 +72,16 @@ class ReplicaCheck:
         self._calls = 0
 
     def __call__(self) -> None:
-        """Called once per step, in all processes."""
+        """Count a step, and compare the replicas if it is due; all processes must call it once per step."""
         self._calls += 1
         if self._calls % self.every == 1 % self.every:
             check_replicas(self.model, self.optimizer, scaler=self.scaler, group=self.group)
 
 
-def _everything(
+def _named_values(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, scaler: torch.amp.GradScaler | None
 ) -> Iterator[tuple[str, Any]]:
-    """Everything to compare, by name: tensors and plain values."""
+    """Yield the values to compare, tensors and plain values, with their names."""
     known: dict[int, str] = {}
     params = [(name, param) for name, param in model.named_parameters() if not is_expert(param)]
     experts = {id(param) for param in model.parameters() if is_expert(param)}
@@ -102,13 +104,13 @@ def _everything(
     if scaler is not None:
         yield "scale of the scaler", scaler.get_scale()
     if optimizer is not None:
-        yield from _of_optimizer(optimizer, known, experts)
+        yield from _named_optimizer_values(optimizer, known, experts)
 
 
-def _of_optimizer(
+def _named_optimizer_values(
     optimizer: torch.optim.Optimizer, known: dict[int, str], experts: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield an optimizer's options and state by name; `experts` are ids of parameters whose state is left out."""
+    """Yield an optimizer's options and state by name; `experts` are ids of parameters whose state is skipped."""
     for number, group in enumerate(optimizer.param_groups):
         for option, value in sorted(group.items()):
             if option != "params" and isinstance(value, Tensor | bool | int | float | tuple):
@@ -127,7 +129,7 @@ def _is_wrapper(model: nn.Module) -> bool:
 
 
 def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) -> None:
-    """Raises where processes have not got the same things to compare."""
+    """Raise if processes do not have the same values to compare."""
     described = [
         f"{name} {value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else name for name, value in named
     ]
@@ -135,7 +137,7 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
     if not everywhere:
         return
     common = set.intersection(*map(set, everywhere))
-    rest = list(dict.fromkeys(name for each in everywhere for name in each if name not in common))
+    rest = list(dict.fromkeys(name for names in everywhere for name in names if name not in common))
     raise RuntimeError(
         f"processes do not have the same things to compare ({_ranks_in_words(_different(everywhere, group))}); not all "
         f"have {'; '.join(rest[:5]) or 'them in the same order'}"
@@ -144,21 +146,21 @@ def _check_names(named: list[tuple[str, Any]], group: dist.ProcessGroup | None) 
 
 @torch.no_grad()
 def _checksums(named: list[tuple[str, Any]]) -> Tensor:
-    """A number for each value, on the device of the first tensor; it waits for nothing."""
+    """Return a checksum of each value, on the device of the first tensor, without waiting for it."""
     device = next((value.device for _, value in named if isinstance(value, Tensor)), HOST)
-    found = torch.tensor(
+    checksums = torch.tensor(
         [0 if isinstance(value, Tensor) else zlib.crc32(repr(value).encode()) for _, value in named],
         dtype=torch.int64,
         device=device,
     )
     for index, value in enumerate(value for _, value in named):
         if isinstance(value, Tensor):
-            found[index] = checksum(value)
-    return found
+            checksums[index] = checksum(value)
+    return checksums
 
 
 def _different(values: list[Any], group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks that have another value than most, or than the first of those that as many have."""
+    """Return the ranks whose value is not the most common one; among equally common values the first wins."""
     if values.count(values[0]) == len(values):
         return []
     usual = max(values, key=values.count)

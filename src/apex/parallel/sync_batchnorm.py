@@ -1,3 +1,3 @@
-"""The SyncBatchNorm that upstream has without its compiled modules: the same one here."""
+"""The module of upstream's Python-only SyncBatchNorm; it exports the same class as `optimized_sync_batchnorm`."""
 
 from .optimized_sync_batchnorm import SyncBatchNorm as SyncBatchNorm

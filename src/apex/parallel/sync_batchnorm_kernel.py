@@ -1,4 +1,4 @@
-"""The autograd Function of upstream's SyncBatchNorm without compiled modules, which is given joined statistics."""
+"""The autograd Function of upstream's Python-only SyncBatchNorm, which takes the joined statistics as arguments."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ._statistics import exchange_of
 
 
 class SyncBatchnormFunction(torch.autograd.Function):
-    """Normalises by the mean and the biased variance of the inputs of all processes, which the caller has found.
+    """Batch norm by the mean and the biased variance of the inputs of all processes, which the caller has computed.
 
-    `running_mean` and `running_variance` are upstream's names for them. Backward, the processes of the group exchange
-    their sums and how many values they have, so `world_size` is not asked.
+    They are passed as `running_mean` and `running_variance` (upstream's names). In the backward pass the processes of
+    the group exchange their sums and numbers of values, so `world_size` is not used.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Parts of large transformers, split over processes or not; subpackages are imported at first use."""
+"""Building blocks of transformers with tensor, sequence and pipeline parallelism; subpackages load at first use."""
 
 from .._lazy import lazy_subpackages
 from .enums import AttnMaskType, AttnType, LayerType, ModelType

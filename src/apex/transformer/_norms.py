@@ -1,4 +1,4 @@
-"""Norms of the gradients of a model that is split over processes."""
+"""Gradient norms of a model that is split over processes."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from . import parallel_state
 from .pipeline_parallel.utils import param_is_not_shared
 from .tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 
-# Kinds of parameters by the ranks that hold one copy of all of them together.
+# Kinds of parameters. Each kind has its own group of ranks that together hold one copy of the parameters.
 DENSE, EXPERT = "dense", "expert"
 
 
 def counted(optimizer: Any) -> list[str | None]:
-    """Return for each parameter of an optimizer, in their order, its kind, or None if another process counts it."""
+    """Return the kind of each parameter of an optimizer, in order, or None if another process counts it."""
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [
-        (EXPERT if is_expert(each) else DENSE)
-        if param_is_not_tensor_parallel_duplicate(each) and (param_is_not_shared(each) or first)
+        (EXPERT if is_expert(param) else DENSE)
+        if param_is_not_tensor_parallel_duplicate(param) and (param_is_not_shared(param) or first)
         else None
-        for each in params
+        for param in params
     ]
 
 
 def grad_norm(optimizer: Any, kinds: list[str | None], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients over all processes that hold parts of the model, each counted once.
 
-    `kinds` is what `counted` has returned. All processes return the same number.
+    `kinds` is the result of `counted`. All processes return the same number.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = params[0].device
     groups = {DENSE: parallel_state.get_model_parallel_group()}
     is_zero = getattr(optimizer, "_takes_gradients", False)
-    # Without expert parallelism both kinds have the same ranks. Else all ranks measure both, whether they have experts
-    # or not. ZeRO optimizers hold none.
+    # Without expert parallelism both kinds have the same ranks. With it all ranks join both reductions, even without
+    # experts. ZeRO optimizers hold no experts.
     if parallel_state.get_expert_model_parallel_world_size() > 1 and not is_zero:
         groups[EXPERT] = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     norms = []
     for kind, group in groups.items():
-        wanted = {kind} if len(groups) > 1 else {DENSE, EXPERT}
-        chosen = [param for param, each in zip(params, kinds, strict=True) if each in wanted]
+        selected_kinds = {kind} if len(groups) > 1 else {DENSE, EXPERT}
+        chosen = [param for param, param_kind in zip(params, kinds, strict=True) if param_kind in selected_kinds]
         if is_zero:
             norm = optimizer.grad_norm(chosen, norm_type)
         else:
@@ -56,7 +56,7 @@ def grad_norm(optimizer: Any, kinds: list[str | None], norm_type: float = 2.0) -
 
 
 def _over_group(norm: Tensor, group: Any, norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm, a float32 scalar, of what all processes of a group have measured."""
+    """Combine the norms of all processes of a group into one float32 scalar."""
     total = norm.to(device, torch.float32).reshape(1)
     if dist.get_world_size(group) == 1:
         return total.reshape(())

@@ -1,4 +1,4 @@
-"""Whether PyTorch has UCC."""
+"""The constant HAS_UCC: True if PyTorch was built with UCC."""
 
 import torch.distributed as dist
 

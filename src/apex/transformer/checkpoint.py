@@ -1,7 +1,7 @@
-"""Checkpoints of a split model that any other split loads: other tensor, pipeline, chunk and data-parallel sizes.
+"""Checkpoints of a split model that load into any other split: other tensor, pipeline, chunk and data-parallel sizes.
 
-Tensors are saved as parts of whole ones, under names of the whole model, by `torch.distributed.checkpoint`; a folder is
-written whole or not at all, as by `apex.checkpoint`.
+`torch.distributed.checkpoint` saves tensors as parts of whole tensors, named as in the whole model. A folder is written
+completely or not at all, as by `apex.checkpoint`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..checkpoint._ranks import is_first, restoring
-from ..checkpoint._sharded import checked, fill, raising_everywhere, save_sharded
+from ..checkpoint._sharded import fill, open_checked, raising_everywhere, save_sharded
 from ..ops._host import HOST
 from ._resharding import random
-from ._resharding.optimizer import add_state, groups_of, want_state
-from ._resharding.place import PADDING, Entries, places_of
-from ._resharding.whole import WholeModel
+from ._resharding.model_parts import WholeModel
+from ._resharding.optimizer import add_state, parameter_groups, request_state
+from ._resharding.shards import PADDING, Entries, shard_locations
 from .pipeline_parallel.utils import listify_model, unwrap_model
 
 if TYPE_CHECKING:
@@ -31,22 +31,25 @@ _FORMAT = 1
 
 
 def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> None:
-    """Writes a model, its optimizer and whatever else a run needs to a folder; called in all processes.
+    """Write a model, its optimizer and other state to a folder; all processes call it.
 
-    `model` may be a list of a stage's chunks. `others`, of rank 0, are objects with a `state_dict`, such as a scaler or
-    a scheduler, or plain values: a step, a position in the data. States of random numbers are saved of every rank.
+    `model` may be a list of a stage's chunks. `others`, saved from rank 0, are objects with a `state_dict`, such as a
+    scaler or a scheduler, or plain values, such as a step number. Random number states of every rank are saved.
     """
     save_sharded(state_of(model, optimizer, **others), path)
 
 
 def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
-    """What `save` writes, for `apex.checkpoint.Series(..., sharded=True)`; tensors are views, so save before a step."""
+    """Return the state that `save` writes, for `apex.checkpoint.Series(..., sharded=True)`.
+
+    Tensors are views of the model and the optimizer, so save them before the next step.
+    """
     model, described = _describe(model, optimizer, "the state of a split model could not be collected")
     entries, states = Entries(), random.states()
     with raising_everywhere("the state of a split model could not be collected"):
         for part in described.parts:
             if part.writes:
-                entries.add(f"model.{part.name}", part.value, places_of(part.variable))
+                entries.add(f"model.{part.name}", part.value, shard_locations(part.variable))
         values = {
             "format": _FORMAT,
             "layout": random.layout(len(model)),
@@ -61,7 +64,7 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
                 "group_of": described.group_of,
                 "step": add_state(entries, optimizer, described.parts),
             }
-        # Tuples, which PyTorch takes as one value each.
+        # PyTorch saves a tuple as one value.
         entries.state[random.key()] = (states,)
         if is_first():
             entries.state["values"] = (_plain("an option of the optimizer", values),)
@@ -69,20 +72,20 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
 
 
 def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
-    """Loads what `save` wrote, whatever the layout of processes was; called in all processes.
+    """Load a checkpoint of `save` into any layout of processes; all processes call it.
 
-    `others` are objects with `load_state_dict`, by the names that they were saved under; the result has what else was
-    saved, by name. Random numbers go on as they would have with the same layout; with another they are seeded anew,
-    always with the same seed, and a warning is logged. It raises `FileNotFoundError` and `DamagedCheckpoint` as
-    `apex.checkpoint.load_sharded` does, and a RuntimeError if names, shapes or dtypes are not the model's, or if one of
-    `others` does not take its state, in all processes. Nothing is changed then.
+    `others` are objects with `load_state_dict`, by the names they were saved under. Other saved values are returned by
+    name. If the layout is the same, random number streams continue; otherwise they are seeded anew, always with the
+    same seed, and a warning is logged. Raises `FileNotFoundError` and `DamagedCheckpoint` as
+    `apex.checkpoint.load_sharded` does. Raises a RuntimeError in all processes if names, shapes or dtypes differ from
+    the model's, or if one of `others` refuses its state. An error leaves everything unchanged.
     """
-    with checked(path) as reader:
+    with open_checked(path) as reader:
         return _load(reader, model, optimizer, others)
 
 
 def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) -> dict[str, Any]:
-    saved = reader.found.state_dict_metadata
+    saved = reader.contents.state_dict_metadata
     if "values" not in saved:
         raise ValueError(f"{reader.path} was not written by apex.transformer.checkpoint: it has no entry 'values'")
     state: dict[str, Any] = {"values": None}
@@ -94,20 +97,20 @@ def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) 
     with raising_everywhere(failed):
         _check(values, saved, described, optimizer, others)
         for part in described.parts:
-            entries.add(f"model.{part.name}", part.value, places_of(part.variable))
-        load_optimizer = want_state(entries, optimizer, described.parts, values["optimizer"])
+            entries.add(f"model.{part.name}", part.value, shard_locations(part.variable))
+        load_optimizer = request_state(entries, optimizer, described.parts, values["optimizer"])
         if values["layout"] == layout:
             entries.state[random.key()] = None
     with restoring(others.values()):
-        # Before the model: an object may refuse its state for reasons of its own.
+        # Before the model is changed, because an object may refuse its state.
         with raising_everywhere(failed):
             for name, value in others.items():
                 value.load_state_dict(values["others"].pop(name))
         fill(entries.state, reader)
     for view in entries.unsaved:
         view.zero_()
-    for chunk, filled in zip(model, described.dicts, strict=True):
-        chunk.load_state_dict(filled)
+    for chunk, state_dict in zip(model, described.dicts, strict=True):
+        chunk.load_state_dict(state_dict)
     load_optimizer()
     if values["layout"] == layout:
         random.restore(entries.state[random.key()][0])
@@ -117,17 +120,17 @@ def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) 
 
 
 def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module], WholeModel]:
-    """The chunks without their wrappers, and what they are of the whole model."""
+    """Return the chunks without wrappers, and their description as parts of the whole model."""
     with raising_everywhere(failed):
         chunks = unwrap_model(listify_model(model))
-        described = WholeModel(chunks, groups_of(optimizer))
+        described = WholeModel(chunks, parameter_groups(optimizer))
     with raising_everywhere(failed):
         described.join()
     return chunks, described
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A copy of the state of an object, or of a value, such as is read without running anything."""
+    """Return a copy of an object's state or of a value, after a check that it can be read without running code."""
     file = io.BytesIO()
     torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
     file.seek(0)
@@ -138,12 +141,12 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, others: dict[str, Any]) -> None:
-    """Raises for what is missing, or in no stage of this model, or of another kind."""
+    """Raise if the checkpoint lacks entries, has entries that no stage has, or has entries of another kind."""
     if values["format"] != _FORMAT:
         raise ValueError(f"it has format {values['format']}; this version reads format {_FORMAT}")
-    here = set(described.group_of)
-    there = {key.removeprefix("model.").removesuffix(PADDING) for key in saved if key.startswith("model.")}
-    for which, names in (("lacks", here - there), ("has, and the model not,", there - here)):
+    own_names = set(described.group_of)
+    saved_names = {key.removeprefix("model.").removesuffix(PADDING) for key in saved if key.startswith("model.")}
+    for which, names in (("lacks", own_names - saved_names), ("has, and the model not,", saved_names - own_names)):
         if names:
             raise ValueError(f"it {which} {len(names)} parameters or buffers: {', '.join(sorted(names)[:3])}, ...")
     for name, value in others.items():
@@ -163,6 +166,6 @@ def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, other
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(f"its optimizer has {len(groups)} parameter groups, not {len(optimizer.param_groups)}")
     for part in described.parts:
-        then, now = values["optimizer"]["group_of"][part.name], described.group_of[part.name]
-        if then != now:
-            raise ValueError(f"{part.name} was in the optimizer's group {then}, and is in group {now}")
+        saved_group, group = values["optimizer"]["group_of"][part.name], described.group_of[part.name]
+        if saved_group != group:
+            raise ValueError(f"{part.name} was in the optimizer's group {saved_group}, and is in group {group}")

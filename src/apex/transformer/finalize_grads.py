@@ -1,4 +1,4 @@
-"""Sums and means of gradients that are left to do after the last backward pass of a step, all in one call."""
+"""The gradient reductions that remain after the last backward pass of a step, in one call."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from .pipeline_parallel.utils import REPLICATED
 
 
 def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_parallel: bool | None = None) -> None:
-    """Make the gradients of a split model those of the whole model: call it before the optimizer's step.
+    """Make the gradients of a split model equal to the whole model's: call it before the optimizer's step.
 
     - Parameters that see a part of the sequence (`sequence_parallel_enabled`) get the sum over tensor-parallel ranks.
     - Embeddings that several pipeline stages hold (`shared_embedding`, `shared_position_embedding`) get the sum over
-      these stages; where two chunks of a process are first and last stage, `shared_embedding` is summed within it.
-    - Everything gets the mean over data-parallel and context-parallel ranks.
-    - Experts (`allreduce = False`) get the sum over the ranks that hold the same ones, divided by the number of
-      data-parallel times context-parallel ranks: an expert's gradient is a sum over the tokens of all ranks that send
-      it some.
+      these stages. If two chunks of one process are first and last stage, `shared_embedding` is summed within the
+      process.
+    - All dense parameters get the mean over data-parallel and context-parallel ranks.
+    - Experts (`allreduce = False`) get the sum over the ranks that hold the same experts, divided by the number of
+      data-parallel times context-parallel ranks. An expert's gradient is already a sum over the tokens of all ranks
+      that send it tokens.
 
-    `model` may be a list of a stage's chunks. `main_grad` is taken where a parameter has one, else `grad`; what layers
-    without gradient_accumulation_fusion have left in `grad` is added to it, and `grad` is `main_grad` afterwards where
-    it may have its dtype, for optimizers that know no other. The mean over replicas is left out for modules in torch's
-    or apex's DistributedDataParallel, which have done it for `grad`, and with `data_parallel=False`, for optimizers
-    that do it themselves (ZeRO); experts, which both leave out, are reduced here all the same. Every process must call
-    it.
+    `model` may be a list of a stage's chunks. `main_grad` is used if a parameter has one, otherwise `grad`. If layers
+    without gradient_accumulation_fusion left a `grad`, it is added to `main_grad`. Afterwards `grad` is `main_grad` if
+    that has the parameter's dtype, for optimizers that only read `grad`. Modules in torch's or apex's
+    DistributedDataParallel have already averaged `grad` over replicas, so it is not averaged again. With
+    `data_parallel=False` nothing is averaged, for optimizers that do it themselves (ZeRO). Both leave experts out, so
+    experts are always reduced here. Every process must call this function.
     """
     chunks: list[nn.Module] = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
@@ -48,7 +49,7 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     if len(shared) == 2:
         _sum_within(*shared)
     elif parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-        _sum_over(parallel_state.get_embedding_group(), (p for each in shared for p in each))
+        _sum_over(parallel_state.get_embedding_group(), (p for embeddings in shared for p in embeddings))
     if parallel_state.is_rank_in_position_embedding_group():
         positions = [parameter for parameter in parameters if getattr(parameter, "shared_position_embedding", False)]
         _sum_over(parallel_state.get_position_embedding_group(), positions)
@@ -58,8 +59,10 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     if data_parallel is False:
         return
     reduced = {id(p) for chunk in chunks if isinstance(chunk, REPLICATED) for p in chunk.parameters()}
-    left = [p for p in parameters if data_parallel or id(p) not in reduced or getattr(p, "main_grad", None) is not None]
-    dense = [parameter for parameter in left if not is_expert(parameter)]
+    unreduced = [
+        p for p in parameters if data_parallel or id(p) not in reduced or getattr(p, "main_grad", None) is not None
+    ]
+    dense = [parameter for parameter in unreduced if not is_expert(parameter)]
     _sum_over(replicas, dense, dist.get_world_size(replicas))
 
 
@@ -78,7 +81,7 @@ def _check_experts(chunk: nn.Module) -> None:
 
 @torch.no_grad()
 def _merge_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Adds `grad` to `main_grad` where a parameter has both: one that two layers share, of which one is fused."""
+    """Add `grad` to `main_grad` if a parameter has both, as one that a fused and an unfused layer share."""
     for parameter in parameters:
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is None:
@@ -90,17 +93,17 @@ def _merge_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def _sum_within(first: Sequence[nn.Parameter], last: Sequence[nn.Parameter]) -> None:
-    """Gives parameters that the first and the last stage hold, both in this process, the sum of their gradients."""
-    for one, other in zip(first, last, strict=True):
-        if one is other:
+    """Sum the gradients of parameters that the first and the last stage hold, if both stages are in this process."""
+    for first_copy, last_copy in zip(first, last, strict=True):
+        if first_copy is last_copy:
             continue
-        gradients = [_gradient(parameter) for parameter in (one, other)]
+        gradients = [_gradient(parameter) for parameter in (first_copy, last_copy)]
         gradients[0].add_(gradients[1])
         gradients[1].copy_(gradients[0])
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """What holds a parameter's gradient: `main_grad` where there is one, else `grad`, zeros if there is none yet."""
+    """Return the tensor with a parameter's gradient: `main_grad` if it exists, otherwise `grad`, zeros if missing."""
     main_grad = getattr(parameter, "main_grad", None)
     if main_grad is not None:
         return main_grad
@@ -111,9 +114,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def _sum_over(group: Any, parameters: Iterable[nn.Parameter], divisor: int = 1) -> None:
-    """Give gradients their sum over a group, divided by `divisor`; those of one dtype and device as one tensor.
+    """Sum gradients over a group and divide by `divisor`; gradients of one dtype and device are sent as one tensor.
 
-    A gradient that this process lacks counts as zero, because others may have it.
+    A missing gradient counts as zero, because other processes may have it.
     """
     if dist.get_world_size(group) == 1:
         if divisor > 1:
@@ -128,10 +131,10 @@ def _sum_over(group: Any, parameters: Iterable[nn.Parameter], divisor: int = 1) 
         by_kind[gradient.dtype, gradient.device].append(gradient)
     for gradients in by_kind.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        what = "the sum of gradients after a step's last backward pass"
-        exchange.check_alike(flat, group, what)
+        description = "the sum of gradients after a step's last backward pass"
+        exchange.check_alike(flat, group, description)
         if not average and divisor > 1:
-            flat.div_(divisor)  # before the sum, which might overflow in half precision
-        collectives.all_reduce(flat, group, what, average).wait()
+            flat.div_(divisor)  # before the sum, which could overflow in half precision
+        collectives.all_reduce(flat, group, description, average).wait()
         parts = flat.split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])

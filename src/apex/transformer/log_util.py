@@ -7,12 +7,12 @@ import os.path
 
 
 def get_transformer_logger(name: str) -> logging.Logger:
-    """The logger of a module's package, or of a file without its ending: the last dotted part of `name` is dropped."""
+    """Return the logger named `name` without its last dotted part: a module's package, or a file without its suffix."""
     return logging.getLogger(os.path.splitext(name)[0])
 
 
 def set_logging_level(verbosity: int | str) -> None:
-    """Sets the level of all loggers of the library."""
+    """Set the level of all loggers of the library."""
     from .. import _library_root_logger
 
     _library_root_logger.setLevel(verbosity)

@@ -1,4 +1,4 @@
-"""How many microbatches make up a global batch, which may grow while training goes on."""
+"""Calculators of the number of microbatches in a global batch, which may grow during training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def build_num_microbatches_calculator(
     micro_batch_size: int,
     data_parallel_size: int,
 ) -> NumMicroBatchesCalculator:
-    """A calculator for a constant global batch, or one that grows: [first size, increment, samples to grow over]."""
+    """Return a calculator for a constant global batch, or for a growing one if `rampup_batch_size` is given.
+
+    `rampup_batch_size` is [first size, increment, number of samples until the full size].
+    """
     if rampup_batch_size is None:
         calculator: NumMicroBatchesCalculator = ConstantNumMicroBatches(
             global_batch_size, micro_batch_size, data_parallel_size
@@ -38,23 +41,23 @@ def build_num_microbatches_calculator(
 
 
 class NumMicroBatchesCalculator(ABC):
-    """How many microbatches a step has, and how many samples all ranks see in it."""
+    """The number of microbatches of a step, and of samples that all ranks process in it."""
 
     def __init__(self) -> None:
         self.num_micro_batches: int | None = None
         self.current_global_batch_size: int | None = None
 
     def get(self) -> int | None:
-        """The number of microbatches."""
+        """Return the number of microbatches."""
         return self.num_micro_batches
 
     def get_current_global_batch_size(self) -> int | None:
-        """The number of samples."""
+        """Return the number of samples."""
         return self.current_global_batch_size
 
     @abstractmethod
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Sets both for the step after so many samples."""
+        """Update both numbers for the next step, given the number of samples consumed so far."""
 
 
 def _positive(**numbers: int) -> None:
@@ -82,11 +85,11 @@ class ConstantNumMicroBatches(NumMicroBatchesCalculator):
         self.micro_batch_size = micro_batch_size
 
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Nothing changes."""
+        """Do nothing, because the numbers are constant."""
 
 
 class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
-    """Grows from `start_batch_size` to `global_batch_size` in equal steps over `ramup_samples` samples."""
+    """A global batch that grows from `start_batch_size` to `global_batch_size` evenly over `ramup_samples` samples."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         self.update(0, False)
 
     def update(self, consumed_samples: int, consistency_check: bool) -> None:
-        """Sets the sizes; `consistency_check` wants the global batch to be whole microbatches on all ranks."""
+        """Set the sizes; `consistency_check` asserts that the global batch has whole microbatches on all ranks."""
         size = self.global_batch_size
         if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment:
             steps = int(consumed_samples / self.rampup_samples_per_increment)

@@ -1,8 +1,8 @@
-"""The process groups of a model that is split over processes, and this process's place in them.
+"""The process groups of a model that is split over processes, and this process's rank in them.
 
-`initialize_model_parallel` makes them once, on whatever backend the default process group has; everything else here
-answers questions about them. Ranks are ordered with tensor-parallel neighbours first, then those that share a sequence
-(context), then replicas (data), then pipeline stages; `_groups/layout.py` has the lists.
+`initialize_model_parallel` creates the groups once, on any backend; the other functions query them. Ranks are ordered
+with tensor-parallel neighbours first, then ranks that share a sequence (context), replicas (data) and pipeline stages.
+`_groups/layout.py` computes the lists of ranks.
 """
 
 from __future__ import annotations
@@ -15,33 +15,40 @@ import torch
 import torch.distributed as dist
 
 from .._distributed.groups import make_group
-from ._groups.layout import Sizes, check_stages, groups_of, mesh_of, ranks_of, sizes_of
-from ._groups.making import Groups, device_mesh_of, make_groups
+from ._groups.layout import (
+    ParallelSizes,
+    check_stages,
+    default_mesh,
+    mesh_from_device_mesh,
+    parallel_sizes,
+    rank_groups,
+)
 from ._groups.nccl_network import init_nccl_net as init_nccl_net
 from ._groups.nccl_network import new_nccl_ib_group as new_nccl_ib_group
 from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
 from ._groups.nccl_network import new_process_group as new_process_group
 from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
 from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
+from ._groups.process_groups import ModelParallelGroups, device_mesh_of, make_groups
 
 
 class ExperimentalWarning(Warning):
-    """What is used is an experiment of PyTorch's."""
+    """A warning that an experimental feature of PyTorch is used."""
 
 
 @dataclass
 class _State:
-    """All that `initialize_model_parallel` and the setters keep; a new one forgets everything."""
+    """The state that `initialize_model_parallel` and the setters keep; a new instance is the uninitialized state."""
 
-    groups: Groups = field(default_factory=Groups)
-    sizes: Sizes | None = None
+    groups: ModelParallelGroups = field(default_factory=ModelParallelGroups)
+    sizes: ParallelSizes | None = None
     mesh: torch.Tensor | None = None
     device_mesh: Any = None
     mpi_group: Any = None
     virtual_rank: int | None = None
     virtual_size: int | None = None
     split_rank: int | None = None
-    # What the setters say in place of the groups.
+    # Values of the setters, which take precedence over the groups.
     rank_overrides: dict[str, int | None] = field(default_factory=dict)
     size_overrides: dict[str, int | None] = field(default_factory=dict)
 
@@ -65,13 +72,13 @@ def initialize_model_parallel(
 ) -> None:
     """Make all process groups of a model that is split over the processes of the default group.
 
-    Sizes larger than the number of processes become that number, with a warning. `default_backend` and `p2p_backend`
-    (pipelines) are the default group's unless given. Every `context_parallel_size` ranks share a sequence.
-    `expert_model_parallel_size` splits experts over ranks that hold the same part of everything else. With `use_fp8_`
-    there is a group to agree on the largest magnitudes.
+    A size larger than the number of processes is reduced to that number, with a warning. `default_backend` and
+    `p2p_backend` (pipelines) default to the default group's backend. Every `context_parallel_size` ranks share a
+    sequence. `expert_model_parallel_size` splits experts over ranks that hold the same part of everything else.
+    `use_fp8_` also makes a group for the reduction of fp8 magnitudes.
 
-    `device_mesh` gives sizes and ranks instead: a `DeviceMesh` over all processes with dimensions named "tp", "pp",
-    "dp" or "cp", in any order, whose own groups are used.
+    `device_mesh` replaces the sizes: a `DeviceMesh` over all processes with dimensions named "tp", "pp", "dp" or "cp",
+    in any order. Its own groups are used.
     """
     global _state
     if not dist.is_initialized():
@@ -82,12 +89,12 @@ def initialize_model_parallel(
     if device_mesh is None:
         tensor = _at_most(world, tensor_model_parallel_size_=tensor_model_parallel_size_)
         pipeline = _at_most(world, pipeline_model_parallel_size_=pipeline_model_parallel_size_)
-        sizes = sizes_of(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
-        mesh = mesh_of(sizes)
+        sizes = parallel_sizes(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
+        mesh = default_mesh(sizes)
     else:
-        mesh = ranks_of(device_mesh, world)
+        mesh = mesh_from_device_mesh(device_mesh, world)
         stages, _, context, tensor = mesh.shape
-        sizes = sizes_of(world, tensor, stages, context, expert_model_parallel_size)
+        sizes = parallel_sizes(world, tensor, stages, context, expert_model_parallel_size)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
     for backend in (default_backend, p2p_backend):
         _check_backend(backend)
@@ -97,7 +104,7 @@ def initialize_model_parallel(
     state = _State(sizes=sizes, mesh=mesh, split_rank=pipeline_model_parallel_split_rank_)
     if virtual_pipeline_model_parallel_size_ is not None:
         state.virtual_rank, state.virtual_size = 0, virtual_pipeline_model_parallel_size_
-    kinds = groups_of(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
+    kinds = rank_groups(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
     if not use_fp8_:
         del kinds["amax_reduction"]
     state.groups = make_groups(kinds, default_backend, p2p_backend, device_mesh)
@@ -108,7 +115,7 @@ def initialize_model_parallel(
 
 
 def _at_most(world: int, **size: int) -> int:
-    """Return the size, or, with a warning that names both numbers, the number of processes if that is smaller."""
+    """Return the size, or the number of processes if that is smaller, with a warning that names both."""
     ((name, value),) = size.items()
     if not isinstance(value, int) or value <= world:
         return value
@@ -124,13 +131,13 @@ def _check_backend(backend: str | None) -> None:
 
 
 def check_torch_ucc_availability() -> None:
-    """An ImportError unless PyTorch has UCC."""
+    """Raise an ImportError if PyTorch has no UCC."""
     if not dist.is_ucc_available():
         raise ImportError("UCC backend requires pytorch source build with UCC installed and enabled")
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups and forgets everything, as if `initialize_model_parallel` had never been called."""
+    """Destroy the groups and return to the uninitialized state."""
     global _state
     state, _state = _state, _State()
     if dist.is_initialized():
@@ -139,17 +146,17 @@ def destroy_model_parallel() -> None:
 
 
 def is_unitialized() -> bool:
-    """Whether there are no groups yet."""
+    """Return True if the groups do not exist."""
     return "data" not in _state.groups.by_kind
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there are groups."""
+    """Return True if the groups exist."""
     return not is_unitialized()
 
 
 def get_device_mesh() -> Any:
-    """The ranks as a DeviceMesh with the dimensions "pp", "dp", "tp" (and "cp" before "tp", if sequences are split)."""
+    """Return a DeviceMesh with the dimensions "pp", "dp", "tp", and "cp" before "tp" if sequences are split."""
     assert _state.mesh is not None, "model parallel groups do not exist: call initialize_model_parallel first"
     if _state.device_mesh is None:
         _state.device_mesh = device_mesh_of(_state.mesh, _state.groups)
@@ -157,7 +164,7 @@ def get_device_mesh() -> Any:
 
 
 def get_rank_info() -> tuple[int, int, int, int | None]:
-    """This process's place: (data, tensor, pipeline, virtual pipeline); zeros before there are groups."""
+    """Return this process's (data, tensor, pipeline, virtual pipeline) ranks, or zeros if the groups do not exist."""
     if is_unitialized():
         return (0, 0, 0, 0)
     return (
@@ -177,7 +184,7 @@ def _group(kind: str, name: str) -> Any:
 
 
 def _missing(kind: str) -> str:
-    """Return why there is no group of a kind, and what to do."""
+    """Return the reason why a group does not exist, and what to do, for an error message."""
     if is_unitialized():
         return (
             "call torch.distributed.init_process_group and apex.transformer.parallel_state.initialize_model_parallel "
@@ -199,253 +206,256 @@ def _rank(kind: str, name: str) -> int:
 
 
 def get_model_parallel_group() -> Any:
-    """The ranks that hold one copy of the model together."""
+    """Return the group of ranks that together hold one copy of the model."""
     return _group("model", "model parallel group")
 
 
 def get_tensor_model_parallel_group() -> Any:
-    """The ranks that hold the parts of the same layers."""
+    """Return the group of ranks that hold the parts of the same layers."""
     return _group("tensor", "tensor model parallel group")
 
 
 def get_pipeline_model_parallel_group() -> Any:
-    """The ranks that hold the stages of one pipeline."""
+    """Return the group of ranks that hold the stages of one pipeline."""
     return _group("pipeline", "pipeline model parallel group")
 
 
 def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
-    """The ranks that hold the same parameters and see other samples, or also other parts of the same samples."""
+    """Return the group of ranks with the same parameters and different samples.
+
+    With `with_context_parallel` it also includes the ranks that process other parts of the same sequences.
+    """
     return _group("data_with_context" if with_context_parallel else "data", "data parallel group")
 
 
 def get_context_parallel_group() -> Any:
-    """The ranks that share a sequence."""
+    """Return the group of ranks that share a sequence."""
     return _group("context", "context parallel group")
 
 
 def get_expert_model_parallel_group() -> Any:
-    """The ranks that hold different experts of the same layers."""
+    """Return the group of ranks that hold different experts of the same layers."""
     return _group("expert", "expert model parallel group")
 
 
 def get_expert_data_parallel_group() -> Any:
-    """The ranks that hold the same experts."""
+    """Return the group of ranks that hold the same experts."""
     return _group("expert_data", "expert data parallel group")
 
 
 def get_expert_tensor_model_pipeline_parallel_group() -> Any:
-    """Return the group of ranks that hold one copy of all experts together."""
+    """Return the group of ranks that together hold one copy of all experts."""
     return _group("expert_model", "expert tensor, model and pipeline parallel group")
 
 
 def get_embedding_group() -> Any:
-    """The stages that hold the word embeddings: first and last, and the one at which the decoder begins."""
+    """Return the group of stages with the word embeddings: first, last, and the decoder's first."""
     return _group("embedding", "embedding group")
 
 
 def get_position_embedding_group() -> Any:
-    """The stages that hold position embeddings: the first, and the one at which the decoder begins."""
+    """Return the group of stages with position embeddings: the first, and the decoder's first."""
     return _group("position_embedding", "position embedding group")
 
 
 def get_encoder_relative_position_embedding_group() -> Any:
-    """The stages of the encoder."""
+    """Return the group of the encoder's stages."""
     return _group("encoder_relative_position_embedding", "encoder relative position embedding group")
 
 
 def get_decoder_relative_position_embedding_group() -> Any:
-    """The stages of the decoder."""
+    """Return the group of the decoder's stages."""
     return _group("decoder_relative_position_embedding", "decoder relative position embedding group")
 
 
 def get_amax_reduction_group() -> Any:
-    """The ranks that agree on the largest magnitudes of fp8 tensors: all of one pipeline stage."""
+    """Return the group that agrees on the largest magnitudes of fp8 tensors: all ranks of one pipeline stage."""
     return _group("amax_reduction", "FP8 amax reduction group")
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks hold the parts of the same layers."""
+    """Return the number of ranks that hold the parts of the same layers."""
     return _size("tensor", "tensor model parallel group")
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """Which part of its layers this process holds."""
+    """Return this process's tensor-parallel rank: the index of its part of each layer."""
     return _rank("tensor", "tensor model parallel group")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """How many stages the pipeline has."""
+    """Return the number of pipeline ranks."""
     return _size("pipeline", "pipeline model parallel group")
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """This process's stage."""
+    """Return this process's pipeline rank."""
     return _rank("pipeline", "pipeline model parallel group")
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """How many ranks hold the same parameters."""
+    """Return the number of ranks that hold the same parameters."""
     return dist.get_world_size(get_data_parallel_group(with_context_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Which of the ranks with the same parameters this process is."""
+    """Return this process's rank among those with the same parameters."""
     return dist.get_rank(get_data_parallel_group(with_context_parallel))
 
 
 def get_context_parallel_world_size() -> int:
-    """How many ranks share a sequence."""
+    """Return the number of ranks that share a sequence."""
     return dist.get_world_size(get_context_parallel_group())
 
 
 def get_context_parallel_rank() -> int:
-    """Which part of a sequence this process sees."""
+    """Return the index of this process's part of a sequence."""
     return dist.get_rank(get_context_parallel_group())
 
 
 def get_expert_model_parallel_world_size() -> int:
-    """Over how many ranks experts are split."""
+    """Return the number of ranks over which experts are split."""
     return dist.get_world_size(get_expert_model_parallel_group())
 
 
 def get_expert_model_parallel_rank() -> int:
-    """Which part of the experts this process holds."""
+    """Return the index of this process's part of the experts."""
     return dist.get_rank(get_expert_model_parallel_group())
 
 
 def get_expert_data_parallel_world_size() -> int:
-    """How many ranks hold the same experts."""
+    """Return the number of ranks that hold the same experts."""
     return dist.get_world_size(get_expert_data_parallel_group())
 
 
 def get_expert_data_parallel_rank() -> int:
-    """Which of the ranks with the same experts this process is."""
+    """Return this process's rank among those with the same experts."""
     return dist.get_rank(get_expert_data_parallel_group())
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Has `get_tensor_model_parallel_world_size` say this; None takes it back."""
+    """Override the result of `get_tensor_model_parallel_world_size`; None removes the override."""
     _state.size_overrides["tensor"] = world_size
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Has `get_pipeline_model_parallel_world_size` say this; None takes it back."""
+    """Override the result of `get_pipeline_model_parallel_world_size`; None removes the override."""
     _state.size_overrides["pipeline"] = world_size
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Has `get_tensor_model_parallel_rank` say this; None takes it back."""
+    """Override the result of `get_tensor_model_parallel_rank`; None removes the override."""
     _state.rank_overrides["tensor"] = rank
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Has `get_pipeline_model_parallel_rank` say this; None takes it back."""
+    """Override the result of `get_pipeline_model_parallel_rank`; None removes the override."""
     _state.rank_overrides["pipeline"] = rank
 
 
-def _member(kind: str, place: int) -> int:
+def _member(kind: str, index: int) -> int:
     ranks = _state.groups.ranks.get(kind)
     if ranks is None:
         raise AssertionError(f"{kind} parallel group is not initialized: {_missing(kind)}")
-    return ranks[place % len(ranks)]
+    return ranks[index % len(ranks)]
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of this process's tensor-parallel group."""
+    """Return the global rank of the first rank in this process's tensor-parallel group."""
     return _member("tensor", 0)
 
 
 def get_data_parallel_src_rank() -> int:
-    """The global rank of the first of this process's data-parallel group."""
+    """Return the global rank of the first rank in this process's data-parallel group."""
     return _member("data", 0)
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
-    """The global rank of the first stage."""
+    """Return the global rank of the first stage."""
     return _member("pipeline", 0)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
-    """The global rank of the last stage."""
+    """Return the global rank of the last stage."""
     return _member("pipeline", -1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
-    """The global rank of the next stage; the first stage's for the last."""
+    """Return the global rank of the next stage; after the last stage comes the first."""
     return _member("pipeline", get_pipeline_model_parallel_rank() + 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
-    """The global rank of the stage before; the last stage's for the first."""
+    """Return the global rank of the previous stage; before the first stage comes the last."""
     return _member("pipeline", get_pipeline_model_parallel_rank() - 1)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Which chunk of this stage is being built or run; None without interleaving."""
+    """Return the index of the chunk that is being built or run, or None without interleaving."""
     return _state.virtual_rank
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Says which chunk of this stage is being built or run."""
+    """Set the index of the chunk that is being built or run."""
     _state.virtual_rank = rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """How many chunks a stage has; None without interleaving."""
+    """Return the number of chunks per rank, or None without interleaving."""
     return _state.virtual_size
 
 
 def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
-    """Says how many chunks a stage has."""
+    """Set the number of chunks per rank."""
     _state.virtual_size = size
 
 
 def get_pipeline_model_parallel_split_rank() -> int | None:
-    """The stage at which the decoder begins; None in a model that is no encoder-decoder."""
+    """Return the decoder's first stage, or None if the model is not an encoder-decoder."""
     return _state.split_rank
 
 
 def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: int | None) -> None:
-    """Says at which stage the decoder begins."""
+    """Set the decoder's first stage."""
     _state.split_rank = pipeline_model_parallel_split_rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
-    """Whether this is the first stage and, unless that is ignored, its first chunk."""
+    """Return True on the first pipeline rank, for its first chunk only unless `ignore_virtual`."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != 0:
         return False
     return get_pipeline_model_parallel_rank() == 0
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
-    """Whether this is the last stage and, unless that is ignored, its last chunk."""
+    """Return True on the last pipeline rank, for its last chunk only unless `ignore_virtual`."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != _state.virtual_size - 1:
         return False
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
-    """Whether stage `rank`, this one's by default, belongs to the encoder; True where nothing is split."""
+    """Return True if stage `rank` (default: this one) belongs to the encoder, or if the model is not split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
         return True
     return (get_pipeline_model_parallel_rank() if rank is None else rank) < _state.split_rank
 
 
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Whether stage `rank`, this one's by default, belongs to the decoder; True where nothing is split."""
+    """Return True if stage `rank` (default: this one) belongs to the decoder, or if the model is not split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
         return True
     return (get_pipeline_model_parallel_rank() if rank is None else rank) >= _state.split_rank
 
 
 def is_pipeline_stage_at_split() -> bool:
-    """Whether this is the encoder's last stage and the next one the decoder's first."""
+    """Return True if this is the encoder's last stage and the next stage is the decoder's first."""
     rank = get_pipeline_model_parallel_rank()
     return is_pipeline_stage_before_split(rank) and is_pipeline_stage_after_split(rank + 1)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
-    """Whether this rank holds word embeddings, in the chunk that is being built or run unless that is ignored."""
+    """Return True if this rank holds word embeddings, in the current chunk unless `ignore_virtual`."""
     ranks = _state.groups.ranks.get("embedding", [])
     rank = dist.get_rank() if ranks else None
     if rank not in ranks:
@@ -458,15 +468,15 @@ def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
 
 
 def is_rank_in_position_embedding_group() -> bool:
-    """Whether this rank holds position embeddings."""
+    """Return True if this rank holds position embeddings."""
     return "position_embedding" in _state.groups.ranks
 
 
 def is_rank_in_encoder_relative_position_embedding_group() -> bool:
-    """Whether this rank is a stage of the encoder."""
+    """Return True if this rank is a stage of the encoder."""
     return "encoder_relative_position_embedding" in _state.groups.ranks
 
 
 def is_rank_in_decoder_relative_position_embedding_group() -> bool:
-    """Whether this rank is a stage of the decoder."""
+    """Return True if this rank is a stage of the decoder."""
     return "decoder_relative_position_embedding" in _state.groups.ranks

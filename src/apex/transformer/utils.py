@@ -1,4 +1,4 @@
-"""Divisions that must come out even, and tensors divided evenly among tensor-parallel ranks."""
+"""Exact division, and tensors divided equally among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .._distributed import exchange
 from .parallel_state import get_tensor_model_parallel_group
 
 
-def ensure_divisibility(numerator: int, denominator: int, what: str = "") -> None:
-    """Raise an AssertionError unless `denominator` divides `numerator`; `what` says which numbers these are."""
+def ensure_divisibility(numerator: int, denominator: int, description: str = "") -> None:
+    """Raise an AssertionError unless `denominator` divides `numerator`; `description` describes the numbers."""
     if numerator % denominator:
-        raise AssertionError(f"{what}{': ' if what else ''}{numerator} is not divisible by {denominator}")
+        raise AssertionError(f"{description}{': ' if description else ''}{numerator} is not divisible by {denominator}")
 
 
-def divide(numerator: int, denominator: int, what: str = "") -> int:
-    """Return the quotient, or raise an AssertionError if there is a remainder; `what` says which numbers these are."""
-    ensure_divisibility(numerator, denominator, what)
+def divide(numerator: int, denominator: int, description: str = "") -> int:
+    """Return the quotient, or raise an AssertionError if there is a remainder; `description` describes the numbers."""
+    ensure_divisibility(numerator, denominator, description)
     return numerator // denominator
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor) -> Tensor:
-    """This rank's part of all elements, as a vector that shares their memory where they are contiguous."""
+    """Return this rank's part of all elements as a vector; it is a view if the tensor is contiguous."""
     group = get_tensor_model_parallel_group()
     size = divide(tensor.numel(), torch.distributed.get_world_size(group))
     return tensor.reshape(-1).narrow(0, torch.distributed.get_rank(group) * size, size)
 
 
 def gather_split_1d_tensor(tensor: Tensor) -> Tensor:
-    """The opposite: the vectors of all ranks one after the other."""
+    """Concatenate the vectors of all tensor-parallel ranks, which `split_tensor_into_1d_equal_chunks` made."""
     return exchange.gather(tensor, get_tensor_model_parallel_group(), "the all-gather of a divided tensor")

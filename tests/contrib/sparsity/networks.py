@@ -83,7 +83,7 @@ class Grouped(Network):
 
 
 class Forks(Network):
-    """Two branches that join, and one that joins them with what they come from."""
+    """Two branches that join, and one that joins them with their common input."""
 
     columns, rows = 4, 8
 
@@ -99,7 +99,7 @@ class Forks(Network):
 
 
 class FrozenSibling(Network):
-    """The channels of `first` also go to an operation that is not known."""
+    """A network whose `first` layer also feeds an unknown operation."""
 
     columns, rows = 0, 0
 
@@ -113,7 +113,7 @@ class FrozenSibling(Network):
 
 
 class FrozenCoparent(Network):
-    """What is added to the channels of `first` comes from the input."""
+    """A network that adds its input to the channels of `first`."""
 
     shape, columns, rows = (2, 32, 5, 5), 0, 0
 
@@ -151,7 +151,7 @@ class Attributes(Network):
 
 
 class SquareAttribute(Network):
-    """A matrix that the graph multiplies with: which of its sides belongs to which channels is not followed."""
+    """A matrix attribute that the graph multiplies with; its channels are not followed."""
 
     shape, columns, rows = (3, 16), 0, 0
 
@@ -181,7 +181,7 @@ class Attention(Network):
 
 
 class Concatenations(Network):
-    """Channels side by side, and again what was side by side; `whole`: and the input's, which stay."""
+    """Channels concatenated once and again; with `whole` also the input's channels, which stay in order."""
 
     columns, rows = 2, 8
 
@@ -200,7 +200,7 @@ class Concatenations(Network):
 
 
 class ConcatenatedRows(Network):
-    """Along the batch: both have their channels in the same order."""
+    """Concatenation along the batch: both parts have their channels in the same order."""
 
     columns, rows = 1, 4
 
@@ -213,7 +213,7 @@ class ConcatenatedRows(Network):
 
 
 class Flattened(Network):
-    """A mean over the image leaves channels, an image of several pixels does not."""
+    """A mean over the image keeps channels separate; flattening an image of several pixels does not."""
 
     columns, rows = 2, 4
 
@@ -230,7 +230,7 @@ class Flattened(Network):
 
 
 class Shared(Network):
-    """A layer that is used twice, whose input and output channels are therefore in the same order."""
+    """A layer that is used twice, so its input and output channels have the same order."""
 
     shape, columns, rows = (3, 16), 2, 4
 
@@ -243,7 +243,7 @@ class Shared(Network):
 
 
 class Reordered(Network):
-    """Views, chunks and rolls of channels: what is not known stays."""
+    """Views, chunks and rolls of channels; unknown operations keep their order."""
 
     shape, columns, rows = (3, 16), 0, 0
 
@@ -259,7 +259,7 @@ class Reordered(Network):
 
 
 class Tied(Network):
-    """Two layers with one weight, of which one is a subclass, and norms between them."""
+    """Two layers with one weight, one of them a subclass, and norms between them."""
 
     shape, columns, rows = (3, 16), 2, 7
 

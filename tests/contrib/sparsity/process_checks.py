@@ -78,7 +78,7 @@ def distributed_data_parallel(rank: int) -> None:
 
 
 def shards(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Of ZeRO's flat shards what this process holds of each parameter: the shard's part, the parameter, its part."""
+    """Yield this process's part of each parameter in ZeRO's flat shards: the shard's part, the parameter, its part."""
     for state in optimizer._states:
         for part in state.arena.parts:
             for shard in state.shards().values():
@@ -114,7 +114,7 @@ def zero(kind: type, **options: Any) -> Check:
 
 
 def zero_is_permuted(kind: type, **options: Any) -> Check:
-    """Training goes on as without the permutation: masters and moments belong to the channels they were made for."""
+    """Training continues as without the permutation: master weights and moments follow their channels."""
 
     def check(rank: int) -> None:
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
@@ -138,7 +138,7 @@ def zero_is_permuted(kind: type, **options: Any) -> Check:
 
 
 def zero_takes_masked_gradients(rank: int) -> None:
-    """The norm that gradients are clipped by, and LAMB's lengths, are those of masked gradients."""
+    """The clipping norm and LAMB's norms are computed from masked gradients."""
     model, x = make(), torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     optimizer = DistributedFusedLAMB(model.parameters(), lr=0.01)
     ASP.prune_trained_model(model, optimizer)
@@ -195,7 +195,7 @@ def fully_sharded(rank: int) -> None:
 
 
 def after(check: Check) -> Check:
-    """The check, and a fresh ASP for the next."""
+    """Run the check, and reset ASP for the next."""
 
     def run(rank: int) -> None:
         ASP.reset()

@@ -1,4 +1,4 @@
-"""ASP: what is pruned, and that zeros stay zero through training, checkpoints and mixed precision."""
+"""ASP: the choice of parameters, and zeros that stay zero through training, checkpoints and mixed precision."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_checkpoints_go_on_elsewhere(tmp_path) -> None:
 
 
 def test_state_is_masked_and_permuted_with_the_weights() -> None:
-    """Training goes on as the unpermuted model would: moments belong to the channels that they were made for."""
+    """Training continues as the unpermuted model would: moments follow their channels."""
     torch.manual_seed(0)
     model = make(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -414,7 +414,7 @@ def test_conversion_needs_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_conversion_keeps_outputs_and_says_what_it_did(capsys: pytest.CaptureFixture) -> None:
+def test_conversion_keeps_outputs_and_reports(capsys: pytest.CaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10)).cuda().bfloat16()
     quiet(model)

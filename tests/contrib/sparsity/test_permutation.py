@@ -1,4 +1,4 @@
-"""Permuted models compute what they computed before, and as many parameters are permuted as can be."""
+"""Permuted models compute the same results, and all permutable parameters are permuted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept(model: nn.Module) -> float:
 
 
 def randomize(model: nn.Module) -> None:
-    """Numbers in all parameters and statistics, so that a permutation that misses one shows."""
+    """Fill all parameters and statistics with random numbers, so that a missed tensor changes the result."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.data.copy_(
@@ -85,7 +85,7 @@ def test_one_dense_sibling_is_permuted_with_the_pruned_ones() -> None:
     assert "right.weight" in Permutation.get_permutation_stats()[0]
 
 
-def test_what_cannot_be_traced_stays_and_says_so() -> None:
+def test_untraceable_models_stay_with_a_warning() -> None:
     class Branches(nn.Sequential):
         def forward(self, x):
             return super().forward(x if x.sum() > 0 else -x)
@@ -153,7 +153,7 @@ def test_branches_of_training_are_followed_too() -> None:
 
 
 def test_a_group_that_changes_the_output_is_put_back() -> None:
-    """A layer that treats channels differently, of which the graph does not know."""
+    """A layer treats channels differently, which the graph does not show."""
 
     class Hidden(nn.ReLU):
         def forward(self, x):
@@ -172,7 +172,7 @@ def test_a_group_that_changes_the_output_is_put_back() -> None:
 
 
 def test_a_group_with_a_tensor_that_cannot_be_permuted_stays() -> None:
-    """Found by the dry run: nothing of the group has changed, the other group is permuted."""
+    """The dry run finds it: this group is unchanged, the other group is permuted."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 48), nn.Linear(48, 16)).double()
     before = [param.clone() for param in model.parameters()]
@@ -197,7 +197,7 @@ def test_sparse_models_are_left_alone() -> None:
     assert Permutation.get_permutation_stats() == ([], [], [])
 
 
-def test_the_same_model_is_permuted_alike(tmp_path) -> None:
+def test_a_permutation_is_reproducible(tmp_path) -> None:
     found = []
     for seed in (0, 1):
         torch.manual_seed(7)

@@ -11,7 +11,7 @@ from apex.contrib.sparsity import create_mask, sparse_masklib
 
 
 def best_1d(row: list[float], n: int) -> list[float]:
-    """Of all choices of n, the first with the largest sum."""
+    """Return the first of all choices of n with the largest sum."""
     sums = [sum(row[i] for i in chosen) for chosen in itertools.combinations(range(len(row)), n)]
     chosen = list(itertools.combinations(range(len(row)), n))[sums.index(max(sums))]
     return [1.0 if i in chosen else 0.0 for i in range(len(row))]
@@ -39,14 +39,14 @@ def test_patterns() -> None:
 
 
 def numbers(rows: int, columns: int, ties: bool) -> torch.Tensor:
-    """Random numbers, or small integers, many of which are alike and have exact sums."""
+    """Return random numbers, or small integers with many ties and exact sums."""
     torch.manual_seed(0)
     return torch.randint(-2, 3, (rows, columns)).float() if ties else torch.randn(rows, columns)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_two_dimensions_best(ties: bool) -> None:
-    """Of several patterns with the largest sum the first is taken, on every device."""
+    """The first of several patterns with the largest sum is taken on every device."""
     matrix = numbers(10, 13, ties)
     mask = sparse_masklib.mn_2d_best(matrix, 4, 2)
     blocks = sparse_masklib.compute_valid_2d_patterns(4, 2)
@@ -58,7 +58,7 @@ def test_two_dimensions_best(ties: bool) -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_two_dimensions_greedy(ties: bool) -> None:
-    """Of weights that are alike the first in its block is looked at first."""
+    """The first of several equal weights in a block is considered first."""
     matrix = numbers(9, 14, ties)
     mask = sparse_masklib.mn_2d_greedy(matrix, 4, 2)
     assert (mask[8:] == 1).all()

@@ -1,4 +1,4 @@
-"""Pruned models and torchao: what one prunes the other takes."""
+"""Pruned models and torchao: each accepts the other's pruned weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from apex.contrib.sparsity import ASP, create_mask
 
 @pytest.fixture(scope="module")
 def sparsity() -> Any:
-    """Imported for these tests alone: that takes seconds."""
+    """Import torchao's package for these tests only, because it takes seconds."""
     return pytest.importorskip("torchao.sparsity")
 
 
@@ -48,7 +48,7 @@ def test_the_same_weights_are_pruned(sparsity: Any) -> None:
     assert torch.equal(model[2].weight, other[2].weight)
 
 
-def test_what_torchao_has_pruned_stays(sparsity: Any) -> None:
+def test_weights_pruned_by_torchao_stay(sparsity: Any) -> None:
     model = make()
     sparsity.apply_fake_sparsity(model)
     before = [param.detach().clone() for param in model.parameters()]
@@ -58,7 +58,7 @@ def test_what_torchao_has_pruned_stays(sparsity: Any) -> None:
 
 
 def test_sparsify_takes_pruned_layers(sparsity: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversion itself needs a GPU; here it is asked for the weights that it gets."""
+    """The conversion itself needs a GPU; this checks the weights that it gets."""
     given: list[Tensor] = []
     convert = lambda weight: given.append(weight) or weight.detach()  # noqa: E731
     monkeypatch.setattr("torchao.sparsity.sparse_api.to_sparse_semi_structured", convert)
@@ -79,7 +79,7 @@ def test_layers_are_swapped_for_training(training: Any) -> None:
     training.swap_linear_with_semi_sparse_linear(model, {"0": training.SemiSparseLinear})
     assert model[0].weight is weight
     assert type(model[2]) is nn.Linear
-    prune(model, allow_permutation=False)  # what is to be saved is pruned for good
+    prune(model, allow_permutation=False)  # saved weights are pruned permanently
     training.swap_semi_sparse_linear_with_linear(model)
     assert torch.equal(model[0].weight != 0, create_mask(model[0].weight) != 0)
 

@@ -85,7 +85,7 @@ def test_matches_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("route", routes())
-def test_needs_only_what_is_trained(route: Route, dtype: torch.dtype) -> None:
+def test_only_trained_parameters_get_gradients(route: Route, dtype: torch.dtype) -> None:
     """Any part of the weights, or the input, may need no gradient."""
     case = case_of(2, 6, dtype=dtype)
     x = images(case, 6).to(route.device)

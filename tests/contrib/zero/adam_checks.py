@@ -375,7 +375,7 @@ def replaced(rank: int) -> None:
     train(net, second, rank)
     train(twin, DistributedFusedAdam(groups_of(twin), lr=0.01), rank)
     assert all(map(torch.equal, net.parameters(), twin.parameters()))
-    assert not first._places
+    assert not first._locations
 
 
 def order(rank: int) -> None:

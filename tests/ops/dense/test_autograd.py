@@ -110,7 +110,8 @@ def test_checkpointing_and_retained_graphs(kind: str, route: Route) -> None:
 
 def test_one_wide_tensor_is_kept_between_two_layers() -> None:
     inputs = tensors("gelu", "cpu")
-    kept = NODES["gelu"](*inputs).grad_fn.saved_tensors
+    output = NODES["gelu"](*inputs)
+    kept = output.grad_fn.saved_tensors
     assert [tuple(each.shape) for each in kept] == [*(tuple(each.shape) for each in inputs), (3, 6)]
 
 

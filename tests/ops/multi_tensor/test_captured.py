@@ -5,7 +5,7 @@ import torch
 
 from apex.ops import _device, implementation
 from apex.ops.multi_tensor import l2norm
-from apex.ops.multi_tensor.op import _MOST_KEPT
+from apex.ops.multi_tensor.dispatch import _MOST_GROUPS
 from apex.ops.multi_tensor.tables import current_stream
 from apex.optimizers import FusedAdam
 from tests.harness import assert_close
@@ -21,7 +21,7 @@ def test_a_graph_keeps_its_tables() -> None:
         total, each = l2norm(tensors, per_tensor=True)
     for _ in range(3):
         l2norm([torch.randn_like(tensor) for tensor in tensors], per_tensor=True)
-    for size in range(1, 2 * _MOST_KEPT):
+    for size in range(1, 2 * _MOST_GROUPS):
         l2norm([torch.ones(size, device="cuda")])
     rubbish = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in range(1, 2000)]
     for tensor in tensors:

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from apex.ops import _library
 from apex.ops.multi_tensor import Lists, make_lists, rules, scale
-from apex.ops.multi_tensor.op import groups_of, known_groups
+from apex.ops.multi_tensor.dispatch import groups_of, known_groups
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
 from tests.harness import Route, assert_close, assert_equal_bits, routes

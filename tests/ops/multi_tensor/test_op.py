@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from apex.ops.multi_tensor import axpby, l2norm, max_norm, op, scale, update_scale_hysteresis, zero
+from apex.ops.multi_tensor import axpby, l2norm, max_norm, scale, update_scale_hysteresis, zero
 from apex.ops.multi_tensor import mask as mask_tensors
+from apex.ops.multi_tensor.dispatch import _MOST_GROUPS, _groups_by_signature
 from tests.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -279,9 +280,9 @@ def test_a_flag_on_another_device_is_refused() -> None:
 def test_tables_are_forgotten_in_the_end() -> None:
     pytest.importorskip("triton")
     with _library.implementation("triton"):
-        for size in range(op._MOST_KEPT + 3):
+        for size in range(_MOST_GROUPS + 3):
             l2norm([torch.ones(size + 1)])
-    assert len(op._kept) == op._MOST_KEPT
+    assert len(_groups_by_signature) == _MOST_GROUPS
 
 
 def test_loss_scale_with_hysteresis() -> None:

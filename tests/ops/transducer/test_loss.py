@@ -10,9 +10,10 @@ from torch import Tensor
 
 from apex.ops import _library, transducer
 from apex.ops.transducer import LOSS, config, op_loss, reference
-from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
+from tests.harness import NO_GATHER, Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
 
+ROUTES = routes(lacks=NO_GATHER)
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # frames, labels, words, lengths of both, blank, dtype: one node; no labels; blank first, last and between; words in one
@@ -84,7 +85,7 @@ def test_reference_is_the_definition(case) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_reference(case, packed: bool, route: Route) -> None:
@@ -120,7 +121,7 @@ def test_matches_reference_at_larger_sizes(
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_blocks_of_tokens_walk_one_after_the_other(route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "WALK_TOKENS", 2)
     given = *tensors((2, 4, 6, [2, 1], [4, 2], 0, _F32), route.device), 2, 0
@@ -130,7 +131,7 @@ def test_blocks_of_tokens_walk_one_after_the_other(route: Route, monkeypatch: py
         assert_close(actual, wanted, reduction=60)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_words_that_cannot_be(route: Route) -> None:
     """Logits of -inf leave the other alignments; garbage in the padding counts for nothing."""
     case = (2, 2, 5, [2, 1], [2, 1], 0, _F32)
@@ -148,7 +149,7 @@ def test_words_that_cannot_be(route: Route) -> None:
         assert_close(found[index], wanted[index], reduction=40)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_no_way_to_the_end(route: Route) -> None:
     """An impossible last blank makes a loss infinite, NaN makes it NaN; the third sequence knows of neither."""
     x, label, f_len, y_len, _, grad = tensors((2, 2, 5, [2, 2, 1], [2, 1, 1], 0, _F32), route.device)
@@ -165,7 +166,7 @@ def test_no_way_to_the_end(route: Route) -> None:
         assert_close(found[index][2:], wanted[index][2:], reduction=40)
 
 
-@pytest.mark.parametrize("route", [route for route in routes() if route.values[0].implementation == "triton"])
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.values[0].implementation == "triton"])
 def test_long_sequences_keep_the_digits_of_float32(route: Route) -> None:
     """Losses near a thousand: a difference of their float32 logarithms would be off by 1e-4, ten tolerances."""
     frames = 20
@@ -180,7 +181,7 @@ def test_long_sequences_keep_the_digits_of_float32(route: Route) -> None:
     assert_close(gradient, wanted[3])
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_more_tokens_than_frames(route: Route) -> None:
     given = *tensors((2, 6, 4, [2, 1], [6, 4], 1, _F32), route.device), 2, 1
     with _library.implementation(route.implementation):
@@ -189,7 +190,7 @@ def test_more_tokens_than_frames(route: Route) -> None:
         assert_close(actual, wanted, reduction=80)
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_beta_alone_strided_and_empty(route: Route) -> None:
     x, label, f_len, y_len, _, grad = tensors((3, 2, 8, [3, 2], [2, 1], 1, _F32), route.device)
     strided = x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
@@ -222,7 +223,7 @@ def test_log_probabilities_and_logits_of_one_shape_in_turn() -> None:
         torch.testing.assert_close(other, found[0])
 
 
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_opcheck(route: Route) -> None:
     x, label, f_len, y_len, offset, grad = tensors((2, 1, 4, [2, 1], [1, 1], 0, _F32), route.device, packed=True)
     given = x, label, f_len, y_len, offset
@@ -296,7 +297,7 @@ def test_a_triton_without_gather_leaves_the_loss_to_torch(monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 def test_rows_behind_the_last_sequence_have_no_gradient(route: Route) -> None:
     x, *given, grad = tensors((2, 1, 700, [2, 1], [1, 1], 0, _HALF), route.device, packed=True)
     longer = torch.cat((x, torch.full((5, 700), torch.nan, dtype=_HALF, device=route.device)))
@@ -320,7 +321,7 @@ def test_labels_that_are_no_words_are_refused_on_a_cpu(wrong: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("wrong", [-1, 7, 7 + 2**32])
 def test_labels_that_are_no_words_give_nan_to_their_sequence_alone(wrong: int, route: Route) -> None:
     x, label, f_len, y_len, _, grad = tensors((4, 3, 7, [4, 2], [1, 3], 0, _F32), route.device)
@@ -342,7 +343,7 @@ def test_offsets_that_do_not_fit_are_refused_on_a_cpu() -> None:
         transducer.check_loss(x[:5], label, f_len, y_len, offset, 2, 0)
 
 
-@pytest.mark.parametrize("route", routes()[1:])
+@pytest.mark.parametrize("route", ROUTES[1:])
 @pytest.mark.parametrize("wrong", [[-3, 6], [9, 6], [4, 2**40]])
 def test_kernels_stay_within_the_rows_whatever_offsets_say(wrong: list[int], route: Route) -> None:
     """Rows around those of x would show in the gradient, which has none, or in losses that are not NaN."""

@@ -22,7 +22,31 @@ def record() -> None:
         op.launch_backward(losses, logits, log_sums, labels, smoothing, 0, (True,))
     logits, labels = torch.empty(1024, 131072, dtype=_BF16, device="meta"), torch.empty(1024, device="meta").long()
     losses = torch.empty(1024, device="meta")
-    op.launch_in_place(logits, labels, losses, losses, 0.1, -100)
+    row_statistics = dict.fromkeys(("lse", "own", "mean", "weighted", "entropy", "squares", "peak"), losses)
+    row_statistics["top"] = labels
     padded = logits[:, :50257]
-    op.launch_in_place(padded, labels, losses, None, 0.0, -100)
+    neutral, capped = (1.0, 0.0, 1.0), (1.0, 30.0, 0.8)
+    for rows, transform, found, weights, smoothing in (
+        (logits, neutral, {}, None, 0.1),
+        (padded, capped, {}, None, 0.0),
+        (logits, (2.0, 0.0, 1.0), {"entropy": losses}, None, 0.0),
+    ):
+        op.launch_rows(
+            rows,
+            labels,
+            transform,
+            -100,
+            found,
+            weights,
+            losses=losses,
+            scale=losses,
+            smoothing=smoothing,
+            gradient=True,
+        )
+    op.launch_scale(logits, losses)
+    coefficients = torch.empty(4, 1024, device="meta")
+    for rows, transform, weights, entropy in ((logits, neutral, None, True), (padded, capped, losses, True)):
+        op.launch_rows(rows, labels, transform, -100, row_statistics, losses)
+        op.launch_row_gradient(rows, labels, losses, coefficients, weights, transform, -100, entropy, rows)
+    op.launch_row_gradient(logits, labels, losses, coefficients, None, capped, -100, False, logits)
     op.launch_backward(losses.to(_BF16), padded, losses, labels, 0.0, -100, (True,))

@@ -20,8 +20,28 @@ def test_opcheck(route: Route) -> None:
         opcheck(route, torch.ops.apex.xentropy_backward.default, given)
         input, weight = torch.randn(4, 8, device=route.device), torch.randn(37, 8, device=route.device)
         for wanted, bias in (([True, True, True], weight[:, 0]), ([False, False, False], None)):
-            arguments = (input, weight, bias, labels, None, 0.1, -100, wanted, torch.float32, 3)
+            transform, placed = [1.5, 2.0, 0.7], ["", False]
+            settings = [0.1, 1e-3, 0.0, 0.0]
+            given = [input, weight, bias, labels, None]
+            arguments = (
+                *given,
+                None,
+                None,
+                settings,
+                transform,
+                -100,
+                "entropy top",
+                wanted,
+                torch.float32,
+                3,
+                *placed,
+            )
             opcheck(route, torch.ops.apex.linear_xentropy.default, arguments)
+            arguments = (*given, transform, -100, "lse own entropy top", True, 3, *placed)
+            opcheck(route, torch.ops.apex.linear_rows.default, arguments)
+            table, _, kept, _ = torch.ops.apex.linear_rows(*arguments)
+            arguments = (torch.ones_like(table), table, *given, kept, transform, -100, "lse own entropy", wanted)
+            opcheck(route, torch.ops.apex.linear_rows_backward.default, (*arguments, torch.float32, 3, *placed))
 
 
 @pytest.mark.parametrize("route", routes())

@@ -26,7 +26,7 @@ B, NP, SQ, SK = 2, 3, 8, 8
 
 
 def attention_mask_func(scores: Tensor, mask: Tensor) -> Tensor:
-    """What Megatron gives as `mask_func`."""
+    """Mask scores as Megatron's `mask_func` does."""
     return scores.masked_fill(mask, -10000.0)
 
 
@@ -42,7 +42,7 @@ def causal_mask(device: str, sq: int = SQ, sk: int = SK) -> Tensor:
 
 
 def expected(scores: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and gradient of a weighted sum, in float64."""
+    """Return output and gradient of a weighted sum, in float64."""
     wide = scores.detach().double().requires_grad_()
     logits = wide * scale
     output = torch.softmax(logits if mask is None else logits.masked_fill(mask, -torch.inf), -1)
@@ -55,7 +55,7 @@ def check(output: Tensor, scores: Tensor, mask: Tensor | None, scale: float) -> 
     assert_close(output, wanted)
     (gradient,) = torch.autograd.grad(output.square().sum(), scores)
     assert gradient.dtype == scores.dtype
-    if scores.dtype == torch.float32:  # in half precision it is that of an output that was rounded
+    if scores.dtype == torch.float32:  # in half precision it is the gradient of a rounded output
         assert_close(gradient, wanted_gradient)
 
 
@@ -162,7 +162,7 @@ def test_causal_without_a_mask_is_causal_in_either_form() -> None:
         check(softmax(scores, None), scores, causal_mask("cpu"), 0.5)
 
 
-def test_softmax_in_half_precision_where_asked_for() -> None:
+def test_softmax_in_half_precision_on_request() -> None:
     scores, mask = scores_and_mask("cpu", torch.bfloat16)
     softmax = module(scaled_masked_softmax_fusion=False, softmax_in_fp32=False, scale=None)
     assert torch.equal(softmax(scores, mask), torch.softmax(attention_mask_func(scores, mask), -1))

@@ -1,4 +1,4 @@
-"""Checks of pipelines beside replicas, tensor parallelism and an encoder, that run in eight processes."""
+"""Checks of pipelines with replicas, tensor parallelism and an encoder, in eight processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TERMS = 2 * 8 * (HIDDEN + 8 + 8) + 4 * 2 * SAMPLES * LENGTH
 
 
 def of_all_replicas(layers: int, microbatches: int, replicas: int) -> Part:
-    """A model with the mean of the gradients that replicas with batches of their own have."""
+    """Return a model whose gradients are the means over replicas with different batches."""
     model = Part(range(layers)).to(parameter_device())
     set_microbatches(microbatches)
     for replica in range(replicas):
@@ -66,7 +66,7 @@ def assert_same_sums(gradient: Tensor, wanted: Tensor, name: str) -> None:
 
 
 def torch_replicas(rank: int) -> None:
-    """Gradients are reduced once, whether the caller gives the modules' own no_sync or nothing."""
+    """Gradients are reduced once, with and without the modules' own no_sync as the caller's context."""
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_v", 2)):
         for handler in (False, True):
             with pipeline(4, None if chunks == 1 else chunks):
@@ -105,7 +105,7 @@ def apex_replicas(rank: int) -> None:
 
 
 def replicas_with_unused_parameters(rank: int) -> None:
-    """Torch's search for unused parameters finds those of a backward pass in two parts."""
+    """Torch's search for unused parameters works with a backward pass in two parts."""
     with pipeline(4, None):
         group, replica = parallel_state.get_data_parallel_group(), parallel_state.get_data_parallel_rank()
         (part,) = parts_of("zb_h1", 1, 1)
@@ -122,7 +122,7 @@ def replicas_with_unused_parameters(rank: int) -> None:
 
 
 def kept_back_by_the_caller(rank: int) -> None:
-    """In a `no_sync` that the caller entered before the step nothing is reduced."""
+    """Nothing is reduced if the caller entered `no_sync` before the step."""
     for wrap in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
         with pipeline(1, None):
             model = wrap(Part(range(2)).to(parameter_device()))
@@ -135,7 +135,7 @@ def kept_back_by_the_caller(rank: int) -> None:
 
 
 def sharded_optimizer(rank: int) -> None:
-    """ZeRO, whose no_sync is the caller's context: the step sends what stages have not sent."""
+    """With ZeRO's no_sync as the caller's context, the optimizer's step sends the remaining gradients."""
     for handler in (False, True):
         with pipeline(4, None):
             group = parallel_state.get_data_parallel_group()
@@ -173,7 +173,7 @@ class Both(nn.Module):
 
 
 def encoder_and_decoder(rank: int) -> None:
-    """Decoder stages see the encoder's output, and its gradient comes from all of them; other sequence lengths."""
+    """All decoder stages use the encoder's output and contribute to its gradient; sequence lengths differ."""
     ranks, split = dist.get_world_size(), 3
     source, target = batch_of(4)
     target = torch.cat([target, target], 1)
@@ -243,7 +243,7 @@ class SplitLayers(nn.Module):
 
 
 def tensor_and_sequence_parallel(rank: int) -> None:
-    """Weight gradients that are added to main_grad are added once when backward passes are divided."""
+    """Weight gradients are added to main_grad once, also if backward passes are split."""
     length = 4
     found = []
     for name in ("1f1b", "zb_h1"):

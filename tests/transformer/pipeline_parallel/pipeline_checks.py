@@ -37,7 +37,7 @@ from .toy import (
 
 
 def every_schedule(rank: int) -> None:
-    """Losses and gradients have the bits of one process that runs the same microbatches."""
+    """Losses and gradients are bitwise equal to one process that runs the same microbatches."""
     ranks = dist.get_world_size()
     for name, chunks, microbatches, options in (
         ("1f1b", 1, 1, {}),
@@ -79,7 +79,7 @@ def forward_only(rank: int) -> None:
 
 
 def autocast_and_scaler(rank: int) -> None:
-    """Half precision, with another dtype between stages than the parameters have."""
+    """With half precision, stages may send another dtype than the parameters have."""
     ranks = dist.get_world_size()
     for dtype, name in ((torch.bfloat16, "1f1b"), (torch.float16, "zb_h1"), (torch.float16, "1f1b")):
         options = {"dtype": dtype}
@@ -94,7 +94,7 @@ def autocast_and_scaler(rank: int) -> None:
 
 
 def frozen_stages(rank: int) -> None:
-    """Where all parameters of the first stages are frozen, gradients of the others are those of one process."""
+    """If all parameters of the first stages are frozen, the other gradients equal one process's."""
     ranks = dist.get_world_size()
     for name, chunks in (("1f1b", 1), ("zb_v", 2)):
         _, whole = in_one_process(ranks * chunks, 3)
@@ -107,7 +107,7 @@ def frozen_stages(rank: int) -> None:
 
 
 def a_batch_that_is_too_short(rank: int) -> None:
-    """Is refused before a microbatch is run."""
+    """A short batch is refused before a microbatch is run."""
     with pipeline(dist.get_world_size(), None):
         model = parts_of("1f1b", 1, 1)
         set_microbatches(3)
@@ -119,7 +119,7 @@ def a_batch_that_is_too_short(rank: int) -> None:
 
 
 def other_steps_are_an_error(rank: int) -> None:
-    """In every stage, before a microbatch is run."""
+    """Different steps raise an error in every stage before a microbatch is run."""
     last = dist.get_world_size() - 1
     for mine, forward_only, words in (
         (4, False, rf"number of microbatches is 3 in rank 0 and 4 in rank {last}"),
@@ -141,7 +141,7 @@ def other_steps_are_an_error(rank: int) -> None:
 
 
 class Sender(Part):
-    """A stage whose second microbatch is longer, or whose output is."""
+    """A stage whose second microbatch, or its output, is longer."""
 
     cut = 0
 
@@ -151,7 +151,7 @@ class Sender(Part):
 
 
 def wrong_shapes_are_named(rank: int) -> None:
-    """In every stage something is said; the stages at both ends of the message say what is wrong."""
+    """Every stage raises; the stages at both ends of the message name the shapes."""
     for cut, microbatch, expected in ((0, 0, "expects (3, 2, 6)"), (1, 1, "of earlier microbatches (3, 2, 6)")):
         with pipeline(dist.get_world_size(), None):
             model = parts_of("1f1b", 1, 1)
@@ -170,7 +170,7 @@ def wrong_shapes_are_named(rank: int) -> None:
 
 
 def failure_ends_all_stages(rank: int) -> None:
-    """Without waiting for the timeout, and with all contexts left; the process that failed lives on."""
+    """All stages fail without waiting for the timeout and leave all contexts; the failed process stays alive."""
     held = []
 
     @contextlib.contextmanager
@@ -211,7 +211,7 @@ def failure_ends_all_stages(rank: int) -> None:
 
 
 def sync_handlers(rank: int) -> None:
-    """When the caller's context is left, and what is called then; upstream's contract."""
+    """The caller's context is left, and its functions are called, at the times of upstream's contract."""
     ranks = dist.get_world_size()
     events: list[str] = []
 
@@ -262,7 +262,7 @@ def sync_handlers(rank: int) -> None:
 
 
 def partial_checkpoints(rank: int) -> None:
-    """Upstream's rule: of a window of warm-up + 1 passes, over all chunks of a rank, the first ones are partial."""
+    """As upstream, the first passes of each window of warm-up + 1 passes over all chunks of a rank are partial."""
     ranks = dist.get_world_size()
     given: list[bool] = []
 
@@ -285,7 +285,7 @@ def partial_checkpoints(rank: int) -> None:
 
 
 def exchanges(rank: int) -> None:
-    """The nine functions, in all processes at once; the pipeline is a ring for the last three."""
+    """All nine functions run in all processes at once; the pipeline is a ring for the last three."""
     ranks = dist.get_world_size()
     mine = torch.full((2, 3), float(rank), dtype=torch.float64)
     before, after = float((rank - 1) % ranks), float((rank + 1) % ranks)
@@ -335,7 +335,7 @@ def exchanges(rank: int) -> None:
 
 
 def a_killed_stage(rank: int) -> None:
-    """The last check: one process ends, the others say so and end."""
+    """One process ends, and the others report it and end. This must be the last check."""
     ranks = dist.get_world_size()
     path = Path(f"rank{rank}.json")
     results = json.loads(path.read_text()) if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Pipelines in two and four processes, and beside replicas and split layers in eight."""
+"""Pipelines in two and four processes, and with replicas and split layers in eight."""
 
 from __future__ import annotations
 

@@ -11,7 +11,14 @@ import re
 
 import pytest
 
-from apex.transformer.pipeline_parallel._schedule import Action, Kind, Placement, Schedule, schedule, with_messages
+from apex.transformer.pipeline_parallel._schedule import (
+    Action,
+    ActionKind,
+    Placement,
+    Schedule,
+    schedule,
+    with_messages,
+)
 from apex.transformer.pipeline_parallel._simulate import COSTS, Deadlock, _needs, finish_times, report
 
 MOST_RANKS, MOST_CHUNKS, MOST_MICROBATCHES = 16, 4, 64
@@ -29,9 +36,9 @@ CORNERS = [("interleaved", 2, 2, 2), ("interleaved", 16, 4, 64), ("zb_v", 16, 2,
 
 
 def walk(placement: Placement, lists: list[list[Action]]) -> None:
-    """Follows all lists with messages that wait for their receiver, and checks that each pass has what it needs.
+    """Run all lists with messages that wait for their receiver, and check that each pass has its inputs.
 
-    A send and its receive happen together, when both ranks have come to them: the strictest that any backend may be.
+    A send and its receive happen together when both ranks have reached them, the strictest behaviour of any backend.
     """
     place = [0] * len(lists)
     known: list[set] = [set() for _ in lists]
@@ -81,7 +88,7 @@ def check(name: str, ranks: int, chunks: int, microbatches: int) -> None:
 
 
 def expected(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[float | None, list[int]]:
-    """The longest time that a rank is idle, for passes of time 1 (F), 1 (I) and 1 (W), and the most it holds."""
+    """Return the longest idle time of a rank and the largest number of held activations, if F, I and W take time 1."""
     if name == "1f1b":  # (p - 1)(F + I + W)
         return 3.0 * (ranks - 1), [ranks - rank for rank in range(ranks)]
     if name == "zb_h1":  # (p - 1)(F + I - W), and p activations everywhere
@@ -96,7 +103,7 @@ def expected(name: str, ranks: int, chunks: int, microbatches: int) -> tuple[flo
 
 
 def check_complete(made: Schedule, microbatches: int, forward_only: bool) -> None:
-    """Every rank runs each pass of each chunk once, in an order of microbatches that adds up gradients as one would."""
+    """Every rank runs each pass of each chunk once, and accumulates gradients in the order of microbatches."""
     for actions in made.actions:
         for chunk in range(made.placement.chunks):
             of_chunk = [action for action in actions if action.chunk == chunk]
@@ -132,20 +139,20 @@ def test_placements() -> None:
 
 
 def test_orders_that_cannot_be_kept_are_found() -> None:
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+    forward, backward = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
     with pytest.raises(Deadlock, match="rank 0 at"):
         finish_times(Placement(2), [[backward, forward], [forward, backward]])
 
 
 def test_messages_in_a_circle_are_found() -> None:
     placement, lists = schedule("1f1b", 2, 1, 4)
-    send = next(place for place, action in enumerate(lists[1]) if action.kind is Kind.SEND_BACKWARD)
+    send = next(place for place, action in enumerate(lists[1]) if action.kind is ActionKind.SEND_BACKWARD)
     swapped = [list(actions) for actions in lists]
     swapped[1].insert(0, swapped[1].pop(send))
     with pytest.raises(Deadlock, match=r"does not have|wait for each other"):
         walk(placement, swapped)
     # Each sends before it receives: nothing happens where messages wait for their receiver.
-    first, second = with_messages(Placement(2), [[Action(Kind.FORWARD, m, 0) for m in (0, 1)]] * 2)
+    first, second = with_messages(Placement(2), [[Action(ActionKind.FORWARD, m, 0) for m in (0, 1)]] * 2)
     crossed = [first, [second[1], second[0], *second[2:]]]
     with pytest.raises(Deadlock):
         walk(Placement(2), crossed)

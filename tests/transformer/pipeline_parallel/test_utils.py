@@ -1,4 +1,4 @@
-"""Helpers of pipelines that need no other process."""
+"""Pipeline helpers that need no other process."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_freed_outputs_and_their_backward_pass() -> None:
 
 
 def test_backward_pass_in_two_parts() -> None:
-    """Gradients of the input first, without those of parameters; both as in one pass."""
+    """The input gradient comes first, without parameter gradients; both equal those of a single pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3), nn.GELU())
     x, gradient = torch.randn(5, 4), torch.randn(5, 3)

@@ -33,7 +33,7 @@ STEPS: dict[str, Callable[..., list[Any]]] = {
 
 
 class Layer(nn.Module):
-    """The index-th layer of a model, the same wherever it is made; some use a weight twice."""
+    """The index-th layer of a model, with the same weights wherever it is made; some layers use a weight twice."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Part(nn.Module):
-    """Some consecutive layers."""
+    """A chunk of consecutive layers."""
 
     def __init__(self, indices: range, pre_process: bool = True, post_process: bool = True) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def set_microbatches(microbatches: int, replicas: int = 1) -> None:
 
 
 def in_one_process(layers: int, microbatches: int, **options: Any) -> tuple[list[Tensor], Part]:
-    """The losses and the model with its gradients, without a pipeline."""
+    """Return the losses, and the model with its gradients, without a pipeline."""
     set_microbatches(microbatches)
     model = Part(range(layers)).to(parameter_device())
     losses = forward_backward_no_pipelining(
@@ -108,7 +108,7 @@ def pipeline(ranks: int, chunks: int | None, tensor: int = 1, **options: Any) ->
 
 
 def parts_of(name: str, chunks: int, layers_per_stage: int, wrap: bool = False) -> list[nn.Module]:
-    """This rank's chunks of a model."""
+    """Return this rank's chunks of a model."""
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     placement = Placement(ranks, chunks, name == "zb_v")
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -123,7 +123,7 @@ def parts_of(name: str, chunks: int, layers_per_stage: int, wrap: bool = False) 
 
 
 def assert_same_gradients(model: list[nn.Module], whole: Part) -> None:
-    """Equal bits, for every parameter of this rank."""
+    """Assert that the gradients of all parameters of this rank are bitwise equal."""
     expected = dict(whole.named_parameters())
     seen = 0
     for part in utils.unwrap_model(model):

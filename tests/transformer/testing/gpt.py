@@ -1,4 +1,4 @@
-"""Five training steps of a tiny GPT, in one process and divided over processes in any layout."""
+"""Five training steps of a tiny GPT, in one process and split over processes in any layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ WHOLE = "APEX_TEST_WHOLE_GRID"
 
 
 class Layout(NamedTuple):
-    """How a model is divided; what is left of the processes are replicas."""
+    """The split of a model: numbers of tensor-parallel ranks, stages and chunks.
+
+    The remaining processes are replicas.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -39,7 +42,7 @@ class Layout(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """At least four, and one for each stage."""
+        """Return the number of layers: at least four, and one for each stage."""
         return max(4, self.pipeline * self.chunks)
 
     def __str__(self) -> str:
@@ -48,7 +51,7 @@ class Layout(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Of each step the losses of its microbatches and all gradients by name, and the parameters at the end."""
+    """The losses of the microbatches and all gradients by name of each step, and the final parameters."""
 
     losses: list[list[Tensor]]
     gradients: list[dict[str, Tensor]]
@@ -56,7 +59,7 @@ class Trained(NamedTuple):
 
 
 def microbatches() -> int:
-    """Of a step, over all replicas."""
+    """Return the microbatches of a step, over all replicas."""
     return 8 if WHOLE in os.environ else dist.get_world_size()
 
 
@@ -82,7 +85,7 @@ def step_function(batch: list[Tensor], model: nn.Module) -> Any:
 def train(
     model: list[nn.Module], schedule: Any, replica: int = 0, replicas: int = 1, data_parallel: bool | None = None
 ) -> Trained:
-    """Steps of `schedule` on this replica's microbatches."""
+    """Run steps of `schedule` on this replica's microbatches."""
     total = microbatches()
     count = total // replicas
     utils._reconfigure_microbatch_calculator(1, None, total, 1, replicas)
@@ -107,7 +110,7 @@ def train(
 
 
 def train_alone(config: TransformerConfig) -> Trained:
-    """In one process, with two copies of the embedding, as a pipeline has: their gradients are summed at the end."""
+    """Train in one process, with two copies of the embedding as in a pipeline; their gradients are summed."""
     half = config.num_layers // 2
     model = [
         GPTModel(post_process=False, config=config, layers=range(half)),
@@ -117,7 +120,7 @@ def train_alone(config: TransformerConfig) -> Trained:
 
 
 def train_in(layout: Layout, **options: Any) -> Trained:
-    """On the groups that exist, which must be those of `layout`."""
+    """Train on the existing groups, which must have the sizes of `layout`."""
     config = config_of(layout.layers, sequence_parallel=layout.sequence, **options)
     folded = layout.schedule == "zb_v"
     model = build_model(
@@ -149,7 +152,7 @@ _alone: dict[Any, Trained] = {}
 
 
 def reference(layers: int, **options: Any) -> Trained:
-    """What one process finds, computed by the first and given to all; kept."""
+    """Return the results of one process, computed by rank 0, sent to all and cached."""
     key = (layers, *sorted(options.items()))
     if key not in _alone:
         with groups(Layout()):
@@ -160,7 +163,7 @@ def reference(layers: int, **options: Any) -> Trained:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of what a process alone has."""
+    """Return this rank's part of a tensor of the unsplit model."""
     parallel, dim, stride = split_of(parameter)
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -170,7 +173,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def worst_difference(found: Trained, alone: Trained) -> tuple[float, str]:
-    """The largest difference of anything, as a part of its tensor's largest number, and what it is."""
+    """Return the largest difference, relative to its tensor's largest number, and the tensor's name."""
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     count = microbatches() // replicas
     pairs: list[tuple[str, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""GPT in two processes that share one GPU: pipelines and split layers beside one process."""
+"""GPT in two processes that share one GPU: pipelines and split layers compared with one process."""
 
 from __future__ import annotations
 

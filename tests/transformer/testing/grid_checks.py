@@ -18,7 +18,7 @@ from tests.parallel.processes import run_checks
 
 from .gpt import WHOLE, Layout, groups, reference, train_in, worst_difference
 
-# Of a tensor's largest number, where tensor-parallel ranks or replicas add up in another order.
+# Relative to a tensor's largest number, if tensor-parallel ranks or replicas add up in another order.
 TOLERANCE = 1e-12
 SOME = {
     4: [Layout(1, 4, "zb_v", 2), Layout(2, 2, "zb_h1", 1, True)],
@@ -27,7 +27,7 @@ SOME = {
 
 
 def every_layout(processes: int) -> list[Layout]:
-    """All that divide so many processes, and have at most four chunks per rank and 16 stages."""
+    """Return all layouts of the given number of processes with at most four chunks per rank and 16 stages."""
     sizes = [2**power for power in range(processes.bit_length())]
     divisions = [(tensor, stages) for tensor in sizes for stages in sizes if tensor * stages <= processes]
     kinds = [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2), ("interleaved", 4)]
@@ -41,7 +41,7 @@ def every_layout(processes: int) -> list[Layout]:
 
 
 def check(layout: Layout, rank: int) -> None:
-    """Losses, every gradient of five steps and the parameters after them: with pipelines alone the same bits."""
+    """Compare losses, every gradient of five steps and the final parameters; bitwise if only pipelines are split."""
     same_order = layout.pipeline == dist.get_world_size()
     dtype = torch.float32 if same_order else torch.float64
     alone = reference(layout.layers, params_dtype=dtype)

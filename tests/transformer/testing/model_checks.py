@@ -49,7 +49,7 @@ def gradients_of(model: nn.Module, *, data_parallel: bool | None = None) -> dict
 
 
 def every_option_of_one_stage(rank: int) -> None:
-    """Recomputation and memory on the host change no bit; other ways to compute the same stay close."""
+    """Recomputation and offloading change no bit; other ways to compute the same stay close."""
     inputs, labels = words_of(2)
     for others in ({}, {"position_embedding": "rope", "activation": "swiglu"}):
         base = config_of(2, params_dtype=torch.float64, **others)
@@ -79,7 +79,7 @@ def every_option_of_one_stage(rank: int) -> None:
 
 
 def masks_and_dropout(rank: int) -> None:
-    """A mask of what comes later is what causal attention does without one; dropout repeats when computed anew."""
+    """A mask of later keys equals causal attention without a mask; recomputed dropout repeats."""
     inputs, labels = words_of(2)
     mask, _, positions = utils.get_ltor_masks_and_position_ids(inputs, WORDS, False, False, False)
     for attention in ("softmax", "sdpa"):
@@ -101,7 +101,7 @@ def masks_and_dropout(rank: int) -> None:
 
 
 def gradients_in_main_grad(rank: int) -> None:
-    """The shared embedding gets one part of its gradient in main_grad, from the logits, and the other one in grad."""
+    """The shared embedding gets one part of its gradient in main_grad, from the logits, and the other in grad."""
     inputs, labels = words_of(2)
     found = []
     for fusion in (False, True):
@@ -117,7 +117,7 @@ def gradients_in_main_grad(rank: int) -> None:
 
 
 def two_copies_of_the_embedding_are_one(rank: int) -> None:
-    """What layouts are compared with has two copies of the shared weight, as pipelines do; here is one with one."""
+    """Layouts are compared with two copies of the shared weight, as in pipelines; this compares two copies with one."""
     copies = reference(4, params_dtype=torch.float64)
     with groups(Layout()):
         model = gpt(config=config_of(4, params_dtype=torch.float64))
@@ -160,7 +160,7 @@ def bert_equals_one_process(rank: int) -> None:
 
 @contextmanager
 def command_line(rank: int, **options: Any) -> Iterator[Any]:
-    """As tests of upstream set the sizes of a model."""
+    """Set the sizes of a model as upstream's tests do."""
     before, sys.argv = sys.argv, ["test"]
     sizes = {"micro_batch_size": 2, "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": LENGTH}
     sizes |= {"max_position_embeddings": LENGTH, "global_batch_size": 8, "world_size": 4, "rank": rank, **options}
@@ -177,7 +177,7 @@ def command_line(rank: int, **options: Any) -> Iterator[Any]:
 
 
 def gpt_of_the_command_line(rank: int) -> None:
-    """Three steps as upstream's test takes them; of two microbatches under way one is recomputed wholly."""
+    """Run three steps as upstream's test; of two microbatches in flight one is recomputed completely."""
     with (
         command_line(
             rank, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, sequence_parallel=True
@@ -225,7 +225,7 @@ def gpt_of_the_command_line(rank: int) -> None:
 
 
 def bert_of_the_command_line(rank: int) -> None:
-    """Interleaved, without a binary head, as upstream's test."""
+    """Run the interleaved schedule without a binary head, as upstream's test."""
     options = {"pipeline_model_parallel_size": 2, "bert_binary_head": False}
     with command_line(rank, **options) as args, groups(Layout(1, 2, chunks=2)):
         tensor_parallel.model_parallel_cuda_manual_seed(0)
@@ -277,7 +277,7 @@ def layers_of_a_stage(rank: int) -> None:
 
 
 def exchanges_of_a_layer(rank: int) -> None:
-    """What docs/scaling.py counts: elements of the hidden state that pass through sums, gathers and scatters."""
+    """Count, as docs/scaling.py does, the elements of the hidden state in sums, gathers and scatters."""
     hidden = torch.ones(LENGTH, 2, 32, device=parameter_device(), requires_grad=True)
     for sequence, halves in ((False, 8), (True, 10)):
         counted: list[int] = []
@@ -302,7 +302,7 @@ def exchanges_of_a_layer(rank: int) -> None:
 
 
 def mistakes_are_named(rank: int) -> None:
-    """Errors name the argument, its value and what is accepted."""
+    """Errors name the argument, its value and the accepted values."""
     with pytest.raises(ValueError, match=r"hidden_size=32 is not divisible by num_attention_heads=5: .* kv_channels"):
         config_of(1, num_attention_heads=5)
     words = words_of(1)[0]

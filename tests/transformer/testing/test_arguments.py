@@ -1,4 +1,4 @@
-"""Megatron's command line and what depends on it."""
+"""Megatron's command line and the values that are derived from it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def parse(monkeypatch: pytest.MonkeyPatch, words: str, world_size: int = 1, **op
     return parse_args(**options)
 
 
-def test_every_option_is_there_once() -> None:
+def test_every_option_exists_once() -> None:
     options = [action for action in _parser()._actions if action.dest != "help"]
     assert len(options) == 173
     assert len({action.dest for action in options}) == 173
 
 
-def test_what_follows_from_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_derived_from_options(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--micro-batch-size 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --bf16"
     args = parse(
         monkeypatch, f"{words} --sequence-parallel --num-layers-per-virtual-pipeline-stage 1 --no-bias-gelu-fusion", 8

@@ -43,7 +43,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def losses_of(how: str, **options: Any) -> list[float]:
-    """Of six steps with O5 and FusedAdam."""
+    """Return the losses of six steps with O5 and FusedAdam."""
     model = GPTModel(config=config_of(2, hidden_size=128, attention="sdpa", **options)).cuda()
     optimizer = FusedAdam(model.parameters(), lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)

@@ -6,12 +6,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from ...contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy, linear_log_probs
 from ..directions import Maker, Random, compared, exact, has_liger, long_name, passes, times, with_peers
 from ..registry import OURS, Call, Case, Expected, Family, Prepared, register
 
@@ -21,9 +22,11 @@ DTYPES = (torch.bfloat16, torch.float32)
 GPU_SHAPES = ((8192, 32000), (8192, 131072), (16384, 50257))
 CPU_SHAPES = ((256, 32000), (2048, 1000))
 # Rows, features, classes of a linear layer and its loss.
-GPU_LINEAR = ((16384, 2048, 131072), (8192, 4096, 50257))
+GPU_LINEAR = ((4096, 4096, 128256), (16384, 2048, 131072), (8192, 4096, 50257))
 CPU_LINEAR = ((256, 256, 8192),)
+SOFTCAP = 30.0
 TOGETHER = "fwd+grad(in place)"
+LinearLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _ours(logits: Tensor, labels: Tensor) -> Tensor:
@@ -77,6 +80,26 @@ def _linear_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(functional.linear(values, weight), labels)
 
 
+def _capped(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return linear_cross_entropy(values, weight, labels, softcap=SOFTCAP)
+
+
+def _capped_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(SOFTCAP * torch.tanh(functional.linear(values, weight) / SOFTCAP), labels)
+
+
+def _rows(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Return a sum of log-probabilities and entropies, as policies' losses are."""
+    found: Any = linear_log_probs(values, weight, labels, outputs=("log_probs", "entropy"))
+    return (found.log_probs + 0.1 * found.entropy).mean()
+
+
+def _rows_torch(values: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = functional.linear(values, weight)
+    log_p = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    return (log_p.gather(-1, labels[:, None])[:, 0] - 0.1 * (log_p.exp() * log_p).sum(-1)).mean()
+
+
 def _linear_liger() -> Callable[..., Tensor]:
     from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
         LigerFusedLinearCrossEntropyFunction,
@@ -95,14 +118,14 @@ def _linear_step(make: Maker, values: Tensor, weight: Tensor, labels: Tensor) ->
     return step
 
 
-def _exact_linear(values: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _exact_linear(loss_of: LinearLoss, values: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Compute loss and gradients in float64, some rows at a time: all logits and gradients would be 70 gigabytes."""
     wide = weight.detach().double().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64, device=values.device)
     gradients, total = [], torch.zeros_like(wide)
     for part, target in zip(values.detach().split(1024), labels.split(1024), strict=True):
         leaf = part.double().requires_grad_()
-        part_loss = functional.cross_entropy(functional.linear(leaf, wide), target, reduction="sum") / len(labels)
+        part_loss = loss_of(leaf, wide, target) * (len(target) / len(labels))
         gradient, change = torch.autograd.grad(part_loss, (leaf, wide))
         gradients.append(gradient)
         total += change
@@ -110,21 +133,33 @@ def _exact_linear(values: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tenso
     return loss, torch.cat(gradients), total
 
 
-def _prepare_linear(shape: tuple[int, int, int], device: torch.device) -> Prepared:
+# What is computed: ours, and the same by way of all logits. Rows are averages, so that parts can be added up.
+LINEAR: dict[str, tuple[LinearLoss, LinearLoss]] = {
+    "linear_xentropy": (linear_cross_entropy, _linear_torch),
+    "linear_xentropy softcap": (_capped, _capped_torch),
+    "linear_log_probs entropy": (_rows, _rows_torch),
+}
+
+
+def _prepare_linear(kind: str, shape: tuple[int, int, int], device: torch.device) -> Prepared:
+    ours, plain = LINEAR[kind]
     tensors = make_linear(shape, device)
     # The loss inherits its error from the logits, which are rounded to this dtype.
-    expected = [Expected(value, tensors[0].dtype) for value in _exact_linear(*tensors)]
-    makers = with_peers(linear_cross_entropy, _linear_torch, device, liger=_linear_liger)
+    expected = [Expected(value, tensors[0].dtype) for value in _exact_linear(plain, *tensors)]
+    makers = with_peers(ours, plain, device, liger=_linear_liger if plain is _linear_torch else None)
+    theirs = getattr(functional, "linear_cross_entropy", None)  # PyTorch 2.13
+    if theirs is not None and plain is _linear_torch and device.type != "cuda":
+        makers["torch_linear"] = lambda: lambda values, weight, labels: theirs(values, weight, labels)
     return Prepared({n: functools.partial(_linear_step, make, *tensors) for n, make in makers.items()}, expected)
 
 
-def _linear_case(shape: tuple[int, int, int], device: torch.device) -> Case:
+def _linear_case(kind: str, shape: tuple[int, int, int], device: torch.device) -> Case:
     rows, features, classes = shape
     # Input and weight are read, their gradients written; three matrix products take far longer.
     moved = 2 * features * (rows + classes) * _linear_dtype(device).itemsize
-    name = f"linear_xentropy {long_name(_linear_dtype(device))} {times(shape)} step"
+    name = f"{kind} {long_name(_linear_dtype(device))} {times(shape)} step"
     note = "bound by three matrix products, not by the bytes of the floor"
-    return Case(name, moved, functools.partial(_prepare_linear, shape), note=note)
+    return Case(name, moved, functools.partial(_prepare_linear, kind, shape), note=note)
 
 
 def cases(device: torch.device, quick: bool) -> Sequence[Case]:
@@ -140,7 +175,9 @@ def cases(device: torch.device, quick: bool) -> Sequence[Case]:
             note = "ours leaves the logits as they are"
             result += passes(name, {TOGETHER: 3 * size}, _prepare, dtype, shape, note=note)
     if not quick:
-        result += [_linear_case(shape, device) for shape in (GPU_LINEAR if on_gpu else CPU_LINEAR)]
+        shapes_of_linear = GPU_LINEAR if on_gpu else CPU_LINEAR
+        result += [_linear_case("linear_xentropy", shape, device) for shape in shapes_of_linear]
+        result += [_linear_case(kind, shapes_of_linear[0], device) for kind in list(LINEAR)[1:]]
     return result
 
 

@@ -1,1 +1,1 @@
-"""`apex bench`: the cases of `apex._bench` chosen, run and shown."""
+"""`apex bench`: choose, run and show the cases of `apex._bench`."""

@@ -1,4 +1,4 @@
-"""A bar chart of a run: the share of the copy bandwidth that each implementation reaches."""
+"""A bar chart of benchmark results: the share of the copy bandwidth that each implementation reaches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PANEL_ORDER = ("fwd", "bwd", "step", "gpt1.3b", "resnet50", "1000_small")
 
 
 def write_chart(report: Report, path: Path) -> None:
-    """Writes a PNG with one panel per kind of case (the last word of its name) and one group of bars per case.
+    """Write a PNG with one panel per kind of case (the last word of its name) and one group of bars per case.
 
-    ImportError without matplotlib.
+    Raises an ImportError without matplotlib.
     """
     from matplotlib.figure import Figure
 
@@ -44,7 +44,7 @@ def write_chart(report: Report, path: Path) -> None:
 
 
 def _panels(cases: list[CaseResult]) -> dict[str, list[CaseResult]]:
-    """Cases grouped by the last word of their names, the usual kinds first."""
+    """Group cases by the last word of their names, in the order of PANEL_ORDER, then all others together."""
     groups: dict[str, list[CaseResult]] = {}
     for case in cases:
         if any(m.microseconds is not None for m in case.measurements.values()):
@@ -60,7 +60,7 @@ def _colours(names: list[str]) -> dict[str, str]:
 
 
 def _draw(axis: Axes, cases: list[CaseResult], names: list[str], colours: dict[str, str]) -> None:
-    """Horizontal bars: longer is quicker; the dashed line is the bandwidth of a plain copy."""
+    """Draw horizontal bars, longer is quicker, and a dashed line at the bandwidth of a plain copy."""
     height = 0.85 / len(names)
     for index, name in enumerate(names):
         bars = [(row, share) for row, case in enumerate(cases) if (share := case.percent_of_copy(name)) is not None]

@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
-import typer
 from rich.console import Console
 
 from ..._bench import cores, timing
@@ -20,6 +19,7 @@ from ..._bench.selection import known_families, select
 from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
 from ..console import make_console, with_progress
 from ..devices import pick_device
+from ..errors import as_bad_parameter
 from .chart import write_chart
 from .table import print_report
 
@@ -42,23 +42,22 @@ def run_bench(
 ) -> int:
     """Run the benchmark and return an exit status.
 
-    `families` empty means all. `output` is the JSON file, or a folder for it; the chart goes beside it. Without it
-    results are printed and nothing is written. `filter` keeps the cases whose name contains all of its words.
-    `list_only` prints names and measures nothing. With `all_cores` the process is not kept on one core while a GPU is
-    timed. `sweep` names families, or all of them, of which `cases` random cases are measured instead (see sweep.py).
-    The status is 0; 1 if a result of ours was wrong or failed or a file could not be written; 130 when interrupted (the
-    cases measured so far are printed and written). A request that cannot be met is a `typer.BadParameter`.
+    An empty list of `families` means all. `output` is a JSON file, or a folder for it; the chart is written beside it.
+    Without it results are only printed. `filter` keeps the cases whose name contains all of its words. `list_only`
+    prints names and measures nothing. `all_cores` does not pin the process to one core while a GPU is timed. `sweep`
+    names families, or "all", and measures `cases` random cases of each instead (see sweep.py).
+
+    The status is 1 if a result of ours was wrong or failed, or a file could not be written. It is 130 if interrupted;
+    the cases measured so far are then printed and written. A request that cannot be met is a `typer.BadParameter`.
     """
     console, messages = make_console(), make_console(stderr=True)
-    try:
+    with as_bad_parameter(ValueError, option="--device"):
         target = pick_device(device)
         if target.type not in ("cpu", "cuda"):
             raise ValueError(f"device {str(target)!r} cannot be measured; use cpu, cuda or cuda:<index>")
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
     if target.type == "cuda":
         torch.cuda.set_device(target)
-    try:
+    with as_bad_parameter(ValueError, OSError):
         if sweep is not None:
             if families:
                 raise ValueError(f"{' '.join(families)}: families of a sweep are named with --sweep")
@@ -76,8 +75,6 @@ def run_bench(
         if sweep is not None:
             about = {"sweep": sweep, "cases": cases, "seed": seed}
             return run_sweep(with_progress(drawn, "cases"), target, path, console, about, all_cores=all_cores)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     effort = replace(timing.QUICK if quick else timing.FULL, one_core=not all_cores)
     environment = describe(target)
     if target.type == "cuda":
@@ -99,14 +96,14 @@ def run_bench(
 def _writable_path(output: Path | None, device: torch.device, families: list[str]) -> Path | None:
     """Return the JSON file to write, or None without an `output`.
 
-    Its folder is made and found writable before minutes are spent on measuring.
+    The folder is created and checked first, because measuring takes minutes.
     """
     if output is None:
         return None
     name = describe(device)["device"]["name"]
-    what = "-".join(families) if families and len(families) < len(known_families()) else "all"
+    selection = "-".join(families) if families and len(families) < len(known_families()) else "all"
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    default_name = f"{device_stem(name)}-{what}-{stamp}.json"
+    default_name = f"{device_stem(name)}-{selection}-{stamp}.json"
     if output.is_dir() or not output.suffix:
         path = output / default_name
     elif output.suffix == ".json":
@@ -120,7 +117,7 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
 
 
 def _publish(report: Report, path: Path | None, plot: bool, console: Console, messages: Console) -> int:
-    """Write the JSON, print the table, draw the chart, in this order: a failure loses nothing before it."""
+    """Write the JSON file, print the table and draw the chart; a failure of one loses none of the earlier ones."""
     status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
     try:
         if path is not None:

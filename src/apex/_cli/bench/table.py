@@ -1,4 +1,4 @@
-"""The table of a run, for a terminal or a pipe."""
+"""The table of benchmark results, for a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Column = tuple[str, Callable[[CaseResult], Text]]  # a heading, and the cell of 
 
 
 def print_report(report: Report, console: Console) -> None:
-    """A row per case, with fewer columns where the terminal is too narrow for all; then what went wrong."""
+    """Print a row per case, with fewer columns if the terminal is too narrow, and the failures after it."""
     if report.cases:
         table = _table(report, console, _full_columns(report.implementations()))
         if Width.get(console, console.options.update(max_width=WIDEST), table).maximum > console.width:

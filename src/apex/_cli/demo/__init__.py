@@ -1,5 +1,5 @@
-"""`apex demo`: the same models trained at every opt level.
+"""`apex demo`: train the same models at every opt level.
 
-`models` and `data` are what is trained and on what, `tasks` puts them together in sizes for a device, `training` runs
-one opt level, `report` and `plot` show the outcome, `command` runs the parts in order.
+`models` and `data` define the models and their data, `tasks` combines them in sizes for a device, `training` runs one
+opt level, `report` and `plot` show the results, `command` runs these parts in order.
 """

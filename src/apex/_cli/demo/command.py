@@ -1,4 +1,4 @@
-"""`apex demo` from options to exit status."""
+"""`apex demo`: check the options, train, draw and print."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..console import make_console
 from ..devices import pick_device
+from ..errors import as_bad_parameter
 from .plot import FORMATS, draw
 from .report import Comparison, ModelFacts, print_comparison, print_json
-from .tasks import MODELS, Task, make_task
+from .tasks import RECIPES, Task, make_task
 from .training import LEVELS, Run, memory_in_words, scale_window, train
 
 _STEPS_ON_CPU = 40
@@ -22,26 +23,24 @@ _STEPS_ON_GPU = 200
 
 
 def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, as_json: bool, plot: Path) -> int:
-    """Trains, draws and prints.
+    """Train, draw and print; return the exit status.
 
-    The exit status is 1 when a loss is not finite at a level that guards against it, or the plot cannot be written.
+    The status is 1 if the plot cannot be written, or if a loss is not finite at a level other than O3.
     """
     chosen_levels = _parse_levels(levels)
     _check_plot_path(plot)
-    try:
-        chosen = pick_device(device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from None
-    implementation = _implementation(chosen)
+    with as_bad_parameter(ValueError, option="--device"):
+        target = pick_device(device)
+    implementation = _implementation(target)
     if steps is None:
-        steps = _STEPS_ON_CPU if chosen.type == "cpu" else _STEPS_ON_GPU
-    tasks = [make_task(name, steps, chosen) for name in (MODELS if model == "all" else (model,))]
+        steps = _STEPS_ON_CPU if target.type == "cpu" else _STEPS_ON_GPU
+    tasks = [make_task(name, steps, target) for name in (RECIPES if model == "all" else (model,))]
     comparison = Comparison(
-        device=str(chosen),
+        device=str(target),
         implementation=implementation,
         steps=steps,
         scale_window=scale_window(steps),
-        memory_measured=memory_in_words(chosen),
+        memory_measured=memory_in_words(target),
         models={task.name: ModelFacts(task.describe, task.lowest_loss) for task in tasks},
     )
     comparison.runs = _train_all(tasks, chosen_levels)
@@ -57,43 +56,40 @@ def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, 
 
 
 def _parse_levels(text: str) -> list[str]:
-    """Opt levels from a list with commas, in the order and number given but each once."""
+    """Return the opt levels of a comma-separated list, in its order and without repetitions."""
     levels = [level.strip().upper() for level in text.split(",") if level.strip()]
     unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
-        what = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"
-        raise typer.BadParameter(f"{what}; choose from {','.join(LEVELS)}", param_hint="--levels")
+        problem = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"
+        raise typer.BadParameter(f"{problem}; choose from {','.join(LEVELS)}", param_hint="--levels")
     return list(dict.fromkeys(levels))
 
 
 def _check_plot_path(path: Path) -> None:
-    """Refuses a path that cannot work before the training rather than after it."""
-    problem = None
-    if path.suffix.lower() not in FORMATS:
-        problem = f"{str(path)!r} does not end in one of {', '.join(FORMATS)}"
-    elif path.is_dir():
-        problem = f"{str(path)!r} is a folder"
-    elif not path.resolve().parent.is_dir():
-        problem = f"the folder {str(path.resolve().parent)!r} does not exist"
-    elif not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
-        problem = f"{str(path)!r} cannot be written"
-    if problem is not None:
-        raise typer.BadParameter(problem, param_hint="--plot")
+    """Raise if the plot cannot be written to `path`; called before the training, which takes a while."""
+    folder = path.resolve().parent
+    problems = {
+        f"{str(path)!r} does not end in one of {', '.join(FORMATS)}": path.suffix.lower() not in FORMATS,
+        f"{str(path)!r} is a folder": path.is_dir(),
+        f"the folder {str(folder)!r} does not exist": not folder.is_dir(),
+        f"{str(path)!r} cannot be written": not os.access(path if path.exists() else folder, os.W_OK),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise typer.BadParameter(problem, param_hint="--plot")
 
 
 def _implementation(device: torch.device) -> str:
-    """Which implementation apex's ops take on `device`, and why."""
+    """Return the implementation that apex's ops choose on `device`, with the reason."""
     from ...ops import explain, norm
 
-    try:
+    with as_bad_parameter(RuntimeError, ValueError, option="APEX_IMPL"):  # which may be unknown or impossible here
         choice = explain(norm.FAMILY, device, torch.float32)
-    except (RuntimeError, ValueError) as error:  # a request of APEX_IMPL that is unknown or cannot be met
-        raise typer.BadParameter(str(error), param_hint="APEX_IMPL") from None
     return f"{choice.implementation} ({choice.reason})"
 
 
 def _train_all(tasks: list[Task], levels: list[str]) -> list[Run]:
-    """One run per model and level, with a progress bar each on stderr if that is a terminal."""
+    """Train every model at every level. Show progress bars if stderr is a terminal."""
     console = make_console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -104,7 +100,7 @@ def _train_all(tasks: list[Task], levels: list[str]) -> list[Run]:
     )
     runs = []
     with warnings.catch_warnings(), Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        # PyTorch's way of saying, with a stack trace, that this CPU has no half-precision arithmetic.
+        # PyTorch warns so, with a stack trace, on a CPU without half-precision arithmetic.
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         for task in tasks:
             for level in levels:

@@ -1,4 +1,4 @@
-"""The made-up data of `apex demo`; the same at every call with the same seed."""
+"""The synthetic data of `apex demo`. Equal seeds give equal data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 class Language:
     """A random Markov chain of order two: the next character depends on the two before it.
 
-    So a model has to attend to its past, and the lowest loss that any model can reach is known.
+    A model has to attend to the past, and the lowest loss that any model can reach is known.
     """
 
     alphabet: int
@@ -24,15 +24,19 @@ class Language:
     batch: int
     seed: int
 
+    def model_arguments(self) -> dict[str, int]:
+        """Return the sizes that a model needs to know."""
+        return {"alphabet": self.alphabet, "context": self.context}
+
     def transitions(self) -> Tensor:
-        """The probability of each character after each pair, V, V, V."""
+        """Return the probability of each character after each pair of characters, of shape (V, V, V)."""
         generator = torch.Generator().manual_seed(self.seed)
         size = self.alphabet
         # Sharp transitions leave much to learn: a factor of 3 puts most of the probability on two or three characters.
         return (3 * torch.randn(size, size, size, generator=generator)).softmax(-1)
 
     def batches(self) -> Iterator[Batch]:
-        """Endless pairs of B, T characters and the B, T characters that follow them."""
+        """Yield endless pairs of (B, T) characters and the (B, T) characters that follow them."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         transitions = self.transitions()
         while True:
@@ -44,7 +48,7 @@ class Language:
             yield sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
     def lowest_loss(self, sample: list[Batch]) -> float:
-        """The loss in nats of a model that knows the chain.
+        """Return the loss, in nats, of a model that knows the chain.
 
         The second character of a sequence is drawn evenly and can only be guessed.
         """
@@ -55,15 +59,22 @@ class Language:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Stripes in one of several directions, of random phase, in noise: the kind of a picture is its direction."""
+    """Pictures of stripes with noise and random phase. The direction of the stripes is the kind to recognise."""
 
     kinds: int
     side: int
     batch: int
     seed: int
 
+    def model_arguments(self) -> dict[str, int]:
+        """Return the sizes that a model needs to know."""
+        return {"kinds": self.kinds}
+
+    def lowest_loss(self, sample: list[Batch]) -> None:
+        """Return None: the lowest possible loss is not known."""
+
     def batches(self) -> Iterator[Batch]:
-        """Endless pairs of B, 1, S, S pictures and B kinds."""
+        """Yield endless pairs of (B, 1, S, S) pictures and (B,) kinds."""
         generator = torch.Generator().manual_seed(self.seed)
         row, column = torch.meshgrid(torch.arange(self.side), torch.arange(self.side), indexing="ij")
         while True:

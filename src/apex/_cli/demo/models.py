@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Characters (B, T) to logits (B, T, V)."""
+    """A decoder-only transformer from characters (B, T) to logits (B, T, V)."""
 
     def __init__(self, alphabet: int, context: int, width: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Gpt(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Pictures (B, 1, S, S) to logits (B, K); each stage halves the side and doubles the channels."""
+    """A conv net from pictures (B, 1, S, S) to logits (B, K); each stage halves the side and doubles the channels."""
 
     def __init__(self, kinds: int, channels: int, stages: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The outcome of `apex demo` as a picture: for every model the losses, their distance from float32, and the scales."""
+"""The plot of `apex demo`: for every model the losses, their distances from float32, and the loss scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _BFLOAT16 = ("O4", "O5")
 
 
 def draw(comparison: Comparison, path: Path) -> str | None:
-    """Writes the picture to `path`, or returns why there is none. OSError when the file cannot be written."""
+    """Write the plot to `path`; return None, or the reason if matplotlib does not import.
+
+    Raises an OSError if the file cannot be written.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -27,16 +30,17 @@ def draw(comparison: Comparison, path: Path) -> str | None:
     figure = Figure(figsize=(6.4 * columns, 9.6), layout="constrained")
     axes = figure.subplots(3, columns, squeeze=False, sharex="col", height_ratios=(2, 1, 1))
     for column, model in enumerate(comparison.models):
-        _draw_losses(axes[0, column], comparison, model)
-        _draw_distances(axes[1, column], comparison, model)
-        _draw_scales(axes[2, column], comparison, model)
+        for row, draw_panel in enumerate((_draw_losses, _draw_distances, _draw_scales)):
+            panel: Any = axes[row, column]
+            draw_panel(panel, comparison, model)
+            panel.grid(alpha=0.3)
     figure.suptitle(f"The same models at every opt level, on {comparison.device}")
     figure.savefig(path, dpi=130)
     return None
 
 
 def _style(level: str, width: float = 1.0) -> dict[str, Any]:
-    # Each line is narrower than those below it, so that all stay visible where they are equal.
+    """Return the line style of a level. Each line is narrower than the lines below it, so that all stay visible."""
     index = LEVELS.index(level)
     style = "--" if level in _BFLOAT16 else "-"
     return {"color": _COLOURS[level], "linewidth": width * _WIDTHS[index], "linestyle": style, "zorder": 2 + index}
@@ -52,14 +56,12 @@ def _draw_losses(axes: Any, comparison: Comparison, model: str) -> None:
         axes.axhline(lowest, color="grey", linestyle=":", label=f"lowest possible, {lowest:.4f}")
     axes.set_title(model)
     axes.set_ylabel("loss, nats")
-    axes.grid(alpha=0.3)
     axes.legend(title="level, final loss", fontsize="small")
 
 
 def _draw_distances(axes: Any, comparison: Comparison, model: str) -> None:
-    """The loss of every step minus that of float32 on the same batch."""
+    """Draw each step's loss minus the loss of the float32 run on the same batch."""
     axes.set_ylabel("loss minus float32")
-    axes.grid(alpha=0.3)
     baseline = comparison.baseline(model)
     if baseline is None:
         axes.text(0.5, 0.5, "no run in float32 (O0)", ha="center", va="center", transform=axes.transAxes, color="grey")
@@ -79,5 +81,4 @@ def _draw_scales(axes: Any, comparison: Comparison, model: str) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)

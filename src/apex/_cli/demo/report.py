@@ -1,8 +1,9 @@
-"""The outcome of `apex demo`, for people and as JSON."""
+"""The results of `apex demo`, as tables and as JSON."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,7 @@ _CLOSE = 0.02
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the runs of one model have in common."""
+    """The description and the lowest possible loss of a model, which are the same in all of its runs."""
 
     describe: str
     lowest_loss: float | None
@@ -37,7 +38,7 @@ class ModelFacts:
 
 @dataclass
 class Comparison:
-    """Runs of the same models on the same data; they differ in the opt level alone."""
+    """Runs of the same models on the same data that differ only in the opt level."""
 
     device: str
     implementation: str
@@ -50,15 +51,16 @@ class Comparison:
     plot_problem: str | None = None
 
     def runs_of(self, model: str) -> list[Run]:
+        """Return the runs of one model."""
         return [run for run in self.runs if run.model == model]
 
     def distance(self, run: Run) -> float | None:
-        """How far the final loss is above float32's, in nats; None where there was no run in float32."""
+        """Return the final loss minus the float32 run's, in nats; None without a float32 run."""
         baseline = self.baseline(run.model)
         return None if baseline is None else run.final_loss - baseline.final_loss
 
     def quickest(self, model: str) -> Run | None:
-        """The quickest run whose final loss is as good as float32's; None where there was no run in float32."""
+        """Return the quickest run whose final loss is as good as float32's; None without a float32 run."""
         baseline = self.baseline(model)
         if baseline is None:
             return None
@@ -67,17 +69,17 @@ class Comparison:
         return min(good, key=lambda run: run.seconds_per_step, default=None)
 
     def baseline(self, model: str) -> Run | None:
-        """The run in float32, if there was one."""
+        """Return the float32 run of a model, or None."""
         return next((run for run in self.runs_of(model) if run.level == BASELINE), None)
 
     @property
     def failed(self) -> list[Run]:
-        """Runs that should have stayed finite and did not. O3 has nothing to protect it, and may overflow."""
+        """Runs with a loss that is not finite. O3 is left out, because it has no protection against overflow."""
         return [run for run in self.runs if not run.finite and run.level != "O3"]
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """What the runs have in common, a table with one row per run, what it means, and where the plot is."""
+    """Print the common settings, a table with one row per run, conclusions, and the path of the plot."""
     console = make_console()
     summary = make_table(console, None, "what", "value")
     summary.show_header = False
@@ -90,18 +92,10 @@ def print_comparison(comparison: Comparison) -> None:
     )
     summary.add_row("memory", f"its peak: {comparison.memory_measured}")
     print_table(console, summary)
-    numbers = ("final loss", "vs fp32", "time/step", "memory", "skipped")
-    table = make_table(console, None, "model", "level", *numbers, right=numbers)
+    table = make_table(console, None, "model", "level", *_COLUMNS, right=tuple(_COLUMNS))
     for run in comparison.runs:
-        table.add_row(
-            run.model,
-            f"{run.level} {IN_WORDS[run.level]}",
-            f"{run.final_loss:.4f}",
-            _signed(comparison.distance(run)),
-            f"{run.seconds_per_step * 1e3:.2f} ms",
-            f"{run.peak_memory / 2**20:.2f} MiB",
-            str(run.skipped),
-        )
+        cells = [cell(comparison, run) for cell in _COLUMNS.values()]
+        table.add_row(run.model, f"{run.level} {IN_WORDS[run.level]}", *cells)
     print_table(console, table)
     for line in _conclusions(comparison):
         console.print(line)
@@ -111,7 +105,22 @@ def print_comparison(comparison: Comparison) -> None:
         console.print(Text(f"no plot: {comparison.plot_problem}", style="yellow"))
 
 
+def _signed(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:+.4f}"
+
+
+# The numbers of a run in the table, by heading.
+_COLUMNS: dict[str, Callable[[Comparison, Run], str]] = {
+    "final loss": lambda comparison, run: f"{run.final_loss:.4f}",
+    "vs fp32": lambda comparison, run: _signed(comparison.distance(run)),
+    "time/step": lambda comparison, run: f"{run.seconds_per_step * 1e3:.2f} ms",
+    "memory": lambda comparison, run: f"{run.peak_memory / 2**20:.2f} MiB",
+    "skipped": lambda comparison, run: str(run.skipped),
+}
+
+
 def _conclusions(comparison: Comparison) -> list[Text]:
+    """Return sentences about each model, and a warning for each run with a loss that is not finite."""
     lines = []
     for name, facts in comparison.models.items():
         best = comparison.quickest(name)
@@ -127,23 +136,13 @@ def _conclusions(comparison: Comparison) -> list[Text]:
 
 
 def print_json(comparison: Comparison) -> None:
-    """Everything as one JSON document, with loss and scale of every step; a loss that is not finite is null."""
-    print_json_document(
-        {
-            "device": comparison.device,
-            "implementation": comparison.implementation,
-            "steps": comparison.steps,
-            "scale_window": comparison.scale_window,
-            "memory_measured": comparison.memory_measured,
-            "models": {
-                name: {"description": facts.describe, "lowest_loss": facts.lowest_loss}
-                for name, facts in comparison.models.items()
-            },
-            "runs": [_run_document(comparison, run) for run in comparison.runs],
-            "plot": comparison.plot,
-            "plot_problem": comparison.plot_problem,
-        }
-    )
+    """Print everything as one JSON document, with loss and scale of every step; a loss that is not finite is null."""
+    models = {
+        name: {"description": facts.describe, "lowest_loss": facts.lowest_loss}
+        for name, facts in comparison.models.items()
+    }
+    runs = [_run_document(comparison, run) for run in comparison.runs]
+    print_json_document({**vars(comparison), "models": models, "runs": runs})
 
 
 def _run_document(comparison: Comparison, run: Run) -> dict[str, Any]:
@@ -162,8 +161,5 @@ def _run_document(comparison: Comparison, run: Run) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> float | None:
+    """Return a number that JSON can hold: None instead of NaN and infinity."""
     return value if value is not None and math.isfinite(value) else None
-
-
-def _signed(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:+.4f}"

@@ -1,4 +1,4 @@
-"""What `apex demo` trains: a model, an optimizer and the data for every step, in sizes that suit the device."""
+"""The training tasks of `apex demo`: a model, an optimizer and data for every step, in sizes that suit the device."""
 
 from __future__ import annotations
 
@@ -16,91 +16,89 @@ from ...optimizers import FusedAdam, FusedSGD
 from .data import Batch, Language, Pictures
 from .models import ConvNet, Gpt
 
-MODELS = ("gpt", "conv")
 _SEED = 2024
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Arguments of a model, and of its training."""
+    """Arguments of a model and of its data, the batch size and the learning rate."""
 
     model: dict[str, int]
+    data: dict[str, int]
     batch: int
     learning_rate: float
 
 
-# Many CPUs have no half-precision arithmetic and do some 25 million multiplications per second in it (measured on a
-# Neoverse-N1, all matrix products and convolutions backward), a thousandth of their speed in float32.
-_SMALL = {
-    "gpt": Sizes({"alphabet": 4, "context": 16, "width": 16, "heads": 2, "layers": 1}, batch=12, learning_rate=3e-2),
-    "conv": Sizes({"kinds": 4, "channels": 8, "stages": 2}, batch=32, learning_rate=1e-1),
+@dataclass(frozen=True)
+class Recipe:
+    """A model of the demo: its class, data and optimizer, a template for its description, and its sizes by device."""
+
+    model: Callable[..., nn.Module]
+    data: type[Language] | type[Pictures]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    describe: str
+    on_cpu: Sizes
+    on_gpu: Sizes
+
+
+# Models for CPUs are tiny. Many CPUs have no half-precision arithmetic and do some 25 million multiplications per
+# second in it (measured on a Neoverse-N1, all matrix products and convolutions backward), a thousandth of their speed
+# in float32. Models for GPUs are large: computing, not launching kernels, takes most of a float32 step.
+RECIPES = {
+    "gpt": Recipe(
+        Gpt,
+        Language,
+        FusedAdam,
+        "width {width}, layers {layers}, FusedLayerNorm, FusedAdam; {batch} x {context} characters per step",
+        on_cpu=Sizes({"width": 16, "heads": 2, "layers": 1}, {"alphabet": 4, "context": 16}, 12, 3e-2),
+        on_gpu=Sizes({"width": 512, "heads": 8, "layers": 6}, {"alphabet": 8, "context": 256}, 32, 1e-3),
+    ),
+    "conv": Recipe(
+        ConvNet,
+        Pictures,
+        partial(FusedSGD, momentum=0.9),
+        "stages {stages}, channels from {channels}, BatchNorm2d, FusedSGD; "
+        "{batch} pictures of {side} x {side} per step",
+        on_cpu=Sizes({"channels": 8, "stages": 2}, {"kinds": 4, "side": 8}, 32, 1e-1),
+        on_gpu=Sizes({"channels": 64, "stages": 4}, {"kinds": 8, "side": 128}, 128, 1e-1),
+    ),
 }
-# Large enough that a GPU, and not the launching of kernels, takes most of the time of a step in float32.
-_LARGE = {
-    "gpt": Sizes({"alphabet": 8, "context": 256, "width": 512, "heads": 8, "layers": 6}, batch=32, learning_rate=1e-3),
-    "conv": Sizes({"kinds": 8, "channels": 64, "stages": 4}, batch=128, learning_rate=1e-1),
-}
-_SMALL_PICTURE, _LARGE_PICTURE = 8, 128  # pixels in a row
 
 
 @dataclass
 class Task:
-    """A model by name, how to make it and its optimizer, and a batch for every step."""
+    """A model by name, functions that make it and its optimizer, and a batch for every step."""
 
     name: str
     make_model: Callable[[], nn.Module]
     make_optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
     describe: str
     batches: list[Batch] = field(repr=False)
-    lowest_loss: float | None = None
+    lowest_loss: float | None = None  # that any model can reach on these batches, if it is known
 
     def new_model(self) -> nn.Module:
-        """The model with its first weights, which are the same at every call."""
+        """Return the model with its initial weights, which are equal at every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             return self.make_model().to(self.batches[0][0].device)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy, in nats."""
+    """Return the mean cross entropy in nats."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def make_task(name: str, steps: int, device: torch.device) -> Task:
-    """The task of one of MODELS for `steps` steps on `device`."""
-    sizes = (_SMALL if device.type == "cpu" else _LARGE)[name]
-    return {"gpt": _gpt, "conv": _conv}[name](sizes, steps, device)
-
-
-def _gpt(sizes: Sizes, steps: int, device: torch.device) -> Task:
-    model = sizes.model
-    language = Language(model["alphabet"], model["context"], sizes.batch, _SEED)
-    batches = list(itertools.islice(language.batches(), steps))
+    """Return the task of one of RECIPES for `steps` steps on `device`."""
+    recipe = RECIPES[name]
+    sizes = recipe.on_cpu if device.type == "cpu" else recipe.on_gpu
+    data: Any = recipe.data(**sizes.data, batch=sizes.batch, seed=_SEED)
+    batches = list(itertools.islice(data.batches(), steps))
     return Task(
-        "gpt",
-        partial(Gpt, **model),
-        partial(FusedAdam, lr=sizes.learning_rate),
-        f"width {model['width']}, layers {model['layers']}, FusedLayerNorm, FusedAdam; "
-        f"{sizes.batch} x {model['context']} characters per step",
-        _moved(batches, device),
-        language.lowest_loss(batches),
+        name,
+        partial(recipe.model, **data.model_arguments(), **sizes.model),
+        partial(recipe.optimizer, lr=sizes.learning_rate),
+        recipe.describe.format(**sizes.model, **sizes.data, batch=sizes.batch),
+        [(inputs.to(device), targets.to(device)) for inputs, targets in batches],
+        data.lowest_loss(batches),
     )
-
-
-def _conv(sizes: Sizes, steps: int, device: torch.device) -> Task:
-    model, side = sizes.model, _SMALL_PICTURE if device.type == "cpu" else _LARGE_PICTURE
-    pictures = Pictures(model["kinds"], side, sizes.batch, _SEED)
-    batches = list(itertools.islice(pictures.batches(), steps))
-    optimizer: Any = partial(FusedSGD, lr=sizes.learning_rate, momentum=0.9)
-    return Task(
-        "conv",
-        partial(ConvNet, **model),
-        optimizer,
-        f"stages {model['stages']}, channels from {model['channels']}, BatchNorm2d, FusedSGD; "
-        f"{sizes.batch} pictures of {side} x {side} per step",
-        _moved(batches, device),
-    )
-
-
-def _moved(batches: list[Batch], device: torch.device) -> list[Batch]:
-    return [(inputs.to(device), targets.to(device)) for inputs, targets in batches]

@@ -1,4 +1,4 @@
-"""One model trained at one opt level."""
+"""Training of one model at one opt level."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .tasks import Task, loss_of
 
 LEVELS = tuple(sorted(opt_levels))
 
-# Steps before the measured ones: they create the optimizer's state and compile kernels. On a GPU the fourth step of a
-# session is captured in a CUDA graph, the later ones are replays of it.
+# Steps of a rehearsal, which creates the optimizer's state and compiles kernels before anything is measured. On a GPU
+# the fourth step of a session is captured in a CUDA graph, which the later steps replay.
 _REHEARSED = 2
 
 
 @dataclass
 class Run:
-    """One training run; of every step the loss, the loss scale that it was given and the duration in seconds."""
+    """A training run, with the loss, the loss scale and the duration in seconds of every step."""
 
     model: str
     level: str
@@ -53,7 +53,7 @@ class Run:
 
 
 class _Session:
-    """A model and its optimizer under amp, from `initialize` to `shutdown`."""
+    """A model and its optimizer after `amp.initialize`."""
 
     def __init__(self, task: Task, level: str) -> None:
         steps = len(task.batches)
@@ -85,24 +85,25 @@ class _Session:
 
 
 def scale_window(steps: int) -> int:
-    """Steps without overflow after which a dynamic scale doubles: fewer than amp's 2000, so that a short run shows it.
+    """Return the number of steps without overflow after which a dynamic loss scale doubles.
 
-    Not fewer still: every doubling too many costs a skipped step, which tells against float16 in a run this short.
+    It is below amp's 2000, so that a short run shows a doubling, and not lower still, because a scale that grows too
+    far costs a skipped step, which would make float16 look worse than it is in a run this short.
     """
     return max(1, steps // 3)
 
 
 def _learning_rate_factor(steps: int, step: int) -> float:
-    """Up in a straight line over the first fifth of the run, then down along a cosine."""
+    """Return the factor of the learning rate: linear warm-up over the first fifth of the run, then a cosine decay."""
     progress = (step + 1) / (steps + 1)
     return min(progress / 0.2, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss: None) -> Run:
-    """Trains a new model at an opt level and calls `on_step` with every loss. Ends any session of amp before it.
+    """Train a new model at an opt level and call `on_step` with every loss. Shut amp down before and after.
 
-    On a CPU it has one thread: so small a model gains nothing from more, and their waiting for each other would be most
-    of what differs between two runs.
+    On a CPU it uses one thread. So small a model gains nothing from more, and threads that wait for each other would
+    cause most of the difference between two runs.
     """
     device = task.batches[0][0].device
     run = Run(task.name, level)
@@ -114,7 +115,7 @@ def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss
         run.peak_memory = torch.cuda.max_memory_allocated(device) - before
     else:
         with _one_thread():
-            with LiveStorages(lambda tensor: True) as storages:  # counting takes time, so it happens apart
+            with LiveStorages(lambda tensor: True) as storages:  # counting takes time: not in the timed steps
                 _rehearse(task, level)
             run.peak_memory = storages.peak
             _train(task, run, on_step)
@@ -122,7 +123,7 @@ def train(task: Task, level: str, on_step: Callable[[float], None] = lambda loss
 
 
 def memory_in_words(device: torch.device) -> str:
-    """What the peak of a run's memory is on `device`."""
+    """Return a description of the memory that is measured as a run's peak on `device`."""
     if device.type == "cuda":
         return "the most that PyTorch had allocated on the GPU at once, beyond the data"
     return "all tensors alive at once, counted; without the scratch space of operators"

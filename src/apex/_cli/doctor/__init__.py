@@ -1,1 +1,1 @@
-"""`apex doctor`: `facts` collects, `report` prints."""
+"""`apex doctor`: `facts` collects the facts, `report` prints them."""

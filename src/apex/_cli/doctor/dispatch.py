@@ -1,4 +1,4 @@
-"""Which implementation each op family takes on each device, and whether its numbers are right there."""
+"""The implementation that each op family chooses on each device, and a check of its numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True)
 class FamilyChoice:
-    """What a family does with one dtype on one device. `implementation` is None where it refuses to run."""
+    """A family's choice for one dtype on one device. `implementation` is None if the family refuses to run."""
 
     family: str
     device: str
@@ -27,7 +27,7 @@ class FamilyChoice:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """The largest error of a family on a device, as a multiple of its tolerance; `problem` says what is wrong."""
+    """The largest error of a family on a device as a multiple of its tolerance, and the problem if it fails."""
 
     family: str
     device: str
@@ -36,18 +36,18 @@ class SelfCheck:
 
 
 def examine(devices: list[str]) -> tuple[list[FamilyChoice], list[SelfCheck], list[Finding]]:
-    """The choices and self-checks of every family on every device, and what is broken among them."""
+    """Return the choices and self-checks of every family on every device, and findings about the failures."""
     choices: list[FamilyChoice] = []
     checks: list[SelfCheck] = []
     findings: list[Finding] = []
     for family in all_families().values():
         for device in devices:
-            here = [_choice(family, device, dtype) for dtype in DTYPES]
-            choices += here
-            if all(choice.implementation is None for choice in here):
-                # Where a GPU meets APEX_IMPL=triton, it is no defect that the CPU beside it cannot.
+            device_choices = [_choice(family, device, dtype) for dtype in DTYPES]
+            choices += device_choices
+            if all(choice.implementation is None for choice in device_choices):
+                # A CPU that cannot run under APEX_IMPL=triton is no defect if there is a GPU.
                 severity: Severity = "broken" if device != "cpu" or devices == ["cpu"] else "warning"
-                findings.append(Finding(severity, f"{family.name} on {device}", here[0].reason))
+                findings.append(Finding(severity, f"{family.name} on {device}", device_choices[0].reason))
                 continue
             check = _self_check(family, device)
             checks.append(check)

@@ -1,6 +1,6 @@
-"""Everything `apex doctor` knows, as plain data, and its collection.
+"""The facts of `apex doctor` as plain data, and the function that collects them.
 
-PyTorch is imported inside `collect`, so that an installation whose PyTorch does not import gets a report as well.
+`collect` imports PyTorch inside, so that it can also report that PyTorch does not import.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of what takes part; None for what is absent, a problem where something is unusable."""
+    """Versions of apex, Python, PyTorch, Triton, CUDA and HIP; None if absent, with a problem if unusable."""
 
     apex: str
     python: str
@@ -37,7 +37,7 @@ class Versions:
 
 @dataclass
 class Report:
-    """All the facts. `findings` repeats those that are worth a sentence, with how bad they are."""
+    """All facts. `findings` has a sentence and a severity for each fact that the user should know."""
 
     versions: Versions
     requested_implementation: str | None
@@ -56,7 +56,7 @@ class Report:
 
 
 def collect() -> Report:
-    """Looks at everything. Never raises for something that is broken: that is what the findings are for."""
+    """Return all facts. Anything broken becomes a finding, never an exception."""
     from ... import _env
 
     findings = []
@@ -66,7 +66,7 @@ def collect() -> Report:
         requested = None
         findings.append(Finding("broken", "APEX_IMPL", one_line(error)))
     torch_problem = import_problem("torch")
-    # Without PyTorch or with an unknown APEX_IMPL the ops cannot import either; one finding for that is enough.
+    # Without PyTorch, or with an unknown APEX_IMPL, apex.ops does not import either; one finding is enough.
     importable = torch_problem is None and requested is not None
     ops_problem = import_problem("apex.ops") if importable else None
     findings += [

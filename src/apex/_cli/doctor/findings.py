@@ -1,4 +1,4 @@
-"""What `apex doctor` has to say about one thing."""
+"""Findings of `apex doctor`: sentences with a severity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Severity = Literal["ok", "warning", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence about `subject` and how bad it is. Anything `broken` makes the exit status non-zero."""
+    """A sentence about `subject` with its severity. A severity of "broken" makes the exit status non-zero."""
 
     severity: Severity
     subject: str
@@ -19,12 +19,12 @@ class Finding:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error as one line of text, or its type where it has no message."""
+    """Return the message of an error as one line, or the name of its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def import_problem(name: str) -> str | None:
-    """Why the module `name` cannot be imported, or None when it can."""
+    """Return the reason why the module `name` cannot be imported, or None if it can."""
     try:
         importlib.import_module(name)
     except Exception as error:  # a compiled module can fail in any way

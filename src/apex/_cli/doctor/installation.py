@@ -1,6 +1,6 @@
-"""Whether `import apex` and the compiled names give this package, and what else carries the name `apex`.
+"""Check that `import apex` and the compiled names give this package, and look for other packages called `apex`.
 
-The name is shared: upstream's distribution is called `apex` too, and PyPI's `apex` is an unrelated web toolkit.
+Upstream's distribution is called `apex` too, and PyPI's `apex` is an unrelated web toolkit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DistributionFacts:
 
 @dataclass(frozen=True)
 class CompiledName:
-    """A top-level module that stands in for a compiled one of upstream, and where an import finds it."""
+    """A top-level module that replaces a compiled module of upstream, and the file that an import of it finds."""
 
     name: str
     location: str | None
@@ -40,7 +40,7 @@ class CompiledName:
 
 @dataclass(frozen=True)
 class Installation:
-    """Where this package lives and what an import gives."""
+    """The folder of this package, the file that `import apex` finds, and other packages and modules of its names."""
 
     package: str
     resolves_to: str | None
@@ -50,7 +50,7 @@ class Installation:
 
 
 def inspect_installation(import_names: bool = True) -> tuple[Installation, list[Finding]]:
-    """Looks for other packages called `apex`, and imports the compiled names that are ours if `import_names`."""
+    """Return the facts about the installation, and findings. Import our compiled names if `import_names`."""
     distributions = [_describe(distribution) for distribution in _distributions()]
     resolved = _origin(_fresh_spec("apex"))
     others = _search(sys.path)
@@ -65,7 +65,7 @@ def inspect_installation(import_names: bool = True) -> tuple[Installation, list[
 
 
 def _distributions() -> list[importlib.metadata.Distribution]:
-    """Every distribution called `apex`, the one that `importlib.metadata.version` finds first."""
+    """Return every distribution called `apex`; the first one is used by `importlib.metadata.version`."""
     unique: dict[Path, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions(name="apex"):
         unique.setdefault(_location(distribution), distribution)
@@ -83,7 +83,7 @@ def _describe(distribution: importlib.metadata.Distribution) -> DistributionFact
 
 
 def _fresh_spec(name: str) -> ModuleSpec | None:
-    """What an import of `name` would find in a process that has not imported it yet."""
+    """Return the module spec that importing `name` would find in a new process, or None."""
     for finder in sys.meta_path:
         spec = finder.find_spec(name, None) if hasattr(finder, "find_spec") else None
         if spec is not None:
@@ -92,7 +92,7 @@ def _fresh_spec(name: str) -> ModuleSpec | None:
 
 
 def _origin(spec: ModuleSpec | None) -> Path | None:
-    """The file of a module or package; None for a folder without `__init__.py`, which gives way to any package."""
+    """Return the file of a module or package; None for a namespace package, which any other package overrides."""
     return None if spec is None or spec.origin is None else Path(spec.origin).resolve()
 
 
@@ -105,7 +105,7 @@ def _is_this_package(origin: Path) -> bool:
 
 
 def _search(folders: Iterable[str]) -> list[Path]:
-    """Other packages called `apex` in these folders."""
+    """Return other packages called `apex` in these folders."""
     origins = (_origin(PathFinder.find_spec("apex", [folder])) for folder in folders)
     return list(dict.fromkeys(path for path in origins if path is not None and not _is_this_package(path)))
 
@@ -118,7 +118,7 @@ def _judge_import(resolved: Path | None, others: list[Path]) -> list[Finding]:
         return [Finding("broken", "import apex", message)]
     findings = [Finding("ok", "import apex", f"gives this package, {PACKAGE}")]
     findings += [Finding("warning", "import apex", f"another apex lies beside this one, unused: {o}") for o in others]
-    # A script has its own folder first on its path, often the current one; the `apex` command has not.
+    # A script has its own folder, often the current one, first on its path; the `apex` command does not.
     if not getattr(sys.flags, "safe_path", False):
         findings += [
             Finding("broken", "import apex", f"programs in this folder get another apex: {path}")
@@ -159,7 +159,7 @@ def _foreign(distribution: DistributionFacts) -> str:
 
 
 def _compiled_files() -> list[Path]:
-    """The files of the compiled names: a folder in a source tree, top-level modules once installed."""
+    """Return the files of the compiled names: a folder in a source tree, top-level modules of an installation."""
     folder = PACKAGE.parent / "compiled_names"
     if folder.is_dir():
         return sorted(folder.glob("*.py"))
@@ -179,7 +179,7 @@ def _compiled_name(path: Path) -> CompiledName:
 
 
 def _judge_names(names: list[CompiledName], installed: bool, import_names: bool) -> list[Finding]:
-    """One finding per name that is not as it should be, and one for all the others together."""
+    """Return a finding for each compiled name with a problem, and one for all the others together."""
     findings = []
     for name in names:
         if name.location is None:

@@ -1,8 +1,7 @@
-"""The report of `apex doctor`, for people and as JSON."""
+"""The report of `apex doctor`, as tables and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def print_json(report: Report) -> None:
-    """The whole report as one JSON document."""
+    """Print the whole report as one JSON document."""
     print_json_document({"status": "broken" if report.broken else "ok", **asdict(report)})
 
 
 def print_report(report: Report) -> None:
-    """The report as tables, and a verdict as the last line."""
+    """Print the report as tables, and a verdict as the last line."""
     console = make_console()
     _print_versions(console, report)
     if report.devices:
@@ -36,7 +35,6 @@ def print_report(report: Report) -> None:
     if report.tuned:
         _print_tuned(console, report)
     _print_findings(console, report)
-    _print_verdict(console, report)
 
 
 def _print_versions(console: Console, report: Report) -> None:
@@ -89,26 +87,26 @@ def _device_facts(device: Device) -> str:
 
 
 def _print_choices(console: Console, choices: list[FamilyChoice]) -> None:
-    """A row for each reason, with the families and dtypes that share it."""
+    """Print a row for each reason, with the families and dtypes that share it."""
     table = make_table(console, "Implementations", "device", "runs", "because", "what")
     everything = {choice.family: None for choice in choices}
     reasons: dict[tuple[str, str | None, str], dict[str, list[str]]] = {}
     for choice in choices:
-        reason = choice.reason.replace(f" {choice.family} ", " it ")  # where a request was refused
+        reason = choice.reason.replace(f" {choice.family} ", " it ")  # a refusal names its family
         dtypes = reasons.setdefault((choice.device, choice.implementation, reason), {})
         dtypes.setdefault(choice.family, []).append(choice.dtype)
-    for (device, implementation, reason), found in reasons.items():
-        alike = {
-            dtypes: [f for f in found if ", ".join(found[f]) == dtypes] for dtypes in map(", ".join, found.values())
-        }
-        what = "; ".join(f"{_families(names, list(everything))}: {dtypes}" for dtypes, names in alike.items())
+    for (device, implementation, reason), dtypes in reasons.items():
+        families: dict[str, list[str]] = {}  # by their dtypes
+        for family, names in dtypes.items():
+            families.setdefault(", ".join(names), []).append(family)
+        groups = [f"{_families(group, list(everything))}: {names}" for names, group in families.items()]
         runs = Text(implementation or "refuses", style="bold" if implementation else "bold red")
-        table.add_row(device, runs, reason, what)
+        table.add_row(device, runs, reason, "; ".join(groups))
     print_table(console, table)
 
 
 def _families(names: list[str], everything: list[str]) -> str:
-    """Families by name, or the others where these are most of them."""
+    """Return a list of families, as "all but ..." if they are most of `everything`."""
     others = [name for name in everything if name not in names]
     if not others:
         return f"all {len(names)} families"
@@ -116,7 +114,7 @@ def _families(names: list[str], everything: list[str]) -> str:
 
 
 def _print_self_checks(console: Console, report: Report) -> None:
-    """A row for each device; the findings name the families that are broken."""
+    """Print a row for each device; the findings name the families that are broken."""
     table = make_table(console, "Self-check", "device", "families", "largest error / tolerance", "verdict")
     for device in dict.fromkeys(check.device for check in report.self_checks):
         checks = [check for check in report.self_checks if check.device == device]
@@ -130,35 +128,26 @@ def _print_self_checks(console: Console, report: Report) -> None:
 
 def _print_tuned(console: Console, report: Report) -> None:
     numbers = ("entries", "in use")
-    table = make_table(
-        console, "Tuned launches", "table", "GPU", "driver", "triton", *numbers, "why not", right=numbers
-    )
-    for each in report.tuned:
-        versions = (each.gpu, str(each.driver), each.triton) if each.gpu else ("", "", "")
-        table.add_row(each.path, *versions, str(each.entries), str(each.in_use), each.problem or "")
+    columns = ("table", "GPU", "driver", "triton", *numbers, "why not")
+    table = make_table(console, "Tuned launches", *columns, right=numbers)
+    for tuned in report.tuned:
+        versions = (tuned.gpu, str(tuned.driver), tuned.triton) if tuned.gpu else ("", "", "")
+        table.add_row(tuned.path, *versions, str(tuned.entries), str(tuned.in_use), tuned.problem or "")
     print_table(console, table)
-
-
-def _grouped_findings(report: Report) -> Iterator[tuple[Severity, list[str], str]]:
-    """The findings, with the subjects of which the same is said put together."""
-    alike: dict[tuple[Severity, str], list[str]] = {}
-    for finding in report.findings:
-        message = finding.message.replace(f" {finding.subject.partition(' on ')[0]} ", " it ")
-        alike.setdefault((finding.severity, message), []).append(finding.subject)
-    for (severity, message), subjects in alike.items():
-        yield severity, subjects, message
 
 
 def _print_findings(console: Console, report: Report) -> None:
+    """Print a row for each message with all of its subjects, and the verdict."""
+    groups: dict[tuple[Severity, str], list[str]] = {}
+    for finding in report.findings:
+        message = finding.message.replace(f" {finding.subject.partition(' on ')[0]} ", " it ")
+        groups.setdefault((finding.severity, message), []).append(finding.subject)
     table = make_table(console, "Findings", "verdict", "about", "what")
-    for severity, subjects, message in _grouped_findings(report):
+    for (severity, message), subjects in groups.items():
         about = ", ".join(subjects) if len(subjects) < 4 else f"{subjects[0]} and {len(subjects) - 1} more"
         table.add_row(severity_text(severity), about, message)
     print_table(console, table)
-
-
-def _print_verdict(console: Console, report: Report) -> None:
-    count = sum(severity == "broken" for severity, _, _ in _grouped_findings(report))
+    count = sum(severity == "broken" for severity, _ in groups)
     if count:
         things = "1 thing is" if count == 1 else f"{count} things are"
         console.print(Text(f"{things} broken; see the findings above.", style="bold red"))

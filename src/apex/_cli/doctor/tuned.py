@@ -1,4 +1,4 @@
-"""Which tuned launches are in use here."""
+"""Tables of tuned launches, and how many of their entries are in use on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .findings import Finding
 
 @dataclass(frozen=True)
 class TunedTable:
-    """A table of tuned launches: how many entries it has, how many of them are in use here, and why not the others."""
+    """A table of tuned launches, with the number of its entries, of those in use here, and the reason for the rest."""
 
     path: str
     gpu: str
@@ -22,7 +22,7 @@ class TunedTable:
 
 
 def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
-    """The tables that `apex tune` wrote or that came with the package, beside the names of the devices here."""
+    """Return the tables of the package and of `apex tune`, checked for the GPUs of these names, and findings."""
     tables: list[TunedTable] = []
     findings: list[Finding] = []
     for table in _tuned.tables():

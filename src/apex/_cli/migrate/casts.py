@@ -1,4 +1,4 @@
-"""Autocast in a file: as a `with` block, in a variable, as a decorator; to which type, and under which condition."""
+"""Uses of autocast in a file: in `with` statements, variables and decorators, with their dtypes and conditions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NULL = ("nullcontext", "suppress")  # contexts that do nothing, called without 
 
 @dataclass(frozen=True)
 class Cast:
-    """A use of autocast: `dtype` is "float16", "bfloat16" or an expression, `enabled` is "True" or an expression."""
+    """A use of autocast. `dtype` is "float16", "bfloat16" or an expression; `enabled` is "True" or an expression."""
 
     node: Node
     dtype: str
@@ -26,52 +26,48 @@ class Cast:
 
 
 class Casts:
-    """All uses of autocast in a file; reading them removes them from it."""
+    """The uses of autocast in a file. Reading a use also adds the edits that remove it."""
 
     def __init__(self, code: Code, edits: Edits, torch: str, amp: str) -> None:
         self._code, self._edits, self._torch, self._amp = code, edits, torch, amp
-        self.found: list[Cast] = []
+        self.casts: list[Cast] = []
         self.covered: set[Node] = set()  # `with` statements and functions that ran under autocast
         self.classes: set[str] = set()  # classes whose `forward` is decorated
 
     def read(self, use: Use) -> None:
-        """Note an autocast and remove it, or refuse it."""
+        """Record and remove a use of autocast, or refuse it."""
         code, call = self._code, use.call
-        given = None if call is None else bound(call, _parameters(use))
-        if given is None:
+        arguments = None if call is None else bound(call, _parameters(use))
+        if arguments is None:
             return code.refuse(use.node, "autocast-form")
-        enabled = plain(code.text(given["enabled"].value)) if "enabled" in given else "True"
+        enabled = plain(code.text(arguments["enabled"].value)) if "enabled" in arguments else "True"
         if enabled == "False":
             if not isinstance(code.parent(call), cst.WithItem | cst.Decorator):
                 code.refuse(use.node, "autocast-form")
             self._edits.expressions[call] = f"{self._amp}.disable_casts()"
             return None
-        dtype = self._dtype(use, given)
+        dtype = self._dtype(use, arguments)
         condition = self._remove(call)
-        if condition is None:
+        conditions = [text for text in (condition or "", enabled) if text != "True"]
+        if condition is None or len(conditions) > 1:
             return code.refuse(use.node, "autocast-form")
-        conditions = [each for each in (condition, enabled) if each != "True"]
-        if len(conditions) > 1:
-            return code.refuse(use.node, "autocast-form")
-        self.found.append(Cast(use.node, dtype, "".join(conditions) or "True"))
+        self.casts.append(Cast(use.node, dtype, "".join(conditions) or "True"))
         return None
 
-    def _dtype(self, use: Use, given: dict[str, cst.Arg]) -> str:
+    def _dtype(self, use: Use, arguments: dict[str, cst.Arg]) -> str:
+        """Return the dtype that a use of autocast casts to: by its arguments, or else the device type's default."""
         code = self._code
-        if "dtype" in given and literal(given["dtype"].value) is not None:
-            text = code.text(given["dtype"].value)
+        if "dtype" in arguments and literal(arguments["dtype"].value) is not None:
+            text = code.text(arguments["dtype"].value)
             name = {"half": "float16"}.get(text.rpartition(".")[2], text.rpartition(".")[2])
             return name if name in ("float16", "bfloat16") else text
-        device = literal(given["device_type"].value) if "device_type" in given else use.name.split(".")[1]
-        if device == "cuda":
-            return "float16"
-        if device == "cpu":
-            return "bfloat16"
-        text = code.text(given["device_type"].value) if "device_type" in given else f'"{device}"'
-        return f"{self._torch}.get_autocast_dtype({text})"
+        argument = arguments["device_type"].value if "device_type" in arguments else None
+        device = use.name.split(".")[1] if argument is None else literal(argument)
+        text = f'"{device}"' if argument is None else code.text(argument)
+        return {"cuda": "float16", "cpu": "bfloat16"}.get(str(device), f"{self._torch}.get_autocast_dtype({text})")
 
     def _remove(self, call: Node) -> str | None:
-        """Remove an autocast; return the condition that it was under, None if it is used in a way not known here."""
+        """Remove a call of autocast; return the condition under which it is used, or None if its form is unknown."""
         code, parent = self._code, self._code.parent(call)
         if isinstance(parent, cst.WithItem):
             return None if parent.asname is not None else self._unwrap(parent)
@@ -94,20 +90,21 @@ class Casts:
         return condition if self._unwrap_variable(assign) else None
 
     def _unwrap(self, item: Node) -> str:
+        """Remove an item of a `with` statement; return the condition "True"."""
         statement = self._code.parent(item)
         self._edits.unwrapped.setdefault(statement, set()).add(item)
         self.covered.add(statement)
         return "True"
 
     def _unwrap_variable(self, assign: Node) -> bool:
-        """Remove a variable that holds an autocast, if it is assigned once and used in `with` statements only."""
+        """Remove a variable that holds an autocast, and return True, if it only occurs in `with` statements."""
         code, target = self._code, assign.targets[0].target
         name, items = code.text(target), list[Node]()
         kind = m.Name() if isinstance(target, cst.Name) else m.Attribute()
-        for each in code.find(code.module, kind):
-            if each is target or code.text(each) != name or not code.is_value(each):
+        for node in code.find(code.module, kind):
+            if node is target or code.text(node) != name or not code.is_value(node):
                 continue
-            item = code.parent(each)
+            item = code.parent(node)
             if not isinstance(item, cst.WithItem) or item.asname is not None:
                 return False
             items.append(item)
@@ -117,6 +114,7 @@ class Casts:
         return bool(items)
 
     def _undecorate(self, decorator: Node) -> str | None:
+        """Remove a decorator of a function; return the condition "True", or None for a decorator of a class."""
         code, function = self._code, self._code.parent(decorator)
         if not isinstance(function, cst.FunctionDef):
             return None
@@ -129,6 +127,7 @@ class Casts:
 
 
 def _parameters(use: Use) -> list[str]:
+    """Return the parameters of an autocast; torch.cuda.amp's has no device type."""
     return ["enabled", "dtype", "cache_enabled"] if use.name.startswith(PACKAGES[1:]) else AUTOCAST
 
 

@@ -1,4 +1,4 @@
-"""A parsed file: what imported names mean, where statements stand, what they read and assign."""
+"""A parsed Python file, with lookups of imported names, enclosing blocks, calls and assignments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from .rules import ADVICE
 
-Node = Any  # of LibCST
+Node = Any  # a node of LibCST's syntax tree
 _NAME = m.Name() | m.Attribute()
-_CHANGES = ("append", "extend", "insert", "update", "setdefault")  # methods that change what they are called on
+_MUTATING_METHODS = ("append", "extend", "insert", "update", "setdefault")
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A place that is left as it is: why, and what to do about it."""
+    """A line that is not rewritten, with the rule that forbids it and advice for the user."""
 
     line: int
     rule: str
@@ -29,19 +29,20 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Use:
-    """An expression that means `name`, which was imported; `call` is the call of it."""
+    """A reference to an imported object: its full dotted `name`, its node, and the call of it."""
 
     name: str
     node: Node
-    call: Node  # None if it is not
+    call: Node  # None if the object is not called here
 
     @property
     def last(self) -> str:
+        """The last part of the dotted name."""
         return self.name.rpartition(".")[2]
 
 
 class Code:
-    """A file. A statement is a compound statement, or one of those that may share a line."""
+    """A parsed file. "Statement" means a compound statement or one simple statement, also if it shares its line."""
 
     def __init__(self, source: bytes) -> None:
         wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
@@ -49,9 +50,9 @@ class Code:
         self.text: Callable[[Node], str] = self.module.code_for_node
         providers = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
         facts: Any = wrapper.resolve_many(providers)
-        self._parents, self._positions, self._qualified = (facts[each] for each in providers)
+        self._parents, self._positions, self._qualified = (facts[provider] for provider in providers)
         self.refusals: list[Refusal] = []
-        # By type: asking LibCST for nodes that match walks through the file each time, for half a second.
+        # Nodes by type. LibCST's own search walks through the whole file each time, which takes half a second.
         self._nodes: dict[str, list[Node]] = {}
         for node in sorted(self._parents, key=self.position):
             self._nodes.setdefault(type(node).__name__, []).append(node)
@@ -61,174 +62,178 @@ class Code:
             self.functions.setdefault(function.name.value, []).append(function)
 
     def refuse(self, node: Node, rule: str, **details: str) -> None:
-        """Notes that `node` is not rewritten, and why."""
+        """Record that `node` is not rewritten because of `rule`; `details` fill in the advice."""
         self.refusals.append(Refusal(self.line(node), rule, ADVICE[rule].format(**details)))
 
     def find(self, node: Node, pattern: Any) -> list[Node]:
-        """The node and those inside of it that match, in the order of the file."""
-        kinds = {type(each).__name__ for each in getattr(pattern, "options", (pattern,))}
-        end, found = self._positions[node].end, list[Node]()
+        """Return the nodes at or inside `node` that match a LibCST pattern, in the order of the file."""
+        kinds = {type(option).__name__ for option in getattr(pattern, "options", (pattern,))}
+        end, matches = self._positions[node].end, list[Node]()
         for nodes in (self._nodes.get(kind, []) for kind in kinds):
             first = bisect.bisect_left(nodes, self.position(node), key=self.position)
             last = bisect.bisect_right(nodes, (end.line, end.column), key=self.position)
-            found += [each for each in nodes[first:last] if m.matches(each, pattern) and self.inside(each, node)]
-        return sorted(found, key=self.position)
+            matches += [inner for inner in nodes[first:last] if m.matches(inner, pattern) and self.inside(inner, node)]
+        return sorted(matches, key=self.position)
 
     def position(self, node: Node) -> tuple[int, int]:
+        """Return the line and the column at which a node starts."""
         start = self._positions[node].start
         return start.line, start.column
 
     def line(self, node: Node) -> int:
+        """Return the line at which a node starts."""
         return self.position(node)[0]
 
     def parent(self, node: Node) -> Node:
+        """Return the node that directly contains `node`; None for the module."""
         return self._parents.get(node)
 
     def ancestors(self, node: Node) -> Iterator[Node]:
-        """The node and what it is in, from the inside."""
+        """Yield the node, its parent, its parent's parent and so on up to the module."""
         while node is not None:
             yield node
             node = self.parent(node)
 
     def inside(self, node: Node, outer: Node) -> bool:
-        return any(each is outer for each in self.ancestors(node))
-
-    # What names mean --------------------------------------------------------------------------------------------------
+        """Return whether `node` is `outer` or a part of it."""
+        return any(ancestor is outer for ancestor in self.ancestors(node))
 
     def uses(self, *packages: str) -> list[Use]:
-        """Expressions that mean something imported from one of these packages."""
-        found = []
+        """Return the references to objects imported from these packages, without the import statements."""
+        uses = []
         for node in self.find(self.module, _NAME):
-            parent, name = self.parent(node), self._means(node, packages)
-            longer = isinstance(parent, cst.Attribute) and self._means(parent, packages)
+            parent, name = self.parent(node), self._imported_name(node, packages)
+            is_prefix = isinstance(parent, cst.Attribute) and self._imported_name(parent, packages)
             is_bound = isinstance(parent, cst.ImportAlias | cst.ImportFrom) or m.matches(
                 parent, m.AssignTarget(m.Name())
             )
-            if name and not longer and not is_bound:
+            if name and not is_prefix and not is_bound:
                 call = parent if isinstance(parent, cst.Call) and parent.func is node else None
-                found.append(Use(name, node, call))
-        return found
+                uses.append(Use(name, node, call))
+        return uses
 
-    def _means(self, node: Node, packages: tuple[str, ...]) -> str | None:
-        if set(self.text(node)) & set("(["):  # an attribute of a result, which is not what was imported
+    def _imported_name(self, node: Node, packages: tuple[str, ...]) -> str | None:
+        """Return the full dotted name that an expression refers to, if it was imported from one of the packages."""
+        if set(self.text(node)) & set("(["):  # an attribute of a call's result, not of an import
             return None
-        names = sorted(each.name for each in self._names(node) if each.source.name == "IMPORT")
-        return next((name for name in names if name.startswith(tuple(f"{each}." for each in packages))), None)
+        names = sorted(name.name for name in self._qualified_names(node) if name.source.name == "IMPORT")
+        return next((name for name in names if name.startswith(tuple(f"{package}." for package in packages))), None)
 
-    def _names(self, node: Node) -> Any:
+    def _qualified_names(self, node: Node) -> Any:
         names: Any = self._qualified.get(node) or ()
         return names() if callable(names) else names
 
     def has_fallback(self, use: Use) -> bool:
-        """Whether the file also defines the name itself, other than by None where the import fails."""
+        """Return whether the file also defines the name itself. `name = None` for a failed import does not count."""
         root = self.text(use.node).partition(".")[0]
-        node = next((each for each in self.find(use.node, m.Name(root))), use.node)
-        kinds = {each.source.name for each in self._names(node)}
+        node = next(iter(self.find(use.node, m.Name(root))), use.node)
+        kinds = {name.source.name for name in self._qualified_names(node)}
         assigned = self.find(self.module, m.Assign(targets=[m.AssignTarget(target=m.Name(root))]))
-        only_none = assigned and all(m.matches(each.value, m.Name("None")) for each in assigned)
-        return len(self._names(node)) > 1 and not (kinds == {"IMPORT", "LOCAL"} and only_none)
+        only_none = assigned and all(m.matches(assign.value, m.Name("None")) for assign in assigned)
+        return len(self._qualified_names(node)) > 1 and not (kinds == {"IMPORT", "LOCAL"} and only_none)
 
     def imported_as(self, module: str) -> str:
-        """The name that a module has in this file."""
-        aliases = [alias for each in self.find(self.module, m.Import()) for alias in each.names]
-        return next((each.evaluated_alias or module for each in aliases if each.evaluated_name == module), module)
+        """Return the name under which this file imports a module: "t" after `import torch as t`."""
+        aliases = [alias for statement in self.find(self.module, m.Import()) for alias in statement.names]
+        return next((alias.evaluated_alias or module for alias in aliases if alias.evaluated_name == module), module)
 
     def end_of_imports(self) -> Node | None:
-        """The last of the imports at the top of the file."""
-        imports = [isinstance(each, cst.Import | cst.ImportFrom | cst.Try) for each in self.members(self.module)]
+        """Return the last statement of the first run of imports at the top level of the file."""
+        imports = [isinstance(line, cst.Import | cst.ImportFrom | cst.Try) for line in self.members(self.module)]
         first = imports.index(True) if True in imports else len(imports)
         last = imports.index(False, first) if False in imports[first:] else len(imports)
         return self.members(self.module)[last - 1] if first < last else None
 
     def is_taken(self, name: str) -> bool:
+        """Return whether the file uses a name for anything."""
         return bool(self.find(self.module, m.Name(name)))
 
-    # Where statements stand -------------------------------------------------------------------------------------------
-
     def statement(self, node: Node) -> Node:
-        """The innermost statement that a node is in."""
+        """Return the innermost statement that contains a node."""
         kinds = cst.BaseSmallStatement | cst.BaseCompoundStatement
-        return next(each for each in self.ancestors(node) if isinstance(each, kinds))
+        return next(ancestor for ancestor in self.ancestors(node) if isinstance(ancestor, kinds))
 
     def block(self, statement: Node) -> Node:
-        """What a statement is listed in: the module, an indented block or what follows a colon on its line."""
+        """Return the block that lists a statement: the module, an indented block, or a suite on the colon's line."""
         parent = self.parent(statement)
-        while isinstance(parent, cst.SimpleStatementLine | cst.If):  # an `elif` is listed where its `if` is
+        while isinstance(parent, cst.SimpleStatementLine | cst.If):  # an `elif` belongs to the block of its `if`
             parent = self.parent(parent)
         return parent
 
     def members(self, block: Node) -> list[Node]:
-        """The statements of a block."""
+        """Return the statements of a block."""
         if isinstance(block, cst.SimpleStatementSuite):
             return list(block.body)
-        return [
-            each for line in block.body for each in (line.body if m.matches(line, m.SimpleStatementLine()) else [line])
-        ]
+        lines = [line.body if m.matches(line, m.SimpleStatementLine()) else [line] for line in block.body]
+        return [statement for line in lines for statement in line]
 
     def levels(self, node: Node) -> Iterator[tuple[Node, Node]]:
-        """The blocks that a node is in, up to its function's, each with the statement of it that has the node."""
+        """Yield each block around a node, innermost first, and the block's statement that contains the node.
+
+        The last block is the body of the innermost function or class, or the module.
+        """
         above = list(self.ancestors(node))
-        for place, block in enumerate(above):
+        for depth, block in enumerate(above):
             if isinstance(block, cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite):
-                yield block, next(each for each in above if each in self.members(block))
-                if place + 1 == len(above) or isinstance(above[place + 1], cst.FunctionDef | cst.ClassDef):
+                yield block, next(ancestor for ancestor in above if ancestor in self.members(block))
+                if depth + 1 == len(above) or isinstance(above[depth + 1], cst.FunctionDef | cst.ClassDef):
                     return
 
     def function(self, node: Node) -> Node | None:
-        """The innermost function that a node is in."""
-        return next((each for each in self.ancestors(node) if isinstance(each, cst.FunctionDef)), None)
+        """Return the innermost function that contains a node."""
+        return next((ancestor for ancestor in self.ancestors(node) if isinstance(ancestor, cst.FunctionDef)), None)
 
     def in_loop(self, node: Node, block: Node) -> bool:
-        """Whether a loop is around a node, inside of a block that has it."""
+        """Return whether a loop inside of `block` contains the node."""
         above = list(self.ancestors(node))
-        return any(isinstance(each, cst.For | cst.While) for each in above[: above.index(block)])
-
-    # What statements do -----------------------------------------------------------------------------------------------
+        return any(isinstance(ancestor, cst.For | cst.While) for ancestor in above[: above.index(block)])
 
     def reads(self, node: Node) -> set[str]:
-        """Variables that are mentioned: names, and attributes of them."""
-        return {self.text(each) for each in self.find(node, m.Name() | m.Attribute(value=m.Name()))}
+        """Return the names that occur in a node, and the attributes of names: `a` and `a.b`."""
+        return {self.text(name) for name in self.find(node, m.Name() | m.Attribute(value=m.Name()))}
 
     def assigns(self, statement: Node) -> set[str]:
-        """Variables that a statement, or one inside of it, gives a value or changes."""
+        """Return the variables that a statement, or a statement inside of it, assigns or changes in place."""
         assigning = m.AssignTarget() | m.AugAssign() | m.AnnAssign() | m.For() | m.NamedExpr()
-        targets = [each.target for each in self.find(statement, assigning)]
-        methods = [each.value.func for each in self.find(statement, m.Expr(value=m.Call(func=m.Attribute())))]
-        targets += [each.value for each in methods if each.attr.value in _CHANGES or each.attr.value.endswith("_")]
-        return {name.partition("[")[0] for each in targets for name in self.parts(each)}
+        targets = [assign.target for assign in self.find(statement, assigning)]
+        for call in self.find(statement, m.Expr(value=m.Call(func=m.Attribute()))):
+            method = call.value.func
+            if method.attr.value in _MUTATING_METHODS or method.attr.value.endswith("_"):
+                targets.append(method.value)
+        return {name.partition("[")[0] for target in targets for name in self.parts(target)}
 
     def parts(self, node: Node) -> list[str]:
-        """What a tuple or list is made of, or the expression itself."""
+        """Return the code of each element of a tuple or list, nested ones included, or of the expression itself."""
         if isinstance(node, cst.Tuple | cst.List):
-            return [name for each in node.elements for name in self.parts(each.value)]
+            return [name for element in node.elements for name in self.parts(element.value)]
         return [self.text(node)]
 
     def called(self, call: Node) -> str:
-        """The last name of what is called: "step" of `self.optimizer.step()`."""
+        """Return the last name of the called function: "step" of `self.optimizer.step()`."""
         func = call.func
         return func.attr.value if isinstance(func, cst.Attribute) else func.value if isinstance(func, cst.Name) else ""
 
     def calls_of(self, function: Node) -> list[Node]:
-        """Calls of a function of this file, by its name, or of a method, by that of anything's attribute."""
+        """Return the calls of a function by its name, or of a method by its name on any object."""
         kind = cst.Attribute if isinstance(self.parent(self.block(function)), cst.ClassDef) else cst.Name
-        return [each for each in self.calls if self.called(each) == function.name.value and isinstance(each.func, kind)]
+        return [call for call in self.calls if self.called(call) == function.name.value and isinstance(call.func, kind)]
 
     def method_calls(self, method: str, *receivers: str) -> list[Node]:
-        """Calls `receiver.method(...)`, of anything if no receivers are given."""
-        found = [call for call in self.calls if isinstance(call.func, cst.Attribute) and self.called(call) == method]
-        return [call for call in found if not receivers or self.text(call.func.value) in receivers]
+        """Return the calls `receiver.method(...)`, on any object if no receivers are given."""
+        calls = [call for call in self.calls if isinstance(call.func, cst.Attribute) and self.called(call) == method]
+        return [call for call in calls if not receivers or self.text(call.func.value) in receivers]
 
     def is_statement(self, call: Node) -> bool:
-        """Whether a call is all that its statement is."""
+        """Return whether a call is a statement by itself."""
         return isinstance(self.parent(call), cst.Expr)
 
     def called_on(self, call: Node) -> str:
-        """The method that is called, as a statement of its own, on the result of a call."""
+        """Return the method called on the result of a call, if that is a statement by itself; else ""."""
         outer = self.parent(self.parent(call))
         is_method = isinstance(outer, cst.Call) and outer.func is self.parent(call) and self.is_statement(outer)
         return self.called(outer) if is_method else ""
 
     def is_value(self, node: Node) -> bool:
-        """Whether an expression is more than the name of an attribute or of an argument."""
+        """Return whether an expression is read as a value, rather than as an attribute's or a keyword's name."""
         parent = self.parent(node)
         return not any(getattr(parent, name, None) is node for name in ("attr", "keyword"))

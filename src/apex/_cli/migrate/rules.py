@@ -1,4 +1,4 @@
-"""What each rule says, and the tables: which argument of apex is which of torch's."""
+"""Tables of `apex migrate`: the advice of each rule, and torch's counterpart of each class and argument of apex."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import apex
 
-# Why something is left as it is, and what to do. A rule about amp leaves all of a file's amp code as it is.
+# By rule: why code is not rewritten, and what the user can do. A rule about amp stops the rewrite of all amp code.
 ADVICE = {
     "syntax": "not Python: {problem}",
     "opt-level": "{value} casts weights, torch.amp does not: use 'O1' or 'O4', or --to booster, which has every level",
@@ -38,7 +38,7 @@ ADVICE = {
     "fallback": "{name} is defined here for want of apex: use that, and remove the import of apex",
     "no-equivalent": "{name} has no counterpart in torch; it works beside torch.amp too",
     "autocast-form": "autocast in a form that cannot be followed: write `with autocast(...)` around the model's call",
-    "autocast-type": "autocast to {found}: all of a file must be to one type, known where the optimizer is made",
+    "autocast-type": "autocast to {dtype}: all of a file must be to one type, known where the optimizer is made",
     "autocast-elsewhere": "a GradScaler without autocast in this file: rewrite both files by hand",
     "autocast-only": "autocast without a backward pass in this file: rewrite the file that trains first, by hand",
     "scaler-use": "`{use}` uses the GradScaler for something that apex.amp has not, or not there: remove it",
@@ -50,23 +50,23 @@ ADVICE = {
 }
 
 
-# Arguments that torch has not, by values that mean what it does anyway; None for all values.
+# Arguments that torch does not have, with the values that mean torch's behaviour; None if every value does.
 Drops = dict[str, set[str] | None]
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A call of torch's that does what one of apex's does, for calls whose arguments fit."""
+    """A function or class of torch that can replace one of apex, for calls whose arguments fit."""
 
     name: str
     dropped: Drops = field(default_factory=dict)
-    added: dict[str, str] = field(default_factory=dict)  # where they are not given: defaults that differ
-    bare: bool = False  # whether the name can be exchanged where it is not called
-    own: tuple[str, ...] = ()  # attributes that only apex's has
+    added: dict[str, str] = field(default_factory=dict)  # apex's default, if torch has another, for calls without it
+    bare: bool = False  # whether the name can also be replaced where it is not called
+    own: tuple[str, ...] = ()  # attributes of apex's object that torch's does not have
 
 
 def parameters_of(name: str) -> list[str]:
-    """The parameters of something in apex or torch, in order."""
+    """Return the parameter names of a function or class of apex or torch, in order."""
     package, _, path = name.partition(".")
     return list(inspect.signature(attrgetter(path)({"apex": apex, "torch": torch}[package])).parameters)
 
@@ -79,7 +79,7 @@ _DDP_DROPS: Drops = {"shared_param": _NONE, "retain_allreduce_buffers": _NO, "gr
 _DDP_DROPS |= {**dict.fromkeys(_TUNING), "gradient_predivide_factor": {"1.0", "1"}}
 _DDP_NAME, _DDP_OWN = "nn.parallel.DistributedDataParallel", ("enable_allreduce", "disable_allreduce")
 
-# Calls of apex by what they become: the first that fits.
+# Counterparts of each function and class of apex, in order of preference.
 COUNTERPARTS = {
     "optimizers.FusedAdam": (
         Counterpart("optim.AdamW", {**_ADAM_DROPS, "adam_w_mode": _YES}, added={"weight_decay": "0.0"}),
@@ -97,26 +97,26 @@ COUNTERPARTS = {
     "parallel.SyncBatchNorm": (Counterpart("nn.SyncBatchNorm", {"channel_last": _NO, "fuse_relu": _NO}, bare=True),),
 }
 
-# Arguments of amp.initialize that are not in the tables below are refused unless they are None.
+# amp.initialize with an argument that is not in these tables is refused, unless its value is None.
 INITIALIZE, SCALE_LOSS = parameters_of("apex.amp.initialize"), parameters_of("apex.amp.scale_loss")
 GRAD_SCALER = ["init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"]
 AUTOCAST = ["device_type", "dtype", "enabled", "cache_enabled"]
-# Arguments of amp.initialize that say how the loss scale moves, and GradScaler's names of them.
+# Arguments of amp.initialize for the dynamic loss scale, and GradScaler's names for them.
 SCALING = {
     "dynamic_init_scale": "init_scale",
     "scale_growth_factor": "growth_factor",
     "scale_backoff_factor": "backoff_factor",
     "scale_window": "growth_interval",
 }
-WITHOUT_EFFECT = ("verbosity", "overflow_patience")  # on numbers
-LEVELS = {"O0": None, "O1": "float16", "O4": "bfloat16"}
-# Calls that compute nothing that autocast would cast: statements with no others stay in front of it.
+WITHOUT_EFFECT = ("verbosity", "overflow_patience")  # arguments that change no numbers
+LEVELS = {"O0": None, "O1": "float16", "O4": "bfloat16"}  # the dtype that autocast casts to
+# Calls that autocast does not affect. Statements at the start of a run that call nothing else stay outside of autocast.
 INERT = {"to", "cuda", "cpu", "Variable", "float", "long", "int", "len", "next", "range", "zip", "enumerate", "time"}
 INERT |= {"list", "tuple", "dict", "get", "items", "size", "view", "reshape", "unsqueeze", "squeeze", "zero_grad"}
 
 
 def literal(node: cst.CSTNode) -> object:
-    """The value of a literal; an ellipsis for anything else."""
+    """Return the value of a literal, or `...` for any other expression."""
     if isinstance(node, cst.SimpleString | cst.Integer | cst.Float):
         return node.evaluated_value
     if isinstance(node, cst.Name) and node.value in ("True", "False", "None"):
@@ -125,33 +125,38 @@ def literal(node: cst.CSTNode) -> object:
 
 
 def bound(call: cst.Call, parameters: Sequence[str]) -> dict[str, cst.Arg] | None:
-    """A call's arguments by name; None where they cannot be told, as with `*args`."""
+    """Return a call's arguments by parameter name, or None if the call uses `*` or `**` or has too many arguments."""
     if any(arg.star for arg in call.args) or sum(arg.keyword is None for arg in call.args) > len(parameters):
         return None
-    return {arg.keyword.value if arg.keyword else parameters[place]: arg for place, arg in enumerate(call.args)}
+    return {arg.keyword.value if arg.keyword else parameters[index]: arg for index, arg in enumerate(call.args)}
 
 
 def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
+    """Return an argument written as `name=value`."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     return arg.with_changes(keyword=cst.Name(name), equal=equal)
 
 
 def matching(call: cst.Call, name: str, choices: tuple[Counterpart, ...]) -> Counterpart | tuple[str, str]:
-    """The counterpart that a call of apex's `name` fits, or the name and value of an argument that fits none."""
+    """Return the first counterpart that a call of apex's `name` fits.
+
+    If none fits, return the name and value of an argument that the last one does not accept.
+    """
     misfit = ("*args", "...")
+    arguments = bound(call, parameters_of(f"apex.{name}"))
+    if arguments is None:
+        return misfit
+    values = {parameter: code_of(arg.value) for parameter, arg in arguments.items()}
     for choice in choices:
-        given = bound(call, parameters_of(f"apex.{name}"))
-        if given is None:
-            return misfit
-        unfit = [name for name in given if not _fits(name, code_of(given[name].value), choice)]
+        unfit = [(parameter, value) for parameter, value in values.items() if not _fits(parameter, value, choice)]
         if not unfit:
             return choice
-        misfit = (unfit[0], code_of(given[unfit[0]].value))
+        misfit = unfit[0]
     return misfit
 
 
 def _fits(name: str, value: str, choice: Counterpart) -> bool:
-    """Whether torch has an argument of this name, or does what this value says anyway."""
+    """Return whether torch has a parameter of this name, or behaves as `value` asks without it."""
     if name in choice.dropped:
         allowed = choice.dropped[name]
         return allowed is None or value in allowed
@@ -159,17 +164,17 @@ def _fits(name: str, value: str, choice: Counterpart) -> bool:
 
 
 def exchanged(call: cst.Call, name: str, choice: Counterpart, torch: str) -> cst.Call:
-    """A call of apex's `name`, whose arguments fit, as one of its counterpart."""
+    """Return a call of apex's `name` rewritten as a call of torch's counterpart."""
     ours, theirs = parameters_of(f"apex.{name}"), parameters_of(f"torch.{choice.name}")
-    given = bound(call, ours)
-    assert given is not None
+    arguments = bound(call, ours)
+    assert arguments is not None
     args = []
-    for place, (parameter, arg) in enumerate(given.items()):
+    for index, (parameter, arg) in enumerate(arguments.items()):
         if parameter not in choice.dropped:
-            stays = arg.keyword is not None or ours[: place + 1] == theirs[: place + 1]
+            stays = arg.keyword is not None or ours[: index + 1] == theirs[: index + 1]
             args.append(arg if stays else with_keyword(arg, parameter))
     for parameter, value in choice.added.items():
-        if parameter not in given:
+        if parameter not in arguments:
             if args:
                 args[-1] = args[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
             args.append(with_keyword(cst.Arg(cst.parse_expression(value)), parameter))
@@ -179,4 +184,5 @@ def exchanged(call: cst.Call, name: str, choice: Counterpart, torch: str) -> cst
 
 
 def code_of(node: cst.CSTNode) -> str:
+    """Return the source code of a node."""
     return cst.Module([]).code_for_node(node)

@@ -16,7 +16,7 @@ _LEVELS = {"float16": "O1", "bfloat16": "O4"}
 
 
 def convert(code: Code) -> Edits:
-    """Return the edits that make a file use apex.amp, or none if one place of it cannot be rewritten."""
+    """Return the edits that make a file use apex.amp, or no edits if one place cannot be rewritten."""
     uses = [use for use in code.uses("torch") if use.name.startswith(PACKAGES) or use.name == "torch.autocast"]
     casts, scalers = ([use for use in uses if use.last == name] for name in ("autocast", "GradScaler"))
     if not casts and not scalers:
@@ -27,16 +27,20 @@ def convert(code: Code) -> Edits:
 
 
 def _name_of_amp(code: Code, others: list[Use]) -> str:
-    """Return the name that apex.amp gets in this file: "amp", or another if that means something else in it."""
+    """Return the name under which to import apex.amp: "amp", or "apex_amp" if the file uses "amp" otherwise."""
     taken = code.find(code.module, m.AssignTarget(target=m.Name("amp")) | m.Param(name=m.Name("amp")))
-    taken += [use.node for use in others if code.text(use.node).startswith("amp.")]  # of torch.amp, and stays
+    taken += [use.node for use in others if code.text(use.node).startswith("amp.")]  # torch.amp code that stays
     if taken and code.is_taken("apex_amp"):
         code.refuse(taken[0], "names-taken", names="amp and apex_amp")
     return "apex_amp" if taken else "amp"
 
 
 class TorchToAmp:
-    """The amp code of a file, rewritten together or not at all."""
+    """A rewrite of a file's torch.amp code to apex.amp, as a whole or not at all.
+
+    A value such as autocast's `enabled` can often be written in several ways, because functions pass it on. Methods
+    take and return the `ways`: pairs of an expression and a node where it is written, the outermost caller's last.
+    """
 
     def __init__(self, code: Code, casts: list[Use], scalers: list[Use], amp: str) -> None:
         self._code, self._cast_uses, self._scaler_uses, self._amp = code, casts, scalers, amp
@@ -45,9 +49,10 @@ class TorchToAmp:
         self._scaler: Scaler | None = None
         self._first: Node = (scalers or casts)[0].node
         self._scaled: list[Node] = []  # statements with a backward pass
-        self._run: dict[str, bool] = {}  # by name: whether it is called under autocast
+        self._run: dict[str, bool] = {}  # whether the object of a name is called under autocast
 
     def convert(self) -> Edits:
+        """Return the edits; they are incomplete if a place was refused."""
         code, amp = self._code, self._amp
         for use in code.uses("apex.amp"):
             if use.last in ("initialize", "scale_loss"):
@@ -61,12 +66,12 @@ class TorchToAmp:
             self._casts.read(use)
             if self._scaler is not None and use.call is not None:
                 self._scaler.ignore(use.call)
-        if not self._casts.found and not code.refusals:
+        if not self._casts.casts and not code.refusals:
             code.refuse(self._first, "autocast-elsewhere")
         if code.refusals:
             return self._edits
-        flag = self._common([(each, each.enabled) for each in self._casts.found], "enabled")
-        dtype = self._common([(each, each.dtype) for each in self._casts.found], "dtype")
+        flag = self._common([(cast, cast.enabled) for cast in self._casts.casts], "enabled")
+        dtype = self._common([(cast, cast.dtype) for cast in self._casts.casts], "dtype")
         if flag is None or dtype is None:
             return self._edits
         optimizers = self._replace_scaler(flag) if self._scaler is not None else self._replace_backward()
@@ -75,10 +80,8 @@ class TorchToAmp:
         self._edits.needed.add("from apex import amp" + (f" as {amp}" if amp != "amp" else ""))
         return self._edits
 
-    # Types and flags --------------------------------------------------------------------------------------------------
-
     def _common(self, values: list[tuple[Cast, str]], name: str) -> list[tuple[str, Node]] | None:
-        """Return the one value that all casts of a file have, each way that it is written; None if they differ."""
+        """Return the ways to write an argument that all casts of the file have alike, or refuse and return None."""
         code, ways = self._code, list[tuple[str, Node]]()
         canonical: dict[str, Cast] = {}
         for cast, text in values:
@@ -86,47 +89,45 @@ class TorchToAmp:
                 text, node = self._scaler.enabled, self._scaler.made
             else:
                 node = cast.node
-            last, there = outer(code, text, node)
-            canonical.setdefault(plain(last), cast)
-            ways += [(text, node), (plain(last), there)]
+            outermost, outer_node = outer(code, text, node)
+            canonical.setdefault(plain(outermost), cast)
+            ways += [(text, node), (plain(outermost), outer_node)]
         if len(canonical) > 1:
             other = list(canonical)[1]
             if name == "dtype":
-                code.refuse(canonical[other].node, "autocast-type", found=other)
+                code.refuse(canonical[other].node, "autocast-type", dtype=other)
             else:
                 code.refuse(canonical[other].node, "not-literal", name=name, value=" and ".join(canonical))
             return None
         return ways
 
-    def _at(self, ways: list[tuple[str, Node]], place: Node, name: str) -> str:
-        """Return a value as it can be written after the statement `place`."""
+    def _visible(self, ways: list[tuple[str, Node]], statement: Node, name: str) -> str:
+        """Return the first way to write a value that is valid after `statement`, or refuse."""
         code = self._code
-        found = [text for text, node in ways if is_visible(code, text, node, place)]
-        if not found:
+        visible = [text for text, node in ways if is_visible(code, text, node, statement)]
+        if not visible:
             rule = "autocast-type" if name == "dtype" else "not-literal"
-            code.refuse(self._first, rule, name=name, value=ways[0][0], found=ways[0][0])
-        return found[0] if found else "True"
+            code.refuse(self._first, rule, name=name, value=ways[0][0], dtype=ways[0][0])
+        return visible[0] if visible else "True"
 
     def _is_flag_of_scaler(self, flag: list[tuple[str, Node]]) -> bool:
-        """Return whether casts and scaler are switched on by the same expression."""
+        """Return whether the same expression enables the casts and the scaler."""
         assert self._scaler is not None
         return outer(self._code, self._scaler.enabled, self._scaler.made)[0] == flag[-1][0]
 
-    # Backward passes --------------------------------------------------------------------------------------------------
-
     def _replace_scaler(self, flag: list[tuple[str, Node]]) -> list[tuple[str, Node]]:
-        """Rewrite all uses of the scaler; return the optimizers that it steps, each with a place that names it so."""
+        """Rewrite all uses of the scaler; return the optimizers that it steps, each with a node that names it."""
         scaler = self._scaler
         assert scaler is not None
         always_on = flag[-1][0] == "True"
         scaler.replace_uses(self._scale_loss, always_on=always_on, as_casts=self._is_flag_of_scaler(flag))
-        found = dict(outer(self._code, name, step) for step, name in scaler.steps.items())
-        if not found:
+        optimizers = dict(outer(self._code, name, step) for step, name in scaler.steps.items())
+        if not optimizers:
             self._code.refuse(self._first, "step-elsewhere", optimizer="optimizer")
-        return list(found.items())
+        return list(optimizers.items())
 
     def _replace_backward(self) -> list[tuple[str, Node]]:
-        """Without a scaler: rewrite backward passes in functions that step the optimizer, which is returned."""
+        """Rewrite the backward passes of a file without a scaler; return the optimizer that steps beside them."""
         code = self._code
         backwards = code.method_calls("backward")
         if not backwards:
@@ -135,50 +136,46 @@ class TorchToAmp:
         functions = {code.function(call) for call in backwards}
         steps = [call for call in code.method_calls("step") if code.function(call) in functions and not call.args]
         steps = [call for call in steps if self._makers(*outer(code, code.text(call.func.value), call), quiet=True)]
-        found = dict(outer(code, code.text(call.func.value), call) for call in steps)
-        if len(found) != 1:
+        optimizers = dict(outer(code, code.text(call.func.value), call) for call in steps)
+        if len(optimizers) != 1:
             code.refuse(self._first, "optimizer-unknown", optimizer="the optimizer")
             return []
         for call in backwards:
-            here = [code.text(step.func.value) for step in steps if code.function(step) is code.function(call)]
-            if code.is_statement(call) and here:
-                self._scale_loss(call, call.func.value, here[:1])
+            nearby = [code.text(step.func.value) for step in steps if code.function(step) is code.function(call)]
+            if code.is_statement(call) and nearby:
+                self._scale_loss(call, call.func.value, nearby[:1])
             else:
-                code.refuse(call, "step-elsewhere", optimizer=next(iter(found)))
-        return list(found.items())
+                code.refuse(call, "step-elsewhere", optimizer=next(iter(optimizers)))
+        return list(optimizers.items())
 
     def _scale_loss(self, call: Node, loss: Node, optimizers: list[str]) -> None:
+        """Replace a call of `backward` by `with amp.scale_loss(...)`."""
         code, name = self._code, "amp_scaled_loss" if self._code.is_taken("scaled_loss") else "scaled_loss"
-        of = optimizers[0] if len(optimizers) == 1 else f"[{', '.join(optimizers)}]"
         text = code.text(loss.with_changes(lpar=(), rpar=()))
         arguments = ", ".join(code.text(arg).rstrip(", \n") for arg in call.args)
-        line = f"with {self._amp}.scale_loss({text}, {of}) as {name}:\n    {name}.backward({arguments})"
+        header = f"with {self._amp}.scale_loss({text}, {_one_or_list(optimizers)}) as {name}"
+        line = f"{header}:\n    {name}.backward({arguments})"
         self._edits.replaced[code.statement(call)] = [line]
         self._scaled.append(code.statement(call))
-
-    # amp.initialize ---------------------------------------------------------------------------------------------------
 
     def _makers(self, name: str, node: Node, *, quiet: bool = False) -> list[Node]:
         """Return the assignments that make an optimizer: one, or one in each branch of an `if`."""
         code = self._code
         assigns = code.find(code.module, m.Assign(targets=[m.AssignTarget()], value=m.Call()))
-        found = [each for each in assigns if code.text(each.targets[0].target) == name]
+        makers = [assign for assign in assigns if code.text(assign.targets[0].target) == name]
         if "." not in name and code.function(node) is not None:
-            found = [each for each in found if code.function(each) in (code.function(node), None)]
-        in_one = len({code.function(each) for each in found}) == 1
-        if (not in_one or (len(found) > 1 and self._around(found) is None)) and not quiet:
+            makers = [maker for maker in makers if code.function(maker) in (code.function(node), None)]
+        in_one = len({code.function(maker) for maker in makers}) == 1
+        if (not in_one or (len(makers) > 1 and self._around(makers) is None)) and not quiet:
             code.refuse(self._first, "optimizer-unknown", optimizer=name)
-        return found if in_one else []
+        return makers if in_one else []
 
     def _around(self, statements: list[Node]) -> Node | None:
-        """Return the outermost `if` whose branches have all statements, one each at most."""
+        """Return the `if` statement whose branches contain all statements, at most one each; None if there is none."""
         code = self._code
-        shared = [each for each in code.ancestors(statements[0]) if all(code.inside(s, each) for s in statements)]
-        if (
-            not shared
-            or not isinstance(shared[0], cst.If)
-            or len({code.block(s) for s in statements}) < len(statements)
-        ):
+        shared = [outer for outer in code.ancestors(statements[0]) if all(code.inside(s, outer) for s in statements)]
+        one_each = len({code.block(s) for s in statements}) == len(statements)
+        if not shared or not isinstance(shared[0], cst.If) or not one_each:
             return None
         holder = shared[0]
         while isinstance(code.parent(holder), cst.If):
@@ -186,70 +183,70 @@ class TorchToAmp:
         return holder
 
     def _initialize(self, optimizers: list[tuple[str, Node]], flag: list[tuple[str, Node]], dtype: list) -> None:
-        """Call amp.initialize where models and optimizers are there."""
+        """Insert amp.initialize after the statements that make the optimizers and the scaler."""
         code, scaler = self._code, self._scaler
         makers = [self._makers(name, node) for name, node in optimizers]
         if code.refusals:
             return None
-        places = [each[0] if len(each) == 1 else self._around(each) for each in makers]
-        if len({code.block(place) for place in places}) > 1:
+        statements = [one[0] if len(one) == 1 else self._around(one) for one in makers]
+        if len({code.block(statement) for statement in statements}) > 1:
             return code.refuse(self._first, "optimizer-unknown", optimizer=" and ".join(name for name, _ in optimizers))
-        if scaler is not None:  # which often stands after what moves the model to its device
-            places += [each for block, each in code.levels(scaler.made) if block is code.block(places[0])]
-        place = max(places, key=code.position)
-        models = self._models([each for found in makers for each in found])
+        if scaler is not None:  # scripts often move the model to its device before they make the scaler
+            block = code.block(statements[0])
+            statements += [statement for level, statement in code.levels(scaler.made) if level is block]
+        last = max(statements, key=code.position)
+        models = self._models([maker for one in makers for maker in one])
         if not models:
             return code.refuse(self._first, "optimizer-unknown", optimizer=optimizers[0][0])
-        options = self._level(dtype, place) + self._scaling(dtype, flag, place)
+        options = self._level(dtype, last) + self._scaling(dtype, flag, last)
         if flag[-1][0] != "True":
-            options.append(f"enabled={self._at(flag, place, 'enabled')}")
-        names, wrapped = [name for name, _ in optimizers], self._wrapped(models, place)
-        plain_models = [f'getattr({each}, "module", {each})' if each in wrapped else each for each in models]
-        inner, left, right = (
-            ", ".join(each) if len(each) == 1 else f"[{', '.join(each)}]" for each in (plain_models, models, names)
-        )
-        call = f"{self._amp}.initialize({inner}, {right}, {', '.join(options)})"
+            options.append(f"enabled={self._visible(flag, last, 'enabled')}")
+        wrapped = self._wrapped(models, last)
+        plain_models = [f'getattr({model}, "module", {model})' if model in wrapped else model for model in models]
+        names = _one_or_list([name for name, _ in optimizers])
+        call = f"{self._amp}.initialize({_one_or_list(plain_models)}, {names}, {', '.join(options)})"
         # A wrapped model stays as it is: at O1 and O4 the model inside is changed in place.
-        self._edits.after[place] = [f"{right} = {call}[1]" if wrapped else f"{left}, {right} = {call}"]
-        self._check_models(models, place)
+        line = f"{names} = {call}[1]" if wrapped else f"{_one_or_list(models)}, {names} = {call}"
+        self._edits.after[last] = [line]
+        self._check_models(models, last)
         return None
 
-    def _wrapped(self, models: list[str], place: Node) -> set[str]:
-        """Return the models that a DistributedDataParallel or its like was put around before `place`."""
-        code, found = self._code, set[str]()
+    def _wrapped(self, models: list[str], statement: Node) -> set[str]:
+        """Return the models that were put into a DistributedDataParallel or similar before `statement`."""
+        code, wrapped = self._code, set[str]()
         for call in code.calls:
-            is_before = code.function(call) is code.function(place) and code.position(call) < code.position(place)
+            is_before = code.position(call) < code.position(statement)
+            is_before = is_before and code.function(call) is code.function(statement)
             if is_before and any(word in code.called(call) for word in ("Parallel", "DDP")):
-                found |= code.assigns(code.statement(call)) & set(models)
-        return found
+                wrapped |= code.assigns(code.statement(call)) & set(models)
+        return wrapped
 
-    def _level(self, dtype: list[tuple[str, Node]], place: Node) -> list[str]:
+    def _level(self, dtype: list[tuple[str, Node]], statement: Node) -> list[str]:
+        """Return the argument `opt_level` for a dtype; a dictionary lookup if the dtype is known only at run time."""
         if dtype[-1][0] in _LEVELS:
             return [f'opt_level="{_LEVELS[dtype[-1][0]]}"']
         types = {f"{self._torch}.{name}": level for name, level in ({"float32": "O0"} | _LEVELS).items()}
         levels = ", ".join(f'{name}: "{level}"' for name, level in types.items())
         self._edits.needed.add("import torch" if self._torch == "torch" else f"import torch as {self._torch}")
-        return [f"opt_level={{{levels}}}[{self._at(dtype, place, 'dtype')}]"]
+        return [f"opt_level={{{levels}}}[{self._visible(dtype, statement, 'dtype')}]"]
 
-    def _scaling(self, dtype: list[tuple[str, Node]], flag: list[tuple[str, Node]], place: Node) -> list[str]:
-        """Return the arguments of amp.initialize that say how losses are scaled."""
+    def _scaling(self, dtype: list[tuple[str, Node]], flag: list[tuple[str, Node]], statement: Node) -> list[str]:
+        """Return the arguments of amp.initialize for the loss scale."""
         scaler, level = self._scaler, _LEVELS.get(dtype[-1][0])
         if scaler is None:
             return [] if level == "O4" else ["loss_scale=1.0"]
         if scaler.enabled == "True" or self._is_flag_of_scaler(flag):
             return [*scaler.options, *([] if level == "O1" else ['loss_scale="dynamic"'])]
         ways = [(scaler.enabled, scaler.made), outer(self._code, scaler.enabled, scaler.made)]
-        return [*scaler.options, f'loss_scale="dynamic" if {self._at(ways, place, "enabled")} else 1.0']
-
-    # Models -----------------------------------------------------------------------------------------------------------
+        return [*scaler.options, f'loss_scale="dynamic" if {self._visible(ways, statement, "enabled")} else 1.0']
 
     def _models(self, makers: list[Node]) -> list[str]:
-        """Return the models whose parameters optimizers are made from.
+        """Return the models whose parameters are given to the optimizers.
 
-        A model is what `.parameters()` or `.named_parameters()` is called on. If the optimizer is made by a function,
-        the model is what is given to it, or whose method it is, and is called under autocast.
+        A model is an object whose `parameters` or `named_parameters` is called. If a function or a method makes the
+        optimizer, the model is the argument or the object that is also called under autocast.
         """
-        code, found = self._code, list[str]()
+        code, models = self._code, list[str]()
         for maker in makers:
             sources = self._sources(maker)
             owners = [
@@ -259,22 +256,23 @@ class TorchToAmp:
                 for call in code.method_calls(name)
                 if code.inside(call, source)
             ]
-            names = [self._whole(code.text(each)) for each in sorted(owners, key=code.position)]
+            names = [self._whole(code.text(owner)) for owner in sorted(owners, key=code.position)]
             read = sorted({name for source in sources for name in code.reads(source)} - {"None", "True", "False"})
-            found += names or [name for name in read if self._is_run(name)]
-        return list(dict.fromkeys(found))
+            models += names or [name for name in read if self._is_run(name)]
+        return list(dict.fromkeys(models))
 
     def _sources(self, maker: Node) -> list[Node]:
-        """Return the expression that makes an optimizer, and the earlier statements that make what it is given."""
-        code, found, wanted = self._code, [maker.value], self._code.reads(maker.value) - {"self"}
+        """Return the expression that makes an optimizer, and the earlier statements that make its arguments."""
+        code, sources, wanted = self._code, [maker.value], self._code.reads(maker.value) - {"self"}
         scope = code.function(maker) or code.module
-        for each in reversed(code.find(scope, m.Assign() | m.AugAssign() | m.For())):
-            is_before = code.function(each) is code.function(maker) and code.position(each) < code.position(maker)
-            makes = code.assigns(each) & wanted
+        for statement in reversed(code.find(scope, m.Assign() | m.AugAssign() | m.For())):
+            is_before = code.position(statement) < code.position(maker)
+            is_before = is_before and code.function(statement) is code.function(maker)
+            makes = code.assigns(statement) & wanted
             if is_before and makes and not any(map(self._is_run, makes)):
-                found.append(each)
-                wanted |= code.reads(each) - {"self"}
-        return found
+                sources.append(statement)
+                wanted |= code.reads(statement) - {"self"}
+        return sources
 
     def _whole(self, name: str) -> str:
         """Return the model that a part of a model belongs to: `model` for `model.backbone`."""
@@ -282,7 +280,7 @@ class TorchToAmp:
         return root if root not in ("self", name) and self._is_run(root) else name
 
     def _is_run(self, name: str) -> bool:
-        """Return whether something of this name is called under autocast."""
+        """Return whether an object of this name is called under autocast."""
         if name not in self._run:
             forward = self._forward({name})
             self._run[name] = any(forward.is_call(call) and forward.is_covered(call) for call in self._code.calls)
@@ -291,9 +289,9 @@ class TorchToAmp:
     def _forward(self, models: set[str]) -> Forward:
         """Return the forward passes of models, of their wrappers and of other variables that hold them."""
         code, names = self._code, set(models)
+        assigns = code.find(code.module, m.Assign(targets=[m.AssignTarget()], value=m.Name() | m.Attribute()))
         pairs = [
-            (code.text(each.targets[0].target), code.text(each.value).removesuffix(".module"))
-            for each in code.find(code.module, m.Assign(targets=[m.AssignTarget()], value=m.Name() | m.Attribute()))
+            (code.text(assign.targets[0].target), code.text(assign.value).removesuffix(".module")) for assign in assigns
         ]
         for _ in pairs:
             names |= {other for pair in pairs if names & set(pair) for other in pair} - {"None", "True", "False"}
@@ -301,38 +299,47 @@ class TorchToAmp:
         forward.covered = set(self._casts.covered)
         return forward
 
-    def _check_models(self, models: list[str], place: Node) -> None:
-        """Refuse models that are moved after `place`, and put calls of them without autocast under no casts."""
+    def _check_models(self, models: list[str], statement: Node) -> None:
+        """Refuse models that are moved after `statement`, and disable casts around calls that had no autocast."""
         code, forward = self._code, self._forward(set(models))
         casts_itself = self._casts.classes and self._are_made_by(models, self._casts.classes)
         if self._casts.classes and not casts_itself:
             code.refuse(self._first, "autocast-form")
         for call in code.calls:
-            before = code.position(call) <= code.position(place) and code.function(call) is code.function(place)
+            in_function = code.function(call) is code.function(statement)
+            before = code.position(call) <= code.position(statement) and in_function
             if forward.is_call(call) and not casts_itself and not before and not forward.is_covered(call):
-                self._without_casts(forward, call, place)
+                self._without_casts(forward, call, statement)
             moved = code.called(call) in ("to", "cuda") and code.text(getattr(call.func, "value", call)) in models
-            is_used = any(code.position(call) < code.position(each) for each in self._scaled)
-            is_used = is_used or not any(code.function(each) is code.function(call) for each in self._scaled)
-            if moved and not before and is_used and code.function(call) is code.function(place):
+            is_used = any(code.position(call) < code.position(scaled) for scaled in self._scaled)
+            is_used = is_used or not any(code.function(scaled) is code.function(call) for scaled in self._scaled)
+            if moved and not before and is_used and in_function:
                 code.refuse(call, "model-order", model=models[0])
 
     def _are_made_by(self, models: list[str], classes: set[str]) -> bool:
-        """Return whether each model is an object of one of these classes of the file."""
+        """Return whether every assignment to a model calls one of these classes of the file."""
         code = self._code
         assigns = code.find(code.module, m.Assign(targets=[m.AssignTarget()]))
-        made = [each for each in assigns if code.text(each.targets[0].target) in models]
-        return all(any(code.called(call) in classes for call in code.find(each.value, m.Call())) for each in made)
+        values = [assign.value for assign in assigns if code.text(assign.targets[0].target) in models]
+        return all(any(code.called(call) in classes for call in code.find(value, m.Call())) for value in values)
 
-    def _without_casts(self, forward: Forward, call: Node, place: Node) -> None:
-        """Put a call of a model that ran without autocast, and what is computed from it, under amp.disable_casts()."""
+    def _without_casts(self, forward: Forward, call: Node, initialize: Node) -> None:
+        """Put a model's call that had no autocast, and statements that use its output, under amp.disable_casts().
+
+        `initialize` is the statement after which amp.initialize is inserted.
+        """
         code = self._code
-        statement = next(each for _, each in code.levels(call))
-        stops = [*self._scaled, place, *(self._scaler.steps if self._scaler is not None else ())]
-        holds = [*stops, *self._casts.covered]
-        is_later = any(isinstance(each, cst.Lambda | cst.GeneratorExp) for each in code.ancestors(call))
-        if is_later or any(code.inside(each, statement) for each in holds):
+        statement = next(code.levels(call))[1]
+        steps = self._scaler.steps if self._scaler is not None else ()
+        stops = [*self._scaled, initialize, *steps, *self._casts.covered]
+        is_later = any(isinstance(outer, cst.Lambda | cst.GeneratorExp) for outer in code.ancestors(call))
+        if is_later or any(code.inside(stop, statement) for stop in stops):
             return code.refuse(call, "outside-autocast", model=code.text(call.func))
-        first, last = forward.around(call, holds)
+        first, last = forward.around(call, stops)
         self._edits.wrapped[first] = (last, f"{self._amp}.disable_casts()")
         return None
+
+
+def _one_or_list(names: list[str]) -> str:
+    """Return the code of a single name, or of a list of several."""
+    return names[0] if len(names) == 1 else f"[{', '.join(names)}]"

@@ -1,4 +1,4 @@
-"""Where a value comes from: expressions followed through parameters, and whether another place can read them."""
+"""Values of a file: follow parameters to their callers, and tell whether other code can read an expression."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ from .rules import bound, code_of, literal
 
 def parameters(function: Node) -> list[Node]:
     """Return a function's parameters without `self` and without `*args` and `**kwargs`."""
-    found = [*function.params.params, *function.params.kwonly_params]
-    return [each for each in found if each.name.value != "self"]
+    params = [*function.params.params, *function.params.kwonly_params]
+    return [param for param in params if param.name.value != "self"]
 
 
-def given(code: Code, function: Node, name: str) -> list[tuple[str, Node]]:
-    """Return what each call of a function in this file gives for a parameter, with the call.
+def passed_values(code: Code, function: Node, name: str) -> list[tuple[str, Node]]:
+    """Return the code of a parameter's value in each call of a function in this file, with the call.
 
-    A call that leaves the argument out gives the parameter's default. A call that cannot be followed gives "".
+    The value is the parameter's default if a call leaves it out, and "" if a call uses `*` or `**`.
     """
-    names = [each.name.value for each in parameters(function)]
-    default = next(each.default for each in parameters(function) if each.name.value == name)
-    found = []
+    defaults = {param.name.value: param.default for param in parameters(function)}
+    values = []
     for call in code.calls_of(function):
-        arguments = bound(call, names)
-        value = "" if arguments is None else "" if default is None else code.text(default)
-        found.append((code.text(arguments[name].value) if arguments and name in arguments else value, call))
-    return found
+        arguments = bound(call, list(defaults))
+        value = "" if arguments is None or defaults[name] is None else code.text(defaults[name])
+        values.append((code.text(arguments[name].value) if arguments and name in arguments else value, call))
+    return values
 
 
 def outer(code: Code, text: str, node: Node) -> tuple[str, Node]:
-    """Return an expression at `node` as callers write it, and a place where it is written so.
+    """Return an expression at `node` as the outermost callers write it, and a node where they do.
 
-    A parameter, or the first name of `args.amp`, is followed to the calls of its function as long as all of them give
-    the same for it.
+    A parameter, or the first name of `args.amp`, is followed to the calls of its function as long as all of them pass
+    the same value.
     """
     seen: list[Node] = []
     function = code.function(node)
     while function is not None and function not in seen:
         seen.append(function)
         root, dot, rest = text.partition(".")
-        if root not in [each.name.value for each in parameters(function)]:
+        if root not in [param.name.value for param in parameters(function)]:
             break
-        values = given(code, function, root)
+        values = passed_values(code, function, root)
         if len({value for value, _ in values}) != 1 or not values[0][0]:
             break
         if literal(cst.parse_expression(values[0][0])) is not ...:
-            break  # the parameter says more than the value that this file happens to give
+            break  # a literal in this file's calls need not be the value of other files' calls
         if dot and not values[0][0].replace(".", "").isidentifier():
             break
         text, node = f"{values[0][0]}{dot}{rest}", values[0][1]
@@ -55,29 +54,32 @@ def outer(code: Code, text: str, node: Node) -> tuple[str, Node]:
     return text, node
 
 
-def is_visible(code: Code, text: str, node: Node, place: Node) -> bool:
-    """Return whether an expression that stands at `node` has its final value right after the statement `place`."""
-    here, there = code.function(node), code.function(place)
+def is_visible(code: Code, text: str, node: Node, statement: Node) -> bool:
+    """Return whether an expression written at `node` has the same value right after `statement`.
+
+    It has not if a name in it is local to another function, or is assigned after the statement.
+    """
+    source, target = code.function(node), code.function(statement)
     expression = cst.parse_expression(text)
-    for name in {each.value for each in m.findall(expression, m.Name()) if isinstance(each, cst.Name)}:
-        if here is not there and here is not None and name in _locals(code, here):
+    for name in {part.value for part in m.findall(expression, m.Name()) if isinstance(part, cst.Name)}:
+        if source is not target and source is not None and name in _locals(code, source):
             return False
-        if there is not None and name in [each.name.value for each in parameters(there)]:
+        if target is not None and name in [param.name.value for param in parameters(target)]:
             continue
-        scope = there if there is not None and name in _locals(code, there) else None
-        made = [each for each in _assignments(code, name) if code.function(each) is scope]
-        if scope is there and any(code.position(each) > code.position(place) for each in made):
+        scope = target if target is not None and name in _locals(code, target) else None
+        assigns = [assign for assign in _assignments(code, name) if code.function(assign) is scope]
+        if scope is target and any(code.position(assign) > code.position(statement) for assign in assigns):
             return False
     return True
 
 
 def plain(text: str) -> str:
-    """Return an expression without parentheses around all of it."""
+    """Return an expression without the parentheses that enclose all of it."""
     return code_of(cst.parse_expression(text).with_changes(lpar=(), rpar=()))
 
 
 def negated(text: str) -> str:
-    """Return the opposite of a condition; comparisons change their operator."""
+    """Return the negation of a condition; a comparison gets the opposite operator."""
     node = cst.parse_expression(text)
     opposite = {cst.Equal: cst.NotEqual, cst.NotEqual: cst.Equal, cst.Is: cst.IsNot, cst.IsNot: cst.Is}
     if isinstance(node, cst.Comparison) and len(node.comparisons) == 1:
@@ -92,20 +94,19 @@ def negated(text: str) -> str:
 
 
 def _locals(code: Code, function: Node) -> set[str]:
-    names = {each.name.value for each in (*function.params.params, *function.params.kwonly_params)}
+    """Return the names of a function's parameters and local variables."""
+    names = {param.name.value for param in (*function.params.params, *function.params.kwonly_params)}
     return names | {name for name in code.assigns(function.body) if name.isidentifier()}
 
 
 def _assignments(code: Code, name: str) -> list[Node]:
-    assigning = m.Assign() | m.AugAssign() | m.AnnAssign() | m.For()
-    return [
-        each
-        for each in code.find(code.module, assigning)
-        if name in {part for target in _targets(each) for part in code.parts(target)}
-    ]
+    """Return the statements that assign to a name."""
+    assigns = code.find(code.module, m.Assign() | m.AugAssign() | m.AnnAssign() | m.For())
+    return [assign for assign in assigns if any(name in code.parts(target) for target in _targets(assign))]
 
 
 def _targets(statement: Node) -> list[Node]:
+    """Return the targets of an assignment or a `for` loop."""
     if isinstance(statement, cst.Assign):
-        return [each.target for each in statement.targets]
+        return [target.target for target in statement.targets]
     return [statement.target]

@@ -1,4 +1,4 @@
-"""Layers that compute their forward pass again in the backward pass instead of keeping activations."""
+"""Gradient checkpointing: layers recompute their forward pass in the backward pass instead of storing activations."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ __all__ = [
 
 @dataclass
 class GradientCheckpointConfig:
-    """How many layers are checkpointed: the first int(ratio * layers) of the model, or of each stage."""
+    """A share of layers to checkpoint: the first int(ratio * layers) of the model, or of each stage."""
 
     gradient_checkpointing_ratio: float = 0.0
 
 
 @dataclass
 class PipelineGradientCheckpointConfig(GradientCheckpointConfig):
-    """A number of checkpointed layers for each stage of a pipeline, which goes before the ratio if it is given.
+    """A number of layers to checkpoint for each stage of a pipeline; it overrides the ratio.
 
-    Stages are counted in the order in which activations pass them, all chunks of all ranks.
+    All chunks of all ranks count as stages, in the order of the forward pass.
     """
 
     num_ckpt_layers_per_stage: list[int] | None = None
 
 
 def check_config(config: Any, stages: int) -> None:
-    """Raise unless `config` says for each of so many stages how many layers are checkpointed."""
+    """Raise unless `config` is None or a valid configuration for this number of stages."""
     if config is None:
         return
     if not hasattr(config, "gradient_checkpointing_ratio"):
@@ -64,7 +64,7 @@ def check_config(config: Any, stages: int) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the longest ModuleList of a model, or its own layers if it is a Sequential without one."""
+    """Return the modules of a model's longest ModuleList, or the children of a Sequential without a ModuleList."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not lists and isinstance(model, (CutSequential, nn.Sequential)):
         return list(model.children())
@@ -72,7 +72,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def chosen_layers(model: nn.Module, config: Any, stage: int) -> list[nn.Module]:
-    """Return the layers of a model, or of its stage of this number, that are to be checkpointed; change nothing."""
+    """Return the layers of a model, or of pipeline stage number `stage`, that `config` asks to checkpoint."""
     if config is None:
         return []
     layers = layers_of(model)
@@ -93,10 +93,10 @@ def chosen_layers(model: nn.Module, config: Any, stage: int) -> list[nn.Module]:
 
 
 def checkpoint_layers(layers: list[nn.Module]) -> None:
-    """Have layers compute their forward pass again in the backward pass."""
+    """Make layers recompute their forward pass in the backward pass."""
     for layer in layers:
         if any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(layer).__mro__):
-            # A layer of Hugging Face's: it leaves out its key-value cache, which may not be filled twice.
+            # A Hugging Face layer skips its key-value cache itself, which may not be filled twice.
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, checkpointed  # type: ignore[assignment]
         else:
             # A partial of a bound method: a deep copy of the layer calls the copy.
@@ -104,26 +104,27 @@ def checkpoint_layers(layers: list[nn.Module]) -> None:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose activations are computed again, with the same random numbers, in the backward pass."""
+    """Call a function under checkpointing; the backward pass recomputes it with the same random numbers."""
     return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
 
 def _contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), _SameStreams()
+    """Return the contexts of the forward pass and of its recomputation, for torch.utils.checkpoint."""
+    return contextlib.nullcontext(), _SavedRandomStates()
 
 
-class _SameStreams:
-    """A context in which the random streams of tensor parallelism are those of the time it was made.
+class _SavedRandomStates:
+    """A context that restores the tensor-parallel random states of the time when it was made.
 
-    torch.utils.checkpoint restores PyTorch's own generators alone.
+    torch.utils.checkpoint restores only PyTorch's own generators.
     """
 
     def __init__(self) -> None:
         self._tracker = get_cuda_rng_tracker()
-        self._then = self._tracker.get_states()
+        self._saved = self._tracker.get_states()
 
     def __enter__(self) -> None:
-        self._now, self._tracker.states_ = self._tracker.states_, dict(self._then)
+        self._current, self._tracker.states_ = self._tracker.states_, dict(self._saved)
 
     def __exit__(self, *error: Any) -> None:
-        self._tracker.states_ = self._now
+        self._tracker.states_ = self._current

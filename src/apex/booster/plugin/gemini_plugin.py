@@ -1,4 +1,4 @@
-"""Sharded parameters with the host's memory as the place for what the device has no room for."""
+"""Sharded parameters, gradients and optimizer state that can be kept in the host's memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from ._arguments import changed, note, refuse, warn, warn_of
-from ._fusing import Fusing
+from ._fusion_arguments import FusionArguments
 from .plugin_base import own_precision
 from .torch_fsdp_plugin import TorchFSDPPlugin
 
 __all__ = ["GeminiPlugin"]
 
-# Arguments of the original about chunks of memory and their search, which FSDP2 has no use for.
-_OF_CHUNKS = (
+# Arguments of the original for its chunks of memory, which FSDP2 does not have.
+_CHUNK_ARGUMENTS = (
     "chunk_config_dict chunk_init_device enable_gradient_accumulation max_prefetch warmup_non_model_data_ratio "
     "steady_cuda_cap_ratio gpu_margin_mem_ratio pin_memory strict_ddp_mode search_range_m hidden_dim min_chunk_size_m "
     "memstats enable_async_reduce"
@@ -23,19 +23,19 @@ _OF_CHUNKS = (
 
 
 class GeminiPlugin(TorchFSDPPlugin):
-    """FSDP2 whose parameters, gradients and optimizer state may be in the host's memory.
+    """FSDP2 with parameters, gradients and optimizer state on the device or in the host's memory.
 
     - `placement_policy`: "static", or "auto", which moves nothing to the host. With "static" everything is in the
-      host's memory if `offload_optim_frac` or `offload_param_frac` is more than 0: FSDP2 divides nothing between the
-      two memories;
-    - `shard_param_frac`: 0 keeps gathered parameters until the backward pass, more does not;
+      host's memory if `offload_optim_frac` or `offload_param_frac` is above 0, because FSDP2 cannot split it between
+      the two memories;
+    - `shard_param_frac`: 0 keeps gathered parameters until the backward pass, a larger number frees them;
     - `precision`, `initial_scale` and others of the loss scale, `max_norm`, `use_fp8`: as in `LowLevelZeroPlugin`;
     - `enable_fused_normalization`, `enable_flash_attention`, `enable_jit_fused`, `enable_all_optimization`: replace
-      norms, attention, the rest of what `apex.fuse` knows except heads with their loss, or all three;
-    - `extra_dp_size`: how many copies of the sharded parameters there are.
+      norms, attention, other modules that `apex.fuse` knows except heads with their loss, or all three;
+    - `extra_dp_size`: the number of copies of the sharded parameters.
 
-    Arguments of the original about chunks of memory have no effect; a debug line says so. Tensor parallelism is
-    HybridParallelPlugin's.
+    Arguments of the original for its chunks of memory have no effect, and a debug line lists them. For tensor
+    parallelism use HybridParallelPlugin.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class GeminiPlugin(TorchFSDPPlugin):
         verbose: bool = False,
         fp8_communication: bool = False,
     ) -> None:
-        given = changed(GeminiPlugin.__init__, locals())
-        fractions = {name: given[name] for name in _FRACTIONS if name in given}
+        overrides = changed(GeminiPlugin.__init__, locals())
+        fractions = {name: overrides[name] for name in _FRACTIONS if name in overrides}
         if placement_policy not in ("static", "auto"):
             raise ValueError(
                 f"placement_policy={placement_policy!r} is not known; use 'static', with offload_optim_frac=1.0 and "
@@ -90,23 +90,12 @@ class GeminiPlugin(TorchFSDPPlugin):
             )
         if any(not 0 <= fraction <= 1 for fraction in fractions.values()):
             raise ValueError(f"{fractions} must be from 0 to 1")
-        refuse(given, "tp_size", "HybridParallelPlugin has tensor parallelism")
-        refuse(given, "fp8_communication", "FSDP2 sends parameters in the precision's type; use precision='bf16'")
+        refuse(overrides, "tp_size", "HybridParallelPlugin has tensor parallelism")
+        refuse(overrides, "fp8_communication", "FSDP2 sends parameters in the precision's type; use precision='bf16'")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        chosen = own_precision(
-            "GeminiPlugin",
-            precision,
-            use_fp8,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            verbose=verbose,
-        )
+        self.fusion = FusionArguments.of(locals())
+        chosen = own_precision("GeminiPlugin", locals())
         super().__init__(
             sharding_strategy=None if shard_param_frac > 0 else "SHARD_GRAD_OP",
             cpu_offload=placement_policy == "static" and (offload_optim_frac > 0 or offload_param_frac > 0),
@@ -122,16 +111,15 @@ class GeminiPlugin(TorchFSDPPlugin):
             )
         elif any(0 < fraction < 1 for fraction in fractions.values()):
             warn(f"{fractions}: FSDP2 divides nothing between two memories, so that fractions above 0 act as 1.0")
-        warn_of(given, "master_weights force_outputs_fp32", "weights of the optimizer and outputs are float32")
-        warn_of(given, "enable_sequence_parallelism", "it is for tensor parallelism, which HybridParallelPlugin has")
-        note(given, _OF_CHUNKS, "FSDP2 has no chunks of memory")
-        self.max_norm, self.copies, self.extra_dp_size = max_norm, extra_dp_size, extra_dp_size
-        self.fusing = Fusing(
-            enable_all_optimization, enable_fused_normalization, enable_flash_attention, enable_jit_fused
+        warn_of(overrides, "master_weights force_outputs_fp32", "weights of the optimizer and outputs are float32")
+        warn_of(
+            overrides, "enable_sequence_parallelism", "it is for tensor parallelism, which HybridParallelPlugin has"
         )
+        note(overrides, _CHUNK_ARGUMENTS, "FSDP2 has no chunks of memory")
+        self.max_norm, self.copies, self.extra_dp_size = max_norm, extra_dp_size, extra_dp_size
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
-        self.fusing.apply(model)
+        self.fusion.apply(model)
         return super()._boost(model, optimizer, criterion, precision)
 
 

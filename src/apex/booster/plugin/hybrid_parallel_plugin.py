@@ -1,4 +1,4 @@
-"""Tensor, pipeline and data parallelism together, by `apex.transformer`."""
+"""Tensor, pipeline and data parallelism together, with `apex.transformer`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ...logging import get_dist_logger
 from ...parallel._flat import broadcast_from_first
 from ...transformer import finalize_model_grads, parallel_state
 from ...transformer._norms import counted, grad_norm
-from ...transformer._resharding.gathered import of_all_stages
+from ...transformer._resharding.gathered import gather_from_stages
 from ...transformer.amp.loss_scaler import agree_on_overflows
 from ...transformer.pipeline_parallel._cut import CutSequential
 from ...transformer.pipeline_parallel._schedule import Placement
 from ...transformer.pipeline_parallel.utils import _reconfigure_microbatch_calculator
 from .._precision import CastModel
-from .._whole import names_in
+from .._whole_state import names_in
 from .._zero import ExactWeights, load_plain_state, zero_optimizer
 from ..mixed_precision import AmpOptimizer
 from ..wrappers import ModelWrapper, unwrapped
 from ._arguments import changed, note, refuse, warn, warn_of
-from ._fusing import Fusing
+from ._fusion_arguments import FusionArguments
 from ._gradient_checkpoints import check_config, checkpoint_layers, chosen_layers
-from ._places import GroupMesh, StageManager, mesh_of_all
+from ._process_mesh import GroupMesh, StageManager, mesh_of_all
 from .low_level_zero_plugin import NO_OFFLOAD, zero_options
 from .plugin_base import PipelinePluginBase, own_precision
 from .torch_ddp_plugin import DDP_ARGUMENTS, not_reduced, replicated
@@ -43,7 +43,7 @@ __all__ = ["HybridParallelModel", "HybridParallelPlugin"]
 
 
 class HybridParallelModel(ModelWrapper):
-    """A model, or this process's stage of it; `chunks` are its parts where it has several."""
+    """A model, or this process's pipeline stage of it; `chunks` are the stage's parts."""
 
     def __init__(self, chunks: list[nn.Module]) -> None:
         super().__init__(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
@@ -54,32 +54,31 @@ class HybridParallelModel(ModelWrapper):
 
 
 class HybridParallelPlugin(PipelinePluginBase):
-    """Trains a model that is divided among processes: `tp_size` have parts of each layer, `pp_size` have stages.
+    """Training of a model whose layers are split over `tp_size` processes, and whose stages over `pp_size` processes.
 
-    The rest of the processes have the same parts and different data. A model for `tp_size` > 1 is made of layers of
-    `apex.transformer.tensor_parallel`, after the plugin. With `pp_size` > 1 it is an `nn.Sequential`, which is cut into
-    stages; or this process's own stage, a module with `set_input_tensor`, or a ModuleList of such chunks; or
-    `custom_policy(model, stage, stages)` makes a stage of it.
+    The remaining processes are replicas, with the same parts and different data. Make the plugin first. For
+    `tp_size` > 1 build the model from layers of `apex.transformer.tensor_parallel`. For `pp_size` > 1 the model is an
+    `nn.Sequential`, which is cut into stages; or this process's own stage, a module with `set_input_tensor`, or a
+    ModuleList of such chunks; or any model if `custom_policy(model, stage, stages)` returns a stage of it.
 
     - `precision`, `initial_scale` and others of the loss scale, `max_norm`, `use_fp8`: as in `LowLevelZeroPlugin`;
-    - `zero_stage`: 0, or 1 or 2 for an optimizer whose state is divided among processes with the same parts;
-      `zero_bucket_size_in_m`, `communication_dtype`, `overlap_communication` and `overlap_allgather` are about its
-      exchanges, as in `LowLevelZeroPlugin`;
+    - `zero_stage`: 0, or 1 or 2 to divide the optimizer state among replicas. `zero_bucket_size_in_m`,
+      `communication_dtype`, `overlap_communication` and `overlap_allgather` are then as in `LowLevelZeroPlugin`;
     - `broadcast_buffers`, `ddp_bucket_cap_mb`, `find_unused_parameters`, `check_reduction`, `gradient_as_bucket_view`,
       `static_graph`: as in `TorchDDPPlugin`, without ZeRO; `ddp_options` has further arguments of torch's
       DistributedDataParallel;
-    - `num_microbatches` or `microbatch_size`: how `execute_pipeline` divides a batch; one is needed with `pp_size` > 1;
-    - `pp_style`: "1f1b", "interleaved" with `num_model_chunks` > 1, or "zbv" with 2 of them;
-    - `num_layers_per_stage`: how many layers of an `nn.Sequential` each stage has, in the order of the stages;
-    - `dp_outside`: whether the processes of a pipeline are nearer to each other than replicas are;
-    - `enable_sequence_parallelism`, with `sequence_parallelism_mode="split_gather"`: what layers with
-      `sequence_parallel_enabled` need is always done; other modes are not there;
+    - `num_microbatches` or `microbatch_size`: the division of a batch by `execute_pipeline`; `pp_size` > 1 needs one;
+    - `pp_style`: "1f1b", "interleaved" with `num_model_chunks` > 1, or "zbv" with `num_model_chunks=2`;
+    - `num_layers_per_stage`: the number of layers of an `nn.Sequential` in each stage, in the order of the stages;
+    - `dp_outside`: whether the ranks of a pipeline are nearer to each other than replicas are;
+    - `enable_sequence_parallelism`, with `sequence_parallelism_mode="split_gather"`: accepted, because layers with
+      `sequence_parallel_enabled` always work; other modes are not supported;
     - `enable_fused_normalization`, `enable_flash_attention`, `enable_jit_fused`, `enable_all_optimization`: replace
-      norms, attention, the rest of what `apex.fuse` knows except heads with their loss, or all three;
-    - `gradient_checkpoint_config`: a GradientCheckpointConfig, for layers that compute their forward pass twice.
+      norms, attention, other modules that `apex.fuse` knows except heads with their loss, or all three;
+    - `gradient_checkpoint_config`: a GradientCheckpointConfig, for layers that recompute their forward pass.
 
-    `stage_manager` (None without pipelines), `dp_group`, `tp_group`, `pp_group`, `sp_group` and `pg_mesh` say where
-    this process is.
+    `stage_manager` (None without pipelines), `dp_group`, `tp_group`, `pp_group`, `sp_group` and `pg_mesh` describe the
+    position of this process.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         enable_sequence_overlap: bool = False,
         ddp_options: dict[str, Any] | None = None,
     ) -> None:
-        given = changed(HybridParallelPlugin.__init__, locals())
+        overrides = changed(HybridParallelPlugin.__init__, locals())
         super().__init__()
         world = dist.get_world_size()
         if tp_size < 1 or pp_size < 1 or world % (tp_size * pp_size):
@@ -152,64 +151,41 @@ class HybridParallelPlugin(PipelinePluginBase):
             )
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(given, "cpu_offload", NO_OFFLOAD)
-        refuse(given, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
-        refuse(given, "inner_ring_size", "ring attention is not there")
-        _check_sequences(given, tp_size)
-        self.precision = own_precision(
-            "HybridParallelPlugin",
-            precision,
-            use_fp8,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-        )
+        refuse(overrides, "cpu_offload", NO_OFFLOAD)
+        refuse(overrides, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
+        refuse(overrides, "inner_ring_size", "there is no ring attention")
+        _check_sequences(overrides, tp_size)
+        self.precision = own_precision("HybridParallelPlugin", locals())
         self.tp_size, self.pp_size, self.zero_stage, self.max_norm = tp_size, pp_size, zero_stage, max_norm
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.pp_style, self.custom_policy = pp_style, custom_policy
         self.placement = Placement(pp_size, num_model_chunks if pp_size > 1 else 1, pp_style == "zbv")
         self.num_layers_per_stage, self.gradient_checkpoint_config = num_layers_per_stage, gradient_checkpoint_config
         check_config(gradient_checkpoint_config, self.placement.stages)
-        self.fusing = Fusing(
-            enable_all_optimization, enable_fused_normalization, enable_flash_attention, enable_jit_fused
-        )
+        self.fusion = FusionArguments.of(locals())
         self.zero_options = zero_options(
             zero_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather
         )
-        self.ddp_options = {
-            **make_ddp_options(
-                broadcast_buffers,
-                ddp_bucket_cap_mb,
-                find_unused_parameters,
-                check_reduction,
-                gradient_as_bucket_view,
-                static_graph,
-            ),
-            **(ddp_options or {}),
-        }
-        _tell_of_unused(given, tp_size, pp_size, zero_stage)
-        self._take_place(dp_outside, enable_sequence_parallelism)
+        self.ddp_options = {**make_ddp_options(locals(), ddp_bucket_cap_mb), **(ddp_options or {})}
+        _warn_of_unused(overrides, tp_size, pp_size, zero_stage)
+        self._join_groups(dp_outside, enable_sequence_parallelism)
 
-    def _take_place(self, dp_outside: bool, sequences: bool) -> None:
-        """Make the groups of `apex.transformer`, or check those that exist, and note this process's place in them."""
+    def _join_groups(self, dp_outside: bool, sequences: bool) -> None:
+        """Make the process groups of `apex.transformer`, or check existing ones, and store this process's groups."""
         replicas = dist.get_world_size() // (self.tp_size * self.pp_size)
-        # The order of apex.transformer by itself is that of dp_outside=False.
+        # apex.transformer's own order corresponds to dp_outside=False.
         mesh: Any = (replicas, self.pp_size, self.tp_size) if dp_outside and min(replicas, self.pp_size) > 1 else None
         if not parallel_state.model_parallel_is_initialized():
             virtual = self.placement.chunks if self.placement.chunks > 1 else None
             mesh = mesh and mesh_of_all(mesh, ("dp", "pp", "tp"))
             parallel_state.initialize_model_parallel(self.tp_size, self.pp_size, virtual, device_mesh=mesh)
-        found = (
+        sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
         )
-        if found != (self.tp_size, self.pp_size):
+        if sizes != (self.tp_size, self.pp_size):
             raise ValueError(
-                f"apex.transformer is initialised with (tp_size, pp_size) = {found}, not {self.tp_size, self.pp_size}"
+                f"apex.transformer is initialised with (tp_size, pp_size) = {sizes}, not {self.tp_size, self.pp_size}"
             )
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.dp_group = parallel_state.get_data_parallel_group()
@@ -217,7 +193,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         self.sp_group = self.tp_group if sequences else parallel_state.get_context_parallel_group()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self.stage_manager = StageManager(self.placement, stage) if self.pp_size > 1 else None
-        # Stages of one pipeline are at a distance of tp_size ranks where replicas are outside.
+        # If replicas are outside, neighbouring stages of a pipeline are tp_size ranks apart.
         stages, is_outside = dist.get_process_group_ranks(self.pp_group), dp_outside
         if replicas > 1 and self.pp_size > 1:
             is_outside = stages[1] - stages[0] == self.tp_size
@@ -249,19 +225,17 @@ class HybridParallelPlugin(PipelinePluginBase):
         self._check_layers(model)
         chunks = self._chunks(model)
         config = self.gradient_checkpoint_config
-        chosen = [
-            each for index, chunk in enumerate(chunks) for each in chosen_layers(chunk, config, self._stage(index))
-        ]
-        self.fusing.apply(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
-        checkpoint_layers(chosen)
+        chosen = [chosen_layers(chunk, config, self._stage(index)) for index, chunk in enumerate(chunks)]
+        self.fusion.apply(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
+        checkpoint_layers([layer for layers in chosen for layer in layers])
         group = parallel_state.get_data_parallel_group()
         replicas = dist.get_world_size(group)
         params = [param for chunk in chunks for param in chunk.parameters()]
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
         broadcast_from_first([*(param for param in params if not is_expert(param)), *buffers], group)
         broadcast_from_first(filter(is_expert, params), parallel_state.get_expert_data_parallel_group())
-        names = None if optimizer is None else _keep_own(optimizer, chunks, self.pp_size > 1)
-        # Before anything is cast: masters of half-precision parameters may not say whether these are split or experts.
+        names = None if optimizer is None else _drop_other_stages(optimizer, chunks, self.pp_size > 1)
+        # Before anything is cast, because masters may lack the attributes that mark split parameters and experts.
         kinds = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
@@ -294,11 +268,11 @@ class HybridParallelPlugin(PipelinePluginBase):
         return self.placement.stage(parallel_state.get_pipeline_model_parallel_rank(), chunk)
 
     def _check_layers(self, model: nn.Module) -> None:
-        """Raise if layers of the model should be split over processes and none is; all processes call it."""
+        """Raise if `tp_size` > 1 and no layer of the model is split; all processes must call it."""
         if self.tp_size == 1:
             return
         is_split = any(getattr(param, "tensor_model_parallel", False) for param in model.parameters())
-        if not any(of_all_stages(is_split)):
+        if not any(gather_from_stages(is_split)):
             raise ValueError(
                 f"tp_size={self.tp_size}, but no layer of the model is split; build it from "
                 "apex.transformer.tensor_parallel, or use tp_size=1"
@@ -316,18 +290,18 @@ class HybridParallelPlugin(PipelinePluginBase):
             )
         stages = [self._stage(chunk) for chunk in range(self.placement.chunks)]
         if self.custom_policy is not None:
-            found = [self.custom_policy(model, stage, self.placement.stages) for stage in stages]
+            chunks = [self.custom_policy(model, stage, self.placement.stages) for stage in stages]
         elif is_cut:
             counts = self.num_layers_per_stage
-            found = [CutSequential(model, stage, self.placement.stages, counts) for stage in stages]
+            chunks = [CutSequential(model, stage, self.placement.stages, counts) for stage in stages]
         else:
-            found = list(model) if isinstance(model, nn.ModuleList) else [model]
-        if len(found) != len(stages) or not all(hasattr(chunk, "set_input_tensor") for chunk in found):
+            chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
+        if len(chunks) != len(stages) or not all(hasattr(chunk, "set_input_tensor") for chunk in chunks):
             raise ValueError(
                 f"with pp_size={self.pp_size} the model must be an nn.Sequential, or {len(stages)} modules with "
                 f"set_input_tensor, this process's stages; not a {type(model).__name__}"
             )
-        return found
+        return chunks
 
     @contextlib.contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
@@ -382,7 +356,7 @@ class HybridParallelPlugin(PipelinePluginBase):
             scaler = None
             if not forward_only:
                 scaler = SimpleNamespace(scale=optimizer.scale_loss)
-                # Stages without a loss scale nothing, and have scaled gradients all the same.
+                # A stage without a loss must know that its gradients are scaled: scale a zero.
                 optimizer.scale_loss(torch.zeros((), dtype=torch.float32, device=device))
             losses = run(step, tensors, model.chunks, forward_only=forward_only, grad_scaler=scaler)
         return {
@@ -400,19 +374,16 @@ class HybridParallelPlugin(PipelinePluginBase):
         return size
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
-def _check_sequences(given: dict[str, Any], tp_size: int) -> None:
-    """Raise, or say what is done instead, if sequences are to be split in a way that is not there."""
-    mode, size = given.get("sequence_parallelism_mode"), given.get("sp_size", 1)
-    if "enable_sequence_parallelism" not in given:
+def _check_sequences(overrides: dict[str, Any], tp_size: int) -> None:
+    """Raise for unsupported arguments of sequence parallelism; warn of arguments that have no effect."""
+    mode, size = overrides.get("sequence_parallelism_mode"), overrides.get("sp_size", 1)
+    if "enable_sequence_parallelism" not in overrides:
         if size != 1:
             raise ValueError(f"sp_size={size} needs enable_sequence_parallelism=True")
-        warn_of(given, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
+        warn_of(overrides, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
         return
     if mode not in (None, "split_gather"):
-        raise NotImplementedError(f"sequence_parallelism_mode={mode!r} is not there; 'split_gather' is")
+        raise NotImplementedError(f"sequence_parallelism_mode={mode!r} is not supported; 'split_gather' is")
     if tp_size == 1:
         raise ValueError(
             "enable_sequence_parallelism=True needs tp_size > 1: 'split_gather' splits sequences over the processes "
@@ -424,43 +395,40 @@ def _check_sequences(given: dict[str, Any], tp_size: int) -> None:
         warn(f"no effect of sp_size={size}: with 'split_gather' sequences have tp_size={tp_size} parts")
 
 
-def _tell_of_unused(given: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:
-    """Warn of arguments that have no effect in this configuration; log those that never have one."""
-    if tp_size > 1:
-        warn_of(given, "parallel_output make_vocab_size_divisible_by", "the layers of the model decide")
-    else:
-        warn_of(given, "parallel_output make_vocab_size_divisible_by", "nothing is split with tp_size=1")
-    if pp_size > 1:
-        warn_of(given, "overlap_p2p", "messages between stages always travel beside computations")
-    else:
-        of_pipelines = "overlap_p2p pp_style num_model_chunks num_layers_per_stage custom_policy"
-        warn_of(given, of_pipelines, "there are no stages with pp_size=1")
-    warn_of(given, "enable_sequence_overlap", "the layers of the model decide")
-    of_zero = "zero_bucket_size_in_m communication_dtype overlap_communication overlap_allgather"
-    if zero_stage:
-        warn_of(given, f"{DDP_ARGUMENTS} ddp_bucket_cap_mb ddp_options", f"zero_stage={zero_stage} has no DDP")
-    else:
-        warn_of(given, of_zero, "they are of ZeRO, which zero_stage=0 has not")
-    note(given, "scheduler_nodes enable_metadata_cache", "schedules are made here, shapes travel with each tensor")
-
-
-# Stages ---------------------------------------------------------------------------------------------------------------
+def _warn_of_unused(overrides: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:
+    """Warn of arguments that have no effect in this configuration; log the ones that never have an effect."""
+    decided = "the layers of the model decide"
+    pipelines = "overlap_p2p pp_style num_model_chunks num_layers_per_stage custom_policy"
+    zero = "zero_bucket_size_in_m communication_dtype overlap_communication overlap_allgather"
+    ddp = f"{DDP_ARGUMENTS} ddp_bucket_cap_mb ddp_options"
+    for applies, names, why in (
+        (tp_size > 1, "parallel_output make_vocab_size_divisible_by", decided),
+        (tp_size == 1, "parallel_output make_vocab_size_divisible_by", "nothing is split with tp_size=1"),
+        (pp_size > 1, "overlap_p2p", "messages between stages always travel beside computations"),
+        (pp_size == 1, pipelines, "there are no stages with pp_size=1"),
+        (True, "enable_sequence_overlap", decided),
+        (zero_stage > 0, ddp, f"zero_stage={zero_stage} has no DDP"),
+        (zero_stage == 0, zero, "they are for ZeRO, and zero_stage=0"),
+    ):
+        if applies:
+            warn_of(overrides, names, why)
+    note(overrides, "scheduler_nodes enable_metadata_cache", "schedules are made here, shapes travel with each tensor")
 
 
 class _Stage(ModelWrapper):
-    """A stage whose input, which it has from the stage before, is cast as arguments of a model are."""
+    """A pipeline stage that casts its input tensor as a model casts its arguments."""
 
     def set_input_tensor(self, tensors: list[Tensor | None]) -> None:
         dtype = next((param.dtype for param in self.parameters() if param.dtype in HALF), None)
         if dtype is not None:
-            tensors = [each.to(dtype) if each is not None and each.is_floating_point() else each for each in tensors]
+            tensors = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in tensors]
         stage = unwrapped(self)
-        if hasattr(stage, "set_input_tensor"):  # a whole model has none
+        if hasattr(stage, "set_input_tensor"):  # not if it is a whole model
             stage.set_input_tensor(tensors)
 
 
-def _keep_own(optimizer: Any, chunks: list[nn.Module], has_stages: bool) -> list[str | None]:
-    """Leaves an optimizer the parameters that are in this process's stage; their names in the whole model."""
+def _drop_other_stages(optimizer: Any, chunks: list[nn.Module], has_stages: bool) -> list[str | None]:
+    """Remove other stages' parameters from an optimizer; return the names of the rest in the whole model."""
     own = {id(param) for chunk in chunks for param in chunk.parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,4 +1,4 @@
-"""ZeRO: optimizer state, and gradients, divided among processes."""
+"""ZeRO: optimizer state, and in stage 2 gradients, are divided among processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._precision import CastModel
 from .._zero import BYTES_OF_A_GRADIENT, ExactWeights, load_plain_state, zero_optimizer
 from ..wrappers import ModelWrapper
 from ._arguments import changed, refuse
-from ._places import mesh_of_all
+from ._process_mesh import mesh_of_all
 from .plugin_base import DPPluginBase, own_precision
 
 __all__ = ["LowLevelZeroModel", "LowLevelZeroPlugin"]
@@ -26,23 +26,24 @@ class LowLevelZeroModel(ModelWrapper):
 
 
 class LowLevelZeroPlugin(DPPluginBase):
-    """ZeRO of stage 1 or 2, by the engine of `apex.contrib.optimizers.DistributedFusedAdam`.
+    """ZeRO of stage 1 or 2, with the engine of `apex.contrib.optimizers.DistributedFusedAdam`.
 
-    Takes Adam, AdamW and SGD of PyTorch's and FusedAdam and FusedSGD of apex's. Their parameter groups, and state that
-    they have, go on. In stage 2 gradients are reduced and divided as they arrive; stage 1 has `no_sync` in addition.
+    Supports torch's Adam, AdamW and SGD, and apex's FusedAdam and FusedSGD. The ZeRO optimizer takes over their
+    parameter groups and state. Stage 2 reduces and divides gradients as they arrive; stage 1 also has `no_sync`.
 
-    - `precision`: "fp16" and "bf16" have weights in that type and float32 ones in the divided state; "fp32"; the names
-      of other precisions, or a MixedPrecision, have what they have without the plugin;
+    - `precision`: "fp16" and "bf16" mean weights of that dtype and float32 weights in the divided state; "fp32" has no
+      casts; the names of other precisions, or a MixedPrecision, mean the same as without the plugin;
     - `initial_scale`, `min_scale`, `growth_factor`, `backoff_factor`, `growth_interval`, `hysteresis`, `max_scale`,
       `verbose`: the loss scale of "fp16", as in FP16NaiveMixedPrecision;
     - `cast_inputs`: whether inputs of the model are cast to "fp16" or "bf16";
-    - `max_norm`: what every step clips gradients to, 0 for nothing; `norm_type` is 2;
-    - `reduce_bucket_size_in_m`: the elements of a bucket of gradients, in millions; `communication_dtype`: what
-      gradients travel in; `overlap_communication`, `overlap_allgather`: whether gradients and parameters travel beside
-      computations;
-    - `master_weights`: False leaves out the float32 weights: updates are rounded;
-    - `use_fp8`: FP8MixedPrecision in place of `precision`;
-    - `extra_dp_size`: how many copies of the divided state there are.
+    - `max_norm`: the gradient norm that every step clips to, 0 for no clipping; `norm_type` must be 2;
+    - `reduce_bucket_size_in_m`: the size of a gradient bucket in millions of elements;
+    - `communication_dtype`: the dtype that gradients are exchanged in;
+    - `overlap_communication`, `overlap_allgather`: whether exchanges of gradients and of parameters overlap with
+      computation;
+    - `master_weights`: whether the state has float32 weights; without them updates are rounded to half precision;
+    - `use_fp8`: use FP8MixedPrecision instead of `precision`;
+    - `extra_dp_size`: the number of copies of the divided state.
     """
 
     def __init__(
@@ -70,33 +71,23 @@ class LowLevelZeroPlugin(DPPluginBase):
         use_fp8: bool = False,
         extra_dp_size: int = 1,
     ) -> None:
-        given = changed(LowLevelZeroPlugin.__init__, locals())
+        overrides = changed(LowLevelZeroPlugin.__init__, locals())
         super().__init__()
         if stage not in (1, 2):
             raise ValueError(f"stage={stage} is not known; 1 and 2 are, and TorchFSDPPlugin is stage 3")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(given, "cpu_offload", NO_OFFLOAD)
-        refuse(given, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it")
+        refuse(overrides, "cpu_offload", NO_OFFLOAD)
+        refuse(
+            overrides, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it"
+        )
         if extra_dp_size < 1 or dist.get_world_size() % extra_dp_size:
             raise ValueError(
                 f"extra_dp_size={extra_dp_size} must divide the number of processes, {dist.get_world_size()}"
             )
         self.stage, self.max_norm, self.extra_dp_size = stage, max_norm, extra_dp_size
         self.cast_inputs = cast_inputs
-        self.precision = own_precision(
-            "LowLevelZeroPlugin",
-            precision,
-            use_fp8,
-            initial_scale=initial_scale,
-            min_scale=min_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            max_scale=max_scale,
-            verbose=verbose,
-        )
+        self.precision = own_precision("LowLevelZeroPlugin", locals())
         self.zero_options: dict[str, Any] = {
             **zero_options(reduce_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather),
             "store_params": master_weights,
@@ -150,7 +141,7 @@ NO_OFFLOAD = "GeminiPlugin(offload_optim_frac=1.0) has optimizer state in the ho
 def zero_options(
     bucket_size_in_m: float, communication_dtype: torch.dtype | None, overlap_grads: bool, overlap_params: bool
 ) -> dict[str, Any]:
-    """Return arguments of `zero_optimizer` for exchanges; the size of a bucket is in millions of elements."""
+    """Return the arguments of `zero_optimizer` for its exchanges; a bucket's size is in millions of elements."""
     return {
         "bucket_cap_mb": bucket_size_in_m * 1e6 * BYTES_OF_A_GRADIENT / 2**20,
         "grad_sync_dtype": communication_dtype,

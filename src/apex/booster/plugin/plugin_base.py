@@ -1,4 +1,4 @@
-"""What plugins have in common."""
+"""Base classes of plugins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,36 +35,36 @@ Boosted = tuple[Any, Any, Any, Any, Any]
 
 
 class Plugin(ABC):
-    """A way of training: `configure` makes models and optimizers ready for it.
+    """A way to train, for example in several processes: `configure` prepares models and optimizers for it.
 
-    A plugin whose `configure` takes a sixth argument, the precision, sets `takes_precision`; for others the Booster
-    configures precision after them.
+    If `takes_precision` is True, `configure` gets the precision as a sixth argument. Otherwise the Booster configures
+    the precision after the plugin.
     """
 
     takes_precision = False
 
     def supported_devices(self) -> list[str]:
-        """Kinds of devices; empty for all."""
+        """Return the supported device types; an empty list means all."""
         return []
 
     def supported_precisions(self) -> list[str]:
-        """Names of precisions that the plugin takes."""
+        """Return the names of supported precisions."""
         return ["fp16", "fp16_apex", "bf16", "fp8", "fp16_naive"]
 
     def control_precision(self) -> bool:
-        """Whether the plugin has a precision of its own, which the Booster's gives way to."""
+        """Return whether the plugin has its own precision, which overrides the Booster's."""
         return False
 
     def control_device(self) -> bool:
-        """Whether the plugin decides where models are."""
+        """Return whether the plugin decides on the device of models."""
         return False
 
     def support_no_sync(self) -> bool:
-        """Whether gradients can be added up before they are exchanged."""
+        """Return whether gradients can be accumulated before they are exchanged."""
         return False
 
     def support_lora(self) -> bool:
-        """Whether models may have LoRA adapters."""
+        """Return whether models may have LoRA adapters."""
         return False
 
     @abstractmethod
@@ -76,24 +76,24 @@ class Plugin(ABC):
         dataloader: Any = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
-        """All five, ready for training."""
+        """Return the five arguments, ready for training."""
 
     def control_checkpoint_io(self) -> bool:
-        """Whether the plugin saves and loads in a way of its own, `get_checkpoint_io()`."""
+        """Return whether the plugin saves and loads with its own `get_checkpoint_io()`."""
         return False
 
     def get_checkpoint_io(self) -> Any:
-        """What saves and loads, with the methods of `apex.booster.checkpoint_io.CheckpointIO`."""
+        """Return an object with the methods of `apex.booster.checkpoint_io.CheckpointIO`."""
         return CheckpointIO()
 
     @contextlib.contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
-        """Gradients of backward passes inside are not exchanged."""
+        """Do not exchange gradients of backward passes inside."""
         raise NotImplementedError(f"{type(self).__name__} has no no_sync")
         yield
 
     def enable_lora(self, model: nn.Module, pretrained_dir: str | None = None, lora_config: Any = None) -> nn.Module:
-        """A model with adapters, new ones or those that were saved in a folder; needs the package peft."""
+        """Return a model with LoRA adapters: new ones, or loaded from `pretrained_dir`. Needs the package peft."""
         try:
             import peft
         except ImportError as error:
@@ -109,7 +109,7 @@ class DPPluginBase(Plugin):
     """A plugin whose processes have the same model and different data."""
 
     takes_precision = True
-    # Whether models may have experts, parameters with `allreduce = False` that differ between processes.
+    # Whether models may have experts: parameters with `allreduce = False`, which differ between processes.
     takes_experts = False
 
     def __init__(self) -> None:
@@ -145,11 +145,11 @@ class DPPluginBase(Plugin):
         return model, boosted, criterion, dataloader, lr_scheduler
 
     def settings_group(self) -> Any:
-        """Return the group of all processes that train together; None for all there are."""
+        """Return the group of the processes that train together; None for the default group."""
         return None
 
     def replica_groups(self) -> list[Any]:
-        """Return groups whose processes have optimizers with the same options; the first one's have the same model."""
+        """Return groups whose optimizers must have equal options; the first group must have equal models, too."""
         return [self.settings_group()]
 
     def _compare(self, model: nn.Module, optimizer: Any, precision: Any) -> None:
@@ -165,7 +165,7 @@ class DPPluginBase(Plugin):
         raise NotImplementedError
 
     def data_place(self) -> tuple[int, int]:
-        """The number of parts that the data is divided into, and the number of this process's part."""
+        """Return the number of parts that the data is divided into, and the index of this process's part."""
         return dist.get_world_size(), dist.get_rank()
 
     def prepare_dataloader(
@@ -180,7 +180,7 @@ class DPPluginBase(Plugin):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A DataLoader with a DistributedSampler; workers are seeded with `seed`. Other arguments are DataLoader's."""
+        """Return a DataLoader with a DistributedSampler and seeded workers; `kwargs` are passed to DataLoader."""
         ranks, rank = self.data_place()
         sampler: Any = (distributed_sampler_cls or DistributedSampler)(
             dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -200,7 +200,7 @@ class DPPluginBase(Plugin):
 
 
 def _settings_of(value: Any) -> Any:
-    """Return the settings of a precision, without those about what it prints; any other value as it is."""
+    """Return a precision's settings except its verbosity, as a dict; return any other value unchanged."""
     if not isinstance(value, MixedPrecision):
         return value
     settings = {**vars(value), **vars(value).get("options", {}), "options": None}
@@ -219,17 +219,26 @@ class PipelinePluginBase(DPPluginBase):
 
     @abstractmethod
     def execute_pipeline(self, data_iter: Iterator[Any], model: Any, criterion: Any, *options: Any) -> dict[str, Any]:
-        """One step's passes over the microbatches of the next batch; see `Booster.execute_pipeline`."""
+        """Run the microbatches of the next batch; see `Booster.execute_pipeline`."""
 
 
-def own_precision(plugin: str, precision: Any, use_fp8: bool, **scaling: Any) -> MixedPrecision:
-    """Return the precision of a plugin that has its own: a name, a MixedPrecision, or float8 if `use_fp8`.
+# Arguments of a plugin's constructor for the loss scale of "fp16".
+_SCALING = (
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
+    *("max_scale", "verbose"),
+)
 
-    "fp16" and "bf16" mean weights in that type, and float32 ones beside the optimizer. `scaling` has the arguments of
-    the loss scale, which "fp16" alone has.
+
+def own_precision(plugin: str, arguments: Mapping[str, Any]) -> MixedPrecision:
+    """Return the precision of a plugin that has its own, from the arguments of the plugin's constructor.
+
+    `use_fp8` asks for float8, else `precision` is a name or a MixedPrecision. "fp16" and "bf16" mean weights of that
+    dtype and float32 weights in the optimizer. The arguments of the loss scale have an effect on "fp16" only.
     """
-    naive = FP16NaiveMixedPrecision(**scaling)  # complains of wrong numbers in every precision
-    if use_fp8:
+    precision = arguments["precision"]
+    scaling: dict[str, Any] = {name: arguments[name] for name in _SCALING if name in arguments}
+    naive = FP16NaiveMixedPrecision(**scaling)  # raises for invalid numbers, whatever the precision is
+    if arguments["use_fp8"]:
         return FP8MixedPrecision()
     if isinstance(precision, MixedPrecision):
         return precision

@@ -1,9 +1,9 @@
-"""Data parallelism: every process has the model, gradients are averaged."""
+"""Data parallelism: every process has the whole model, and gradients are averaged."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +23,15 @@ __all__ = ["TorchDDPModel", "TorchDDPPlugin"]
 
 
 class TorchDDPModel(ModelWrapper):
-    """A model inside of DistributedDataParallel, which is `module`."""
+    """A wrapper around DistributedDataParallel, which is its `module`."""
 
 
 class TorchDDPPlugin(DPPluginBase):
-    """Trains with torch's DistributedDataParallel, whose arguments it takes, or with `ddp="apex"` with apex's.
+    """Data parallelism with torch's DistributedDataParallel, whose arguments it takes, or with apex's if `ddp="apex"`.
 
-    apex's DistributedDataParallel chooses its buckets itself: the other arguments have no effect on it, and a warning
-    says so. `check_reduction`, which torch has retired, turns on `find_unused_parameters`. Batch norms become
-    `apex.parallel.SyncBatchNorm` unless `sync_batch_norm` is False; their tensors stay the same.
+    apex's DistributedDataParallel chooses its buckets itself; a warning says that the other arguments have no effect on
+    it. `check_reduction`, which torch has retired, turns on `find_unused_parameters`. Batch norms become
+    `apex.parallel.SyncBatchNorm` with the same parameters and buffers, unless `sync_batch_norm` is False.
     """
 
     def __init__(
@@ -47,22 +47,15 @@ class TorchDDPPlugin(DPPluginBase):
         ddp: str = "torch",
         sync_batch_norm: bool = True,
     ) -> None:
-        given = changed(TorchDDPPlugin.__init__, locals())
+        overrides = changed(TorchDDPPlugin.__init__, locals())
         super().__init__()
-        refuse(given, "fp8_communication", "gradients travel in their own type; use fp8_communication=False")
+        refuse(overrides, "fp8_communication", "gradients travel in their own type; use fp8_communication=False")
         if ddp not in ("torch", "apex"):
             raise ValueError(f"ddp={ddp!r} is not known; use 'torch' or 'apex'")
         if ddp == "apex":
-            warn_of(given, DDP_ARGUMENTS, "apex's DistributedDataParallel chooses its buckets itself")
+            warn_of(overrides, DDP_ARGUMENTS, "apex's DistributedDataParallel chooses its buckets itself")
         self.ddp, self.sync_batch_norm = ddp, sync_batch_norm
-        self.ddp_kwargs = ddp_options(
-            broadcast_buffers,
-            bucket_cap_mb,
-            find_unused_parameters,
-            check_reduction,
-            gradient_as_bucket_view,
-            static_graph,
-        )
+        self.ddp_kwargs = ddp_options(locals(), bucket_cap_mb)
 
     def support_no_sync(self) -> bool:
         return True
@@ -71,7 +64,7 @@ class TorchDDPPlugin(DPPluginBase):
         return True
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
-        # Before anything is cast: master weights are made from these values.
+        # Broadcast before anything is cast, because master weights are made from these values.
         broadcast_from_first([*model.parameters(), *model.buffers()])
         if self.sync_batch_norm and dist.get_world_size() > 1:
             model = convert_syncbn_model(model)
@@ -91,47 +84,42 @@ DDP_ARGUMENTS = (
 )
 
 
-def ddp_options(
-    broadcast_buffers: bool,
-    bucket_cap_mb: float,
-    find_unused_parameters: bool,
-    check_reduction: bool,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-) -> dict[str, Any]:
-    """Return arguments of torch's DistributedDataParallel that it has no deprecation warning for."""
-    options: dict[str, Any] = {
-        "bucket_cap_mb": bucket_cap_mb,
-        # torch has retired check_reduction: it found parameters without a gradient too.
-        "find_unused_parameters": find_unused_parameters or check_reduction,
-        "gradient_as_bucket_view": gradient_as_bucket_view,
-        "static_graph": static_graph,
-    }
-    if not broadcast_buffers:  # new versions of torch warn of the name, also at its default
+def ddp_options(arguments: Mapping[str, Any], bucket_cap_mb: float) -> dict[str, Any]:
+    """Return options of torch's DistributedDataParallel from the arguments of a plugin's constructor.
+
+    Leaves out options at their default if torch has a deprecation warning for them.
+    """
+    options = {name: arguments[name] for name in ("gradient_as_bucket_view", "static_graph")}
+    options["bucket_cap_mb"] = bucket_cap_mb
+    # torch has retired check_reduction, which also found parameters without a gradient.
+    options["find_unused_parameters"] = arguments["find_unused_parameters"] or arguments["check_reduction"]
+    if not arguments["broadcast_buffers"]:  # new versions of torch warn even if the default is passed
         options["broadcast_buffers"] = False
     return options
 
 
 def replicated(model: nn.Module, ddp: str, options: dict[str, Any], group: Any = None) -> nn.Module:
-    """Return the model in DistributedDataParallel, or the model itself if no parameter but experts is trained.
+    """Return the model in DistributedDataParallel, or the model itself if only experts are trained.
 
     Experts (parameters with `allreduce = False`) keep their own values and gradients.
     """
     if not any(param.requires_grad and not is_expert(param) for param in model.parameters()):
         return model
     if ddp == "apex":
-        # In float32: sums of scaled float16 gradients would overflow long before their means do.
+        # Reduce in float32, because sums of scaled float16 gradients overflow long before their means do.
         return ApexDistributedDataParallel(model, allreduce_always_fp32=True)
     hide_experts_from_ddp(model)
     device = next(model.parameters()).device
-    where = None if device.index is None else [device]
     options = {"process_group": own_group(group), **options}
-    return nn.parallel.DistributedDataParallel(model, device_ids=where, **options)
+    return nn.parallel.DistributedDataParallel(model, device_ids=None if device.index is None else [device], **options)
 
 
 @contextlib.contextmanager
 def not_reduced(module: Any, optimizer: Any) -> Iterator[None]:
-    """Gradients stay in this process; those that `apex.amp` has scaled stay so, to be reduced with later ones."""
+    """Accumulate gradients of backward passes inside without reducing them.
+
+    Gradients that `apex.amp` has scaled stay scaled, so that a later pass can reduce them together with its own.
+    """
     with contextlib.ExitStack() as stack:
         if hasattr(module, "no_sync"):
             stack.enter_context(module.no_sync())

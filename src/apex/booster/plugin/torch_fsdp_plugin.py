@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..._distributed.groups import make_mesh
 from ..._env import processes_on_machine
 from ...parallel._flat import broadcast_from_first
-from ...transformer._resharding.gathered import part
+from ...transformer._resharding.gathered import local_part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from ..wrappers import ModelWrapper
 from ._arguments import changed, refuse, warn_of
@@ -29,25 +29,24 @@ class TorchFSDPModel(ModelWrapper):
 
 
 class TorchFSDPPlugin(DPPluginBase):
-    """Trains with `torch.distributed.fsdp.fully_shard`. Parameter groups and optimizer state stay what they were.
+    """Sharding with `torch.distributed.fsdp.fully_shard`, which keeps parameter groups and optimizer state.
 
-    Weights are float32 and sharded; what a precision says is the type in which they are gathered and computed with.
+    The sharded weights are float32. A precision's dtype is used to gather them and to compute.
 
-    - `process_group`: the processes, all of them by default;
+    - `process_group`: the group of processes, by default all;
     - `sharding_strategy`: a `torch.distributed.fsdp.ShardingStrategy` or its name. SHARD_GRAD_OP keeps gathered
       parameters until the backward pass; NO_SHARD shards nothing; HYBRID_SHARD shards among the processes of each
       machine, and _HYBRID_SHARD_ZERO2 is both;
-    - `cpu_offload`: parameters, gradients and state are in the host's memory;
-    - `auto_wrap_policy`: which modules are gathered on their own: classes, a function of a module, or a policy of
+    - `cpu_offload`: whether parameters, gradients and state are in the host's memory;
+    - `auto_wrap_policy`: the modules to gather separately: classes, a function of a module, or a policy of
       `torch.distributed.fsdp.wrap`; by default the elements of every `nn.ModuleList`;
     - `mixed_precision`: a precision, by name or as an object, or a policy with `param_dtype`, `reduce_dtype` and
-      `buffer_dtype`; None for that of the Booster;
+      `buffer_dtype`; None for the Booster's precision;
     - `ignored_modules`: modules that are not sharded;
     - `sync_module_states`: whether all processes start from the weights of the first; the original's default is False.
     """
 
-    # How many copies of the sharded parameters there are.
-    copies = 1
+    copies = 1  # of the sharded parameters
 
     def __init__(
         self,
@@ -62,11 +61,13 @@ class TorchFSDPPlugin(DPPluginBase):
         sync_module_states: bool = True,
         fp8_communication: bool = False,
     ) -> None:
-        given = changed(TorchFSDPPlugin.__init__, locals())
+        overrides = changed(TorchFSDPPlugin.__init__, locals())
         super().__init__()
-        refuse(given, "param_init_fn", "FSDP2 shards models that are on a device; initialise the model before boost")
-        refuse(given, "fp8_communication", "FSDP2 sends parameters in the precision's type; use bf16")
-        warn_of(given, "backward_prefetch", "FSDP2 gathers the next parameters during a backward pass by itself")
+        refuse(
+            overrides, "param_init_fn", "FSDP2 shards models that are on a device; initialise the model before boost"
+        )
+        refuse(overrides, "fp8_communication", "FSDP2 sends parameters in the precision's type; use bf16")
+        warn_of(overrides, "backward_prefetch", "FSDP2 gathers the next parameters during a backward pass by itself")
         self.process_group = process_group
         strategy = str(getattr(sharding_strategy, "name", sharding_strategy or "FULL_SHARD"))
         if strategy not in STRATEGIES:
@@ -170,7 +171,7 @@ COPIES = ("replicate", "shard")
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Cast the floating-point buffers of a model, except for those of batch norms, which stay in float32."""
+    """Cast the floating-point buffers of a model, except for batch norms' statistics, which stay in float32."""
     for module in [] if dtype is None else list(model.modules()):
         for name, buffer in [] if isinstance(module, _BatchNorm) else list(module._buffers.items()):
             if buffer is not None and buffer.is_floating_point():
@@ -178,25 +179,26 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
-    """Modules that are gathered on their own, inner ones first."""
+    """Return the modules to gather separately, inner ones first."""
     if policy is None:
-        chosen = {id(each) for module in model.modules() if isinstance(module, nn.ModuleList) for each in module}
-        wanted: Callable[[nn.Module], bool] = lambda module: id(module) in chosen  # noqa: E731
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        elements = {id(element) for module_list in lists for element in module_list}
+        wanted: Callable[[nn.Module], bool] = lambda module: id(module) in elements  # noqa: E731
     elif isinstance(policy, (set, frozenset, list, tuple)):
         kinds = tuple(policy)
         wanted = lambda module: isinstance(module, kinds)  # noqa: E731
-    elif "recurse" in inspect.signature(policy).parameters:  # of torch.distributed.fsdp.wrap
+    elif "recurse" in inspect.signature(policy).parameters:  # a policy of torch.distributed.fsdp.wrap
         wanted = lambda module: policy(  # noqa: E731
             module=module, recurse=False, nonwrapped_numel=sum(param.numel() for param in module.parameters())
         )
     else:
         wanted = policy
-    found = [module for module in model.modules() if module is not model and wanted(module)]
-    return [module for module in reversed(found) if any(True for _ in module.parameters())]
+    blocks = [module for module in model.modules() if module is not model and wanted(module)]
+    return [module for module in reversed(blocks) if any(True for _ in module.parameters())]
 
 
 def _exchange(optimizer: Any, new_of: dict[Tensor, Tensor]) -> None:
-    """Puts sharded parameters in the place of those that they were made from, in groups and in state."""
+    """Replace parameters by their sharded ones in an optimizer's groups, and shard their state."""
     for group in optimizer.param_groups:
         group["params"] = [new_of.get(param, param) for param in group["params"]]
     for old, new in new_of.items():
@@ -204,6 +206,6 @@ def _exchange(optimizer: Any, new_of: dict[Tensor, Tensor]) -> None:
         if state is None:
             continue
         optimizer.state[new] = {
-            name: part(value, new, None) if isinstance(value, Tensor) and value.shape == old.shape else value
+            name: local_part(value, new, None) if isinstance(value, Tensor) and value.shape == old.shape else value
             for name, value in state.items()
         }

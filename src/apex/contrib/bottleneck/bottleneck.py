@@ -48,7 +48,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 def _forward(ctx, nhwc, stride, scale, bias, x, conv, pad=None, overlap=False):  # type: ignore[no-untyped-def]
     dtype = autocast_dtype(x) or x.dtype
-    x, *weights = [cast(_channels_second(each, nhwc), dtype) for each in (x, *conv)]
+    x, *weights = [cast(_channels_second(tensor, nhwc), dtype) for tensor in (x, *conv)]
     norms = bias if scale is None else list(zip(scale, bias, strict=True))
     with autocast_off(x):
         y, saved = bottleneck_forward(x, weights, norms, stride, pad, overlap)
@@ -79,11 +79,11 @@ class BottleneckFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_o):  # type: ignore[override]
-        wanted = ctx.needs_input_grad[-ctx.count :]
+        needs_grad = ctx.needs_input_grad[-ctx.count :]
         dy = _channels_second(grad_o, ctx.nhwc)
         with autocast_off(dy):
-            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.stride, wanted, ctx.pad)
-        gradients = [each if each is None else _channels_last(each, ctx.nhwc) for each in gradients]
+            gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.stride, needs_grad, ctx.pad)
+        gradients = [gradient if gradient is None else _channels_last(gradient, ctx.nhwc) for gradient in gradients]
         return *[None] * (len(ctx.needs_input_grad) - ctx.count), *gradients
 
 
@@ -198,12 +198,12 @@ class Bottleneck(nn.Module):
         """
         norms = self._norms()
         pairs = [norm.get_scale_bias(self.explicit_nhwc) for norm in norms]
-        kept = self.w_scale, self.w_bias = tuple([pair[place] for pair in pairs] for place in range(2))
+        stored = self.w_scale, self.w_bias = tuple([pair[index] for pair in pairs] for index in range(2))
 
         def renew() -> None:
             current = scales_and_biases([tuple(norm._buffers.values()) for norm in norms])
-            for kept_tensors, values in zip(kept, current, strict=True):
-                torch._foreach_copy_([memory.view(-1) for memory in kept_tensors], values)
+            for tensors, values in zip(stored, current, strict=True):
+                torch._foreach_copy_([memory.view(-1) for memory in tensors], values)
 
         return renew
 
@@ -223,7 +223,7 @@ class Bottleneck(nn.Module):
             return _bottleneck(nhwc, stride, scales, biases, x, *weights)
         if scales is None:
             scales, biases = scales_and_biases(biases)
-        images, *weights = (_channels_second(each, nhwc) for each in (x, *weights))
+        images, *weights = (_channels_second(tensor, nhwc) for tensor in (x, *weights))
         return _channels_last(bottleneck_reference(images, weights, scales, biases, stride), nhwc)
 
 

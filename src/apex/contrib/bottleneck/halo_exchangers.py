@@ -63,7 +63,7 @@ class HaloExchanger:
             received = torch.empty_like(left_output_halo), torch.empty_like(right_output_halo)
         else:
             received = left_input_halo, right_input_halo
-        kinds = [(list(each.shape), each.dtype) for each in (*sent, *received)]
+        kinds = [(list(halo.shape), halo.dtype) for halo in (*sent, *received)]
         if kinds.count(kinds[0]) < 4:
             raise ValueError(f"halos must have one shape and dtype, got {', '.join(map(str, kinds))}")
         self._exchange(sent, received)

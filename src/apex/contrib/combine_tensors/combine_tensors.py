@@ -28,7 +28,9 @@ def combine_npu(list_of_tensor: Sequence[Tensor], require_copy_value: bool = Tru
     if not tensors:
         return None
     _check(tensors)
-    return flat.combine(tensors, require_copy_value)[0]
+    buffer = flat.FlatBuffer(tensors)
+    buffer.adopt(tensors, require_copy_value)
+    return buffer.values
 
 
 def _check(tensors: list[Tensor]) -> None:

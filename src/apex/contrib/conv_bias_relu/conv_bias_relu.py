@@ -27,10 +27,10 @@ def _relu_forward(ctx, x, weight, bias, spec: ConvSpec, mask=None, scale=None) -
 
 def _relu_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, output, scale = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-    of_bias = of_bias and scale is None
-    wanted = (of_x, of_weight)
-    dx, dweight, dbias = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, of_bias, wanted, scale)
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    needs_bias = needs_bias and scale is None
+    needs_grad = (needs_x, needs_weight)
+    dx, dweight, dbias = conv_bias_relu_gradients(dy, output, x, weight, ctx.spec, needs_bias, needs_grad, scale)
     if dbias is not None and len(ctx.bias_shape) > 1:
         dbias = dbias.view(ctx.bias_shape)
     return dx, dweight, dbias
@@ -94,8 +94,8 @@ class ConvBias_(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = conv_bias_gradients(grad_output, x, weight, ctx.spec, of_bias, (of_x, of_weight))
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = conv_bias_gradients(grad_output, x, weight, ctx.spec, needs_bias, (needs_x, needs_weight))
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 

@@ -13,7 +13,7 @@ from ...ops.group_norm.op import ACTIVATIONS
 def torch_group_norm(x: Tensor, g: int, w: Tensor | None, b: Tensor | None, eps: float, act: str = "") -> Tensor:
     """Compute group norm and the activation `act` by PyTorch's operators, for inputs and parameters of any dtypes."""
     dtype = x.dtype if w is None else torch.promote_types(x.dtype, w.dtype)
-    weight, bias = (None if each is None else each.to(dtype) for each in (w, b))
+    weight, bias = (None if parameter is None else parameter.to(dtype) for parameter in (w, b))
     y = nn.functional.group_norm(x.to(dtype), g, weight, bias, eps)
     if act in ("silu", "swish"):
         y = nn.functional.silu(y)

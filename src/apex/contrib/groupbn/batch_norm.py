@@ -163,7 +163,10 @@ class BatchNorm2d_NHWC(_BatchNorm):
         running = Channels(buffers["running_mean"], buffers["running_var"], weight, bias)
         output, batch = batch_norm_with_statistics(x, z, running, spec, exchange)
         if batch is not None:
-            self.__dict__["_batch"] = batch  # `self._batch = batch` without nn.Module's check for submodules
+            if torch.compiler.is_compiling():
+                self._batch = batch  # Dynamo of PyTorch 2.6 cannot trace an assignment to `__dict__`
+            else:
+                self.__dict__["_batch"] = batch  # saves nn.Module's check for submodules
         if training and self.momentum is None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return output

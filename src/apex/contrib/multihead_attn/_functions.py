@@ -19,14 +19,14 @@ from ...ops.multihead import explicit
 # Attention step by step, with a backward pass from the saved result of each step.
 
 
-def _forward(ctx: Any, inputs: int, given: Sequence[Any], cover: Any, *settings: Any) -> Tensor:
-    """Compute attention; `given` holds the `inputs` input tensors, then the weights, then the biases or None."""
+def _forward(ctx: Any, inputs: int, tensor_arguments: Sequence[Any], mask: Any, *settings: Any) -> Tensor:
+    """Compute attention; `tensor_arguments` are `inputs` input tensors, then weights, then biases or None."""
     heads, scale, dropout = settings
-    tensors, weights = cast_for_autocast(*given), 2 * inputs + 1
+    tensors, weights = cast_for_autocast(*tensor_arguments), 2 * inputs + 1
     parameters = tensors[:inputs], tensors[inputs:weights], tensors[weights:]
-    outputs, packed, core = explicit.forward(*parameters, mask=cover, heads=heads, scale=scale, dropout=dropout)
+    outputs, packed, core = explicit.forward(*parameters, mask=mask, heads=heads, scale=scale, dropout=dropout)
     ctx.save_for_backward(*tensors[:weights], *packed, core.context, core.probabilities, core.dropped, core.noise)
-    ctx.settings = inputs, (*settings, given[weights] is not None)
+    ctx.settings = inputs, (*settings, tensor_arguments[weights] is not None)
     return outputs
 
 
@@ -46,9 +46,9 @@ class SelfAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
-        *given, mask, is_additive_mask, dropout_prob = arguments
+        *tensor_arguments, mask, is_additive_mask, dropout_prob = arguments
         cover = multihead.make_mask(mask, use_time_mask, is_additive_mask)
-        return _forward(ctx, 1, given, cover, heads, scale, dropout_prob if is_training else 0.0)
+        return _forward(ctx, 1, tensor_arguments, cover, heads, scale, dropout_prob if is_training else 0.0)
 
     @staticmethod
     @once_differentiable
@@ -65,9 +65,9 @@ class EncdecAttnFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, use_time_mask, is_training, heads, scale, *arguments) -> Tensor:  # type: ignore[override]
-        *given, mask, dropout_prob = arguments
+        *tensor_arguments, mask, dropout_prob = arguments
         cover = multihead.make_mask(mask, use_time_mask, additive=False)
-        return _forward(ctx, 2, given, cover, heads, scale, dropout_prob if is_training else 0.0)
+        return _forward(ctx, 2, tensor_arguments, cover, heads, scale, dropout_prob if is_training else 0.0)
 
     @staticmethod
     @once_differentiable
@@ -82,10 +82,10 @@ class _FastFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
-        wanted = [leaf for leaf in ctx.leaves if leaf is not None and leaf.requires_grad]
+        inputs = [leaf for leaf in ctx.leaves if leaf is not None and leaf.requires_grad]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = iter(torch.autograd.grad(ctx.output, wanted, gradient, retain_graph=keep))
-        gradients = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in ctx.leaves]
+        results = iter(torch.autograd.grad(ctx.output, inputs, gradient, retain_graph=keep))
+        gradients = [next(results) if leaf is not None and leaf.requires_grad else None for leaf in ctx.leaves]
         return None, None, None, *gradients, *(None,) * (len(ctx.needs_input_grad) - 3 - len(gradients))
 
 
@@ -96,8 +96,8 @@ def _fast_forward(ctx, inputs, use_time_mask, is_training, heads, *arguments, no
     """
     *tensors, pad_mask, dropout_prob = arguments
     mask = multihead.make_mask(pad_mask, use_time_mask, additive)
-    wanted = ctx.needs_input_grad[3 : 3 + len(tensors)]
-    leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
+    needs_grad = ctx.needs_input_grad[3 : 3 + len(tensors)]
+    leaves = [None if t is None else t.detach().requires_grad_(w) for t, w in zip(tensors, needs_grad, strict=True)]
     first = inputs + 2 * norm
     options = {"heads": heads, "mask": mask, "dropout": dropout_prob if is_training else 0.0}
     parameters = leaves[first : first + inputs + 1], leaves[first + inputs + 1 :]
@@ -116,8 +116,8 @@ class FastSelfAttnFunc(_FastFunction):
 
     @staticmethod
     def forward(ctx, *arguments) -> Tensor:  # type: ignore[override]
-        *given, mask_additive, dropout_prob = arguments
-        return _fast_forward(ctx, 1, *given, dropout_prob, additive=mask_additive)
+        *leading, mask_additive, dropout_prob = arguments
+        return _fast_forward(ctx, 1, *leading, dropout_prob, additive=mask_additive)
 
 
 class FastSelfAttnNormAddFunc(_FastFunction):

@@ -44,10 +44,10 @@ class MultiheadAttnBase(nn.Module):
 
     def _make_norm(self) -> None:
         """Create the layer norm in front: as parameters of this module if `impl` is 'fast', else as a submodule."""
-        own = self.include_norm_add and self.impl == "fast"
+        has_parameters = self.include_norm_add and self.impl == "fast"
         for name in ("lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"):
-            self.register_parameter(name, Parameter(torch.empty(self.embed_dim)) if own else None)
-        self.lyr_nrm = FusedLayerNorm(self.embed_dim) if self.include_norm_add and not own else None
+            self.register_parameter(name, Parameter(torch.empty(self.embed_dim)) if has_parameters else None)
+        self.lyr_nrm = FusedLayerNorm(self.embed_dim) if self.include_norm_add and not has_parameters else None
 
     def _reset_norm(self) -> None:
         if self.lyr_nrm is not None:

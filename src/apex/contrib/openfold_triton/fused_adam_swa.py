@@ -12,7 +12,7 @@ from torch import Tensor
 from ...ops._host import HOST
 from ...ops.multi_tensor import rules
 from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
-from ...optimizers._buckets import Bucket
+from ...optimizers._buckets import Group, UpdateBucket
 
 # The key of a parameter's average in its optimizer state during a step.
 _AVERAGE = "swa_param"
@@ -66,8 +66,8 @@ class FusedAdamSWA(FusedOptimizer):
     ) -> None:
         params, compute_params, swa_params = list(params), list(compute_params), list(swa_params)
         _check_lists(params, compute_params, swa_params)
-        for name, asked in (("amsgrad", amsgrad), ("capturable", capturable), ("master_weights", master_weights)):
-            if asked:
+        for name, requested in (("amsgrad", amsgrad), ("capturable", capturable), ("master_weights", master_weights)):
+            if requested:
                 raise NotImplementedError(f"FusedAdamSWA does not support {name}=True")
         if not isinstance(adam_math_mode, AdamMathType):
             raise ValueError(
@@ -156,7 +156,7 @@ class FusedAdamSWA(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq", _AVERAGE
 
-    def _update(self, group: dict[str, Any], bucket: Bucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
+    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
         hyper = adam_hyperparameters(group, step, decoupled=decoupled, average_decay=self.swa_decay_rate)
         bucket.lists.apply(
@@ -169,11 +169,11 @@ class FusedAdamSWA(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return Adam's state in the format of `torch.optim.Adam`, which can load it."""
         whole = super().state_dict()
-        kept = {
+        without_averages = {
             param: {name: value for name, value in state.items() if name != _AVERAGE}
             for param, state in whole["state"].items()
         }
-        return {**whole, "state": kept}
+        return {**whole, "state": without_averages}
 
     def __getstate__(self) -> dict[str, Any]:
         lists = {name: getattr(self, name) for name in ("adam_math_mode", "compute_param_groups", "swa_param_groups")}

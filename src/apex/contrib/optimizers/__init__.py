@@ -1,6 +1,6 @@
-"""Optimizers with divided state (`Distributed...`), and others in their first form.
+"""Optimizers with sharded state (`Distributed...`), and upstream's first optimizers with FP16_Optimizer.
 
-The latter are given gradients, copies and scale in `step`, mostly by FP16_Optimizer.
+`step` of the first optimizers takes gradients, output tensors and a loss scale; FP16_Optimizer passes them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .fused_sgd import FusedSGD
 
 __all__ = ["DistributedFusedAdam", "DistributedFusedLAMB", "FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
 
-# Imported at first use: they need torch.distributed.
+# Imported at first use, because they need torch.distributed.
 _LATER = {"DistributedFusedAdam": "distributed_fused_adam", "DistributedFusedLAMB": "distributed_fused_lamb"}
 
 

@@ -1,4 +1,4 @@
-"""Optimizers whose `step` is given gradients, and copies to write, as lists beside the parameters."""
+"""Base class of optimizers whose `step` takes lists of gradients, and of tensors that get copies of parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.multi_tensor import l2norm
-from ...ops.multi_tensor.op import check
+from ...ops.multi_tensor.dispatch import check
 from ...optimizers._base import run_closure
 from ...optimizers._checkpoints import check_saved
 from ...optimizers._checks import check_options
@@ -25,7 +25,7 @@ class Member(NamedTuple):
 
 
 def _check(members: list[Member]) -> None:
-    """Raises for what cannot be updated, before anything is."""
+    """Raise an error if a parameter, gradient or output cannot be used; called before anything is updated."""
     check(([member.param for member in members], [member.gradient for member in members]), ("params", "grads"))
     copied = [member for member in members if member.output is not None]
     outputs = [member.output for member in copied if member.output is not None]
@@ -33,9 +33,9 @@ def _check(members: list[Member]) -> None:
 
 
 class ExplicitGradsOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers that FP16_Optimizer drives."""
+    """Base of the optimizers that FP16_Optimizer wraps."""
 
-    # As in FusedOptimizer.
+    # FusedOptimizer describes these attributes; `check_saved` reads them.
     _counts_steps = True
     _may_lack: frozenset[str] = frozenset()
     _check_options = staticmethod(check_options)
@@ -44,8 +44,8 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, after a look at its hyperparameters."""
-        if isinstance(param_group, dict):  # else PyTorch complains
+        """Add a parameter group after checking its hyperparameters."""
+        if isinstance(param_group, dict):  # PyTorch raises for other types
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -58,13 +58,12 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
         scale: float | Tensor = 1.0,
         grad_norms: Any = None,
     ) -> Any:
-        """One optimization step; returns the closure's loss.
+        """Perform one optimization step and return the closure's loss.
 
-        - `grads`: gradients in place of the parameters' own, a list, or a list per group; None where there is none.
-        - `output_params`: tensors, laid out like `grads`, that get a copy of the updated parameters.
-        - `scale`: what gradients are divided by.
-        - `grad_norms`: the norm of each group's gradients, before that division; computed where it is wanted and not
-          given.
+        - `grads`: gradients instead of the parameters' own, as a list, or a list per group; None for no gradient.
+        - `output_params`: tensors, in lists like `grads`, that get a copy of the updated parameters.
+        - `scale`: gradients are divided by it.
+        - `grad_norms`: the norm of each group's gradients before the division; computed if it is needed and missing.
         """
         loss = run_closure(closure)
         grads, output_params, scale, grad_norms = self._from_amp(grads, output_params, scale, grad_norms)
@@ -74,19 +73,19 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
         return loss
 
     def _from_amp(self, *arguments: Any) -> tuple[Any, ...]:
-        """`grads`, `output_params`, `scale` and `grad_norms`, as given or as amp has set them aside."""
+        """Return `grads`, `output_params`, `scale` and `grad_norms`: the arguments of `step`, or amp's values."""
         return arguments
 
     def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor, norm: Any) -> None:
-        """One step of a group's members, whose gradients have been multiplied by `scale` and then have `norm`."""
+        """Update a group's members; their gradients have been multiplied by `scale`, and then have the norm `norm`."""
         raise NotImplementedError
 
     def _members(self, grads: Any, output_params: Any) -> list[list[Member]]:
-        """What is to be updated, by group: parameters that have a gradient, given or their own."""
+        """Return the members of each group: its parameters with a gradient, passed to `step` or their own."""
         gradients, outputs = (
             self._by_group(tensors, name) for tensors, name in ((grads, "grads"), (output_params, "output_params"))
         )
-        found = []
+        by_group = []
         for group, of_group, copies in zip(self.param_groups, gradients, outputs, strict=True):
             members = []
             for param, gradient, output in zip(group["params"], of_group, copies, strict=True):
@@ -99,25 +98,26 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
                     )
                 members.append(Member(param, gradient, output))
             _check(members)
-            found.append(members)
-        return found
+            by_group.append(members)
+        return by_group
 
     def _by_group(self, tensors: Any, name: str) -> Iterable[list[Any]]:
-        """A tensor or None for every parameter: from nothing, from an iterable for one group, or from one per group."""
+        """Return a tensor or None for every parameter; `tensors` is None, a list for one group, or a list per group."""
         sizes = [len(group["params"]) for group in self.param_groups]
         if tensors is None:
             return [[None] * size for size in sizes]
         tensors = list(tensors)
-        of_one_group = all(each is None or isinstance(each, Tensor) for each in tensors)
+        of_one_group = all(entry is None or isinstance(entry, Tensor) for entry in tensors)
         if of_one_group and tensors != [None] * len(sizes):
             tensors = [tensors]
-        lists = [[None] * size if each is None else list(each) for each, size in zip(tensors, sizes, strict=False)]
+        pairs = zip(tensors, sizes, strict=False)
+        lists = [[None] * size if entry is None else list(entry) for entry, size in pairs]
         if len(tensors) != len(sizes) or any(map(int.__ne__, map(len, lists), sizes)):
             raise ValueError(f"{name} has lists of {list(map(len, lists))} tensors, the parameter groups {sizes}")
         return lists
 
     def _norms(self, grad_norms: Any, by_group: list[list[Member]]) -> Iterator[Any]:
-        """The norm of each group's gradients, before unscaling: as given, or computed where it is wanted and is not."""
+        """Yield the norm of each group's gradients before unscaling; compute it if it is needed and missing."""
         norms = [None] * len(by_group) if grad_norms is None else list(grad_norms)
         for group, norm, members in zip(self.param_groups, norms, by_group, strict=True):
             if (group.get("max_grad_norm") or 0) > 0 and norm is None and members:
@@ -125,7 +125,7 @@ class ExplicitGradsOptimizer(torch.optim.Optimizer):
             yield norm
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned; state keeps the dtype it was saved in."""
+        """Load a state dict; state keeps the dtype that it was saved in."""
         check_saved(self, state_dict)
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

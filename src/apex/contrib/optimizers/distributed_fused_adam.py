@@ -1,4 +1,4 @@
-"""DistributedFusedAdam: Adam and AdamW with state and gradients divided among processes (ZeRO-2)."""
+"""DistributedFusedAdam: Adam and AdamW with state and gradients sharded over processes (ZeRO-2)."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ from ._zero.subclassing import _multi_tensor_copy as _multi_tensor_copy
 
 
 class DistributedFusedAdam(SubclassableOptimizer):
-    """`apex.optimizers.FusedAdam` with its state divided among processes; the same numbers on averaged gradients.
+    """`apex.optimizers.FusedAdam` with its state sharded over processes; the same numbers for averaged gradients.
 
-    Parameters are laid out in buckets, and each process owns an equal part of every bucket: it sums up the gradients of
-    that part, keeps its state and updates it, and sends the result to the others; models are not wrapped. Backward
-    passes take gradients away from parameters: `param.grad` is None after them. A gradient that is missing counts as
-    zeros. All processes must take as many backward passes and steps. Where torch.distributed is not initialised, or has
-    one process, nothing is sent.
+    Parameters are laid out in buckets, and each process owns an equal shard of every bucket. It reduces the gradients
+    of its shards, keeps and updates their state, and sends the updated parameters to the others. Models are not
+    wrapped. Backward passes take gradients away: `param.grad` is None afterwards. A missing gradient counts as zeros.
+    All processes must take the same number of backward passes and steps. With one process nothing is sent.
 
-    - `dtype`, `grad_sync_dtype`, `param_sync_dtype`: of the state, and of gradients and parameters that are sent, which
-      are `dtype` unless given; as integers parameters travel as they are, or, of fewer bits, without their last bits;
-    - `device`: where the parameters are, which is all that is accepted;
-    - `process_group`: all processes, as a grid: state is divided among `distributed_process_group` (all of them unless
-      given) and repeated in `redundant_process_group` (nobody unless given);
-    - `average_grad_sync`: whether gradients are averaged, not summed;
-    - `overlap_grad_sync`: whether buckets of gradients are sent during backward passes;
-    - `overlap_param_sync`: whether `step` returns before parameters have arrived: each is waited for at its first use;
-    - `bucket_cap_mb`: the size of a bucket of gradients; `pipeline_size`: how many are on their way at once outside of
-      backward passes;
-    - `contiguous_param_buffer`, `contiguous_grad_buffer`: parameters (from `init_param_buffer` or the first step on)
-      and gradients (from `zero_grad` on) are views of buffers that stay, in which they are sent without copies;
-    - `store_params`: whether the state has the parameters in `dtype`, where theirs is another; without it updates are
-      rounded to the parameters' dtype;
-    - `store_param_remainders`: it has the 16 bits that bfloat16 parameters lack to float32 instead: half the memory;
-    - `with_scaled_states`: state is float16 or bfloat16 (`dtype`), with a scale for every piece of a parameter;
-    - `nccl_ub`: buffers are allocated by NCCL, where it can, which then copies nothing; needs `contiguous_grad_buffer`;
-    - `capturable`: step count and learning rate are on the device, so that a CUDA graph can be replayed.
+    - `dtype`, `grad_sync_dtype`, `param_sync_dtype`: dtypes of the state, and of gradients and parameters while they
+      are sent (`dtype` by default). With an integer `param_sync_dtype`, parameters are sent bit by bit, without their
+      last bits if the integer is narrower;
+    - `device`: must be the device of the parameters;
+    - `process_group`: all processes, as a grid. State is sharded over `distributed_process_group` (by default all of
+      them) and replicated over `redundant_process_group` (by default none);
+    - `average_grad_sync`: average gradients instead of summing them;
+    - `overlap_grad_sync`: send buckets of gradients during backward passes;
+    - `overlap_param_sync`: let `step` return before parameters have arrived; the first use of a parameter waits for it;
+    - `bucket_cap_mb`: the size of a bucket of gradients;
+    - `pipeline_size`: the number of buckets that are sent concurrently outside of backward passes;
+    - `contiguous_param_buffer`, `contiguous_grad_buffer`: make parameters (from `init_param_buffer` or the first step
+      on) and gradients (from `zero_grad` on) views of lasting buffers, which are sent without copies;
+    - `store_params`: keep the parameters in `dtype` as part of the state if they have another dtype. Otherwise updates
+      are rounded to the parameters' dtype;
+    - `store_param_remainders`: keep only the 16 bits that bfloat16 parameters lack to float32: half the memory;
+    - `with_scaled_states`: keep state in float16 or bfloat16 (`dtype`), with a scale for every piece of a parameter;
+    - `nccl_ub`: let NCCL allocate the buffers if it can, and send them without copies; needs `contiguous_grad_buffer`;
+    - `capturable`: keep step count and learning rate on the device, so that a CUDA graph can be replayed.
     """
 
     @dataclass
     class ParameterFragment:
-        """Where elements of a parameter lie in a bucket, and which of them in this rank's shard of it.
+        """The elements of a parameter in one bucket, and the part of them in this rank's shard.
 
         Ranges are pairs of the first element and the one after the last; None if the shard has no element.
         """
@@ -69,12 +69,12 @@ class DistributedFusedAdam(SubclassableOptimizer):
         shard_param_range: tuple[int | None, int | None] | None
 
     class StateBucket:
-        """This rank's shard of a bucket: sizes, dtypes, what lies in it, and views of the state."""
+        """This rank's shard of a bucket: sizes, dtypes, fragments of parameters, and views of the state."""
 
         def __init__(
             self, arena: Arena, number: int, fragments: list[Any], shards: dict[str, Tensor], offset: int
         ) -> None:
-            """`offset` says where the arena starts in a buffer of all arenas with the same dtypes."""
+            """Make the shard; `offset` is the start of the arena in a buffer of all arenas with the same dtypes."""
             self.bucket_size = arena.layout.bucket_sizes[number]
             self.shard_size = arena.layout.shard_sizes[number]
             self.dtype, self.grad_sync_dtype = arena.dtypes[:2]
@@ -89,7 +89,7 @@ class DistributedFusedAdam(SubclassableOptimizer):
                 setattr(self, name, arena.shard(values, number))
 
         def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-            """Return the dtypes of state, of gradients that are sent and of parameters that are sent."""
+            """Return the dtypes of the state, and of gradients and parameters while they are sent."""
             return self.dtype, self.grad_sync_dtype, self.param_sync_dtype
 
     @dataclass
@@ -100,16 +100,17 @@ class DistributedFusedAdam(SubclassableOptimizer):
         params_bucket: Tensor | None = None
 
     def parameter(self, *args: Any) -> Any:
-        """A parameter: of a fragment, or of a parameter group's number and its own in it."""
+        """Return the parameter of a fragment, or of a group's index and the parameter's index in the group."""
         if len(args) == 1 and isinstance(args[0], DistributedFusedAdam.ParameterFragment):
             group, index = args[0].param_group_id, args[0].param_id
-        elif len(args) == 2 and all(isinstance(each, int) for each in args):
+        elif len(args) == 2 and all(isinstance(number, int) for number in args):
             group, index = args
         else:
             raise TypeError(f"a ParameterFragment, or two numbers, are expected; not {args}")
         return self.param_groups[group]["params"][index]
 
     def _arena_added(self, arena: Arena) -> None:
+        super()._arena_added(arena)
         numbers = self._numbers()
         shards = self._states[-1].shards()
         for bucket in self._buckets_of(arena, shards, numbers, len(self.state["buckets"])):
@@ -137,7 +138,7 @@ class DistributedFusedAdam(SubclassableOptimizer):
         """Return the fragment of a piece of a parameter; this rank's shard is `begin` to `end` of the bucket."""
         start, stop = max(piece.offset, begin), min(piece.offset + piece.size, end)
         owned = start < stop
-        first = piece.start - piece.offset  # from places in the bucket to elements of the parameter
+        first = piece.start - piece.offset  # difference of a parameter's index and an offset in the bucket
         return self.ParameterFragment(
             param_group_id=group,
             param_id=param,
@@ -153,12 +154,12 @@ class DistributedFusedAdam(SubclassableOptimizer):
     def state_dict(  # type: ignore[override]
         self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None
     ) -> dict[str, Any] | None:
-        """The state; all processes must call it.
+        """Return the state; all processes must call it.
 
-        Format 2, the default, has whole tensors of every parameter, in the host's memory: the same in all processes,
-        or, if `gather_on_root`, in the first one, None in others. Format 1 has the shards of every rank, in the first
-        process, None in others; or, unless `gather_on_root`, this rank's own, as views. `load_state_dict` takes both on
-        any number of processes, but for a single rank's own.
+        Format 2, the default, has whole tensors of every parameter in host memory, in all processes. With
+        `gather_on_root` only the first process gets them, and the others None. Format 1 has the shards of every rank
+        in the first process, and None in the others. With `gather_on_root=False` it has this rank's shards, as views.
+        `load_state_dict` takes any of these on any number of processes, except the shards of a single rank.
         """
         if state_dict_format not in (None, 1, 2):
             raise ValueError(f"state_dict_format={state_dict_format} is not known; 1 and 2 are")
@@ -168,15 +169,15 @@ class DistributedFusedAdam(SubclassableOptimizer):
         return checkpoints.whole_tensors(self, bool(gather_on_root))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` gave, or what `apex.optimizers.FusedAdam` or `torch.optim.AdamW` saved.
+        """Load a state dict of this class, `apex.optimizers.FusedAdam` or `torch.optim.AdamW`.
 
-        Parameters get the values that the state has of them. All processes must call it.
+        Parameters get the values in the state dict, if it has any. All processes must call it.
         """
         self._settle()
         checkpoints.load(self, state_dict)
 
     def _settle(self) -> None:
-        """Makes missing state, waits for gradients and parameters, and takes skipped steps off the count."""
+        """Make missing state, wait for gradients and parameters, and subtract skipped steps from the count."""
         self.init_params()
         self.grad_sync()
         self.param_sync()

@@ -1,52 +1,54 @@
-"""DistributedFusedLAMB: LAMB whose state is divided among processes."""
+"""DistributedFusedLAMB: LAMB whose state is sharded over processes (ZeRO)."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._distributed.collectives import all_reduce
 from ..._env import processes_on_machine
 from ...optimizers._base import adam_hyperparameters, run_closure
 from ...optimizers._buckets import check_parameter
 from ...optimizers._checks import check_options
-from ._zero.base import GradientHooks, ShardedOptimizer, StepCount
+from ._zero.arena import Arena
+from ._zero.base import ShardedOptimizer, StepCount
 from ._zero.groups import machine_groups, processes_of_machine, processes_that_divide
-from ._zero.lamb import LambReducer, Update, make_arena, make_state
+from ._zero.lamb import LambReducer, Masters, Update, make_arena
+from ._zero.norms import any_nonfinite
 from ._zero.parameters import ParameterSync
 from ._zero.state import PARAM, ArenaState
 
-# The original's names of state, and those of the flat shards that they stand for.
+# Maps upstream's names of state to our names of the flat shards.
 _NAMES = {"fp32_p": PARAM, "fp32_m": "exp_avg", "fp32_v": "exp_avg_sq"}
 
 
 class DistributedFusedLAMB(ShardedOptimizer):
-    """LAMB (see `apex.optimizers.FusedLAMB`) of the mean of all processes' gradients, with divided state.
+    """LAMB (see `apex.optimizers.FusedLAMB`) of the mean of all processes' gradients, with sharded state.
 
-    Each process holds and updates 1/n of the float32 masters and moments, n being `dwu_group_size` or, with 0, the
-    number of processes on a machine; machines repeat each other. A training step is::
+    Each process holds and updates 1/n of the float32 master weights and moments. n is `dwu_group_size`, or with 0 the
+    number of processes on a machine; machines hold copies of the same state. A training step is::
 
-        loss.backward()                     # buckets of gradients are averaged meanwhile
+        loss.backward()                     # averages buckets of gradients meanwhile
         optimizer.complete_reductions()     # waits for them; optional, `step` does it too
         optimizer.step()                    # with a GradScaler: scaler.step(optimizer)
         optimizer.zero_grad()
 
-    - Gradients stay in `param.grad`, unreduced. What has none when reductions are completed counts as zero.
-    - `set_global_scale` says what losses were multiplied by; otherwise a GradScaler's scale is used, or none.
-    - A gradient that is not finite, in any process, keeps all of them from taking and counting the step.
-    - `clip_after_ar=False` shortens each process's own gradient to `max_grad_norm`, before the mean, which then starts
-      after the backward pass; `fused_norm` measures gradients while they are copied, `fuse_scale` shortens them while
+    - Gradients stay in `param.grad`, unreduced. A gradient that is missing when reductions are completed counts as 0.
+    - `set_global_scale` sets the loss scale. Without it a GradScaler's scale is used, or 1.
+    - If a gradient of any process is not finite, no process takes or counts the step.
+    - `clip_after_ar=False` clips each process's own gradient to `max_grad_norm` before the mean, which then starts
+      after the backward pass. `fused_norm` computes the norm while gradients are copied. `fuse_scale` clips them while
       NCCL adds them up.
     - `full_ar` averages whole buckets over all processes, instead of shards on a machine and then over machines.
-    - `set_param_views_to_flat_buffer` makes parameters views of one buffer for each dtype that they arrive in, in the
-      order of the numbers in `param_order`; `skip_allgather` leaves it to `param_sync` to send them.
-    - `e5m2_allgather` sends parameters in 8 bits; they have 2 bits of mantissa then.
-    - `dwu_num_blocks * dwu_num_chunks` is the number of buckets (for each dtype); `dwu_num_rs_pg` communicators of a
-      machine and `dwu_num_ar_pg` over machines take turns with them; with `dwu_num_ag_pg` parameters have so many of
-      their own, of at most `nccl_allgather_channels` channels.
+    - `set_param_views_to_flat_buffer` makes parameters views of one buffer per dtype, in the order of the numbers in
+      `param_order`. With `skip_allgather`, `step` leaves sending the parameters to `param_sync`.
+    - `e5m2_allgather` sends parameters in 8 bits; they then have 2 bits of mantissa.
+    - `dwu_num_blocks * dwu_num_chunks` is the number of buckets (for each dtype). `dwu_num_rs_pg` communicators of a
+      machine and `dwu_num_ar_pg` over machines take turns with the buckets. With `dwu_num_ag_pg`, parameters are sent
+      on that many communicators of their own, with at most `nccl_allgather_channels` channels.
     """
 
     _refuses_amp = (
@@ -97,13 +99,11 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._step_supports_amp_scaling = step_supports_amp_scaling
         self._adam_w_mode = 1 if adam_w_mode else 0
         self._use_nvlamb = use_nvlamb
-        self._overlap_reductions = overlap_reductions
         self._num_buckets = dwu_num_blocks * dwu_num_chunks
         self._fused_norm = fused_norm
         self._e5m2_allgather = e5m2_allgather
         self._verbose = verbose
         self._clip_after_ar = clip_after_ar
-        self._full_ar = full_ar
         self._set_flat_param_view = set_param_views_to_flat_buffer
         self._skip_ag = skip_allgather
         self._fuse_scale = fuse_scale
@@ -111,16 +111,13 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._last_step = False
         self._global_scale: float | Tensor | None = None
         self._param_order = dict(param_order) if param_order else None
-        self._gradient_hooks: GradientHooks | None = None
         self._viewed: list[tuple[int, Tensor]] = []
-        self._states: list[ArenaState] = []
-        self._reducer: LambReducer | None = None
         super().__init__(params, defaults)
-        first = self.param_groups[0]["params"][0]
         if self._param_order is not None:
             missing = sum(param not in self._param_order for param in self._trained)
             if missing:
                 raise ValueError(f"param_order lacks {missing} of the parameters")
+        first = self.param_groups[0]["params"][0]
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         size = processes_that_divide(dwu_group_size, world, processes_of_machine(first, processes_on_machine()))
         self._groups = machine_groups(
@@ -133,20 +130,17 @@ class DistributedFusedLAMB(ShardedOptimizer):
             verbose=verbose,
         )
         if self._groups.is_one:
-            self._clip_after_ar = True  # there is no mean to shorten gradients before
+            self._clip_after_ar = True  # one process's gradient is the mean
+        overlap = overlap_reductions and self._clip_after_ar
+        self._gradients = LambReducer(self._groups, full=full_ar, overlap=overlap)
         self._parameters = ParameterSync(self._groups, contiguous=set_param_views_to_flat_buffer)
-        # What is written to `_lr`, or put in its place, is the learning rate of all groups: clients of the original do.
+        # Upstream's clients write to `_lr`, or replace it, to set the learning rate of all groups.
         self._lr: float | Tensor = torch.zeros((), dtype=torch.float32, device=first.device)
         self._untouched_lr = self._lr, self._lr._version
         self._steps = StepCount({}, first.device, capturable=True)
-        # Whether the last gradients kept a step from being taken.
+        # Whether the last gradients were not finite, so that their step is skipped.
         self._overflow_buf = torch.zeros(1, dtype=torch.int32, device=first.device)
-        self._made = True
-        self._take_params_of_first(0)
-        self._gradient_hooks = GradientHooks(self, DistributedFusedLAMB._arrived)
-        self._gradient_hooks.register(self.parameters())
-
-    # Parameters and their layout --------------------------------------------------------------------------------------
+        self._share_params()
 
     @property
     def _trained(self) -> list[Tensor]:
@@ -154,61 +148,54 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
     @property
     def _step(self) -> Tensor:
-        """How many steps have been taken, int32 [1]."""
+        """Return the number of steps taken, int32 [1]."""
         return self._steps.count
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, before the first backward pass, in all processes alike."""
-        if self._reducer is not None:
+        """Add a parameter group before the first backward pass; all processes must add the same one."""
+        if self._states:
             raise RuntimeError("a parameter group cannot be added after the first backward pass or step")
         super().add_param_group(param_group)
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.register(self.parameters())
 
     def _layout_options(self, first: int) -> Any:
         params = (param for group in self.param_groups[first:] for param in group["params"])
         return self._num_buckets, self._param_order and [self._param_order.get(param) for param in params]
 
     @torch.no_grad()
-    def _prepare(self) -> LambReducer:
-        """Lays parameters out, with the dtypes and values that they have when they are first needed."""
-        if self._reducer is not None:
-            return self._reducer
-        kinds: dict[Any, list[tuple[int, Tensor]]] = {}
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param.requires_grad:
-                    kinds.setdefault((param.dtype, param.device), []).append((number, param))
-        if not kinds:
+    def _prepare(self) -> None:
+        """Lay parameters out at their first use, with the dtypes and values that they have then."""
+        if self._states:
+            return
+        trained = self._trained
+        if not trained:
             raise RuntimeError("no parameter requires a gradient")
         for index, param in enumerate(self.parameters()):
             check_parameter(param, index)
         order = self._param_order
-        for members in kinds.values():
-            if order is not None:
-                members.sort(key=lambda member: order[member[1]])
-            group_of, params = zip(*members, strict=True)
-            arena = make_arena(params, group_of, self._groups, self._num_buckets)
-            self._parameters.add(arena)
-            self._states.append(make_state(arena, self._e5m2_allgather))
-            if self._verbose:
-                layout = arena.layout
-                print(
-                    f"DistributedFusedLAMB: {len(params)} parameters of {params[0].dtype} in {layout.size} elements, "
-                    f"{len(layout.bucket_sizes)} buckets, {layout.shard_size} elements here"
-                )
-        arenas = [state.arena for state in self._states]
+        if order is not None:
+            trained.sort(key=lambda param: order[param])
+        self.device = trained[0].device
+        self._add_arenas(trained, functools.partial(make_arena, groups=self._groups, buckets=self._num_buckets))
         if self._set_flat_param_view:
-            self._viewed = [(param.data_ptr(), param) for arena in arenas for param in arena.params]
-        overlap = self._overlap_reductions and self._clip_after_ar
-        self._reducer = LambReducer(arenas, self._groups, full=self._full_ar, overlap=overlap)
-        self._update = Update(self._states, self._reducer, self._groups)
-        self._steps = StepCount({}, arenas[0].device, capturable=True)
-        self._overflow_buf = self._overflow_buf.to(arenas[0].device)
-        return self._reducer
+            self._viewed = [(param.data_ptr(), param) for param in trained]
+        self._update = Update(self._states, self._gradients, self._groups)
+        self._steps = StepCount({}, self.device, capturable=True)
+        self._overflow_buf = self._overflow_buf.to(self.device)
+
+    def _new_state(self, arena: Arena) -> ArenaState:
+        # LAMB needs the norm of each parameter: a rule gets each piece of a parameter as a tensor of its own.
+        return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, self._e5m2_allgather), arena.owned)
+
+    def _arena_added(self, arena: Arena) -> None:
+        if self._verbose:
+            layout = arena.layout
+            print(
+                f"DistributedFusedLAMB: {len(arena.params)} parameters of {arena.params[0].dtype} in {layout.size} "
+                f"elements, {len(layout.bucket_sizes)} buckets, {layout.shard_size} elements here"
+            )
 
     def _check_views(self) -> None:
-        """Raises if parameters have left the buffer that their values arrive in."""
+        """Raise an error if parameters have left the buffer that their values arrive in."""
         for address, param in self._viewed:
             if param.data_ptr() != address:
                 raise RuntimeError(
@@ -217,60 +204,61 @@ class DistributedFusedLAMB(ShardedOptimizer):
                 )
 
     def _lazy_init_stage1(self) -> None:
-        """Before the first backward pass, if a client likes to: lays parameters out."""
+        """Lay parameters out; clients may call this before the first backward pass."""
         self._prepare()
 
     def _lazy_init_stage2(self) -> None:
-        """After the first backward pass; there is nothing left to do."""
-
-    # Gradients --------------------------------------------------------------------------------------------------------
+        """Do nothing; clients may call this after the first backward pass."""
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
-        """With True the next backward passes only add to gradients; set it to False before the last of a step."""
+        """Let the next backward passes only add to gradients, or send again; set False before a step's last pass."""
         self._is_accumulation_step = is_accumulation_step
 
     def set_last_step(self, last_step: bool) -> None:
-        """With True nothing is sent before `complete_reductions`: for passes that may lack gradients."""
+        """Send nothing before `complete_reductions` if `last_step`: for passes that may lack gradients."""
         self._last_step = last_step
 
     def set_global_scale(self, global_scale: float | Tensor | None) -> None:
-        """Says what losses are multiplied by."""
+        """Set the loss scale."""
         self._global_scale = global_scale
 
     @property
     def global_scale(self) -> float | Tensor | None:
-        """What `set_global_scale` was told."""
+        """Return the loss scale of `set_global_scale`."""
         return self._global_scale
 
     @property
     def L2_grad_norm(self) -> Tensor | None:
-        """Float32 [1], with the loss scale in it: of the mean or, with `clip_after_ar=False`, of this process's own."""
-        return None if self._reducer is None else self._reducer.norm
+        """Return the norm of the mean or, with `clip_after_ar=False`, of this process's gradient: float32 [1].
+
+        Gradients still contain the loss scale.
+        """
+        return self._gradients.norm
 
     @property
     def has_overflow(self) -> bool:
-        """Whether the last gradients were not finite, in any process; waits for the device."""
+        """Return whether the last gradients of any process were not finite; waits for the device."""
         return bool(self._overflow_buf.item())
 
-    def _arrived(self, param: Tensor) -> None:
-        reducer = self._prepare()
-        reducer.is_complete = False
-        if not self._is_accumulation_step:
-            reducer.arrived(param, may_send=not self._last_step)
+    def _gradient_arrived(self, param: Tensor) -> None:
+        self._prepare()
+        self._gradients.is_complete = False
+        if param in self._locations and not self._is_accumulation_step:
+            self._gradients.arrived(*self._locations[param], may_send=not self._last_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; those of the last backward pass can still be reduced."""
-        if self._reducer is not None:
-            self._reducer.hold(keep_tensors=not set_to_none)
+        """Clear gradients; the gradients of the last backward pass can still be reduced."""
+        self._gradients.hold(keep_tensors=not set_to_none)
         super().zero_grad(set_to_none=set_to_none)
 
     def complete_reductions(self) -> None:
-        """Sends what has not been sent, and has what follows wait for the mean of all gradients."""
+        """Send the remaining gradients and wait for the mean of all."""
         self._complete(self._global_scale)
 
     @torch.no_grad()
     def _complete(self, loss_scale: float | Tensor | None) -> None:
-        reducer = self._prepare()
+        self._prepare()
+        reducer: LambReducer = self._gradients
         if self._clip_after_ar:
             reducer.complete()
         else:
@@ -279,38 +267,33 @@ class DistributedFusedLAMB(ShardedOptimizer):
                 limit = limit * loss_scale
             reducer.complete_clipped(limit or None, fused_norm=self._fused_norm, fused_scale=self._fuse_scale)
         assert reducer.norm is not None
-        infinite = torch.logical_not(torch.isfinite(reducer.norm))
-        if not self._clip_after_ar and not self._groups.is_one:
-            flag = infinite.to(torch.float32)
-            all_reduce(flag, self._groups.process_group, "asking whether all gradients are finite").wait()
-            infinite = flag > 0
-        self._overflow_buf = infinite.to(torch.int32)
+        # The norm of the mean is the same in all processes.
+        nonfinite = ~torch.isfinite(reducer.norm) if self._clip_after_ar else any_nonfinite(reducer.norm, self._groups)
+        self._overflow_buf = nonfinite.to(torch.int32)
         if not self._step_supports_amp_scaling:
-            self._tell_scalers(infinite)
+            self._mark_nonfinite()
 
-    def _tell_scalers(self, infinite: Tensor) -> None:
-        """A GradScaler that looks at gradients by itself sees in every process what any has seen."""
+    def _mark_nonfinite(self) -> None:
+        """Make a local gradient NaN if any process's was not finite, for a GradScaler that looks at gradients."""
         for param in self._trained:
             if param.grad is not None and param.grad.numel():
                 first = param.grad.view(-1)[:1]
-                first.copy_(torch.where(infinite, torch.nan, first))
+                first.copy_(torch.where(self._overflow_buf != 0, torch.nan, first))
                 return
-
-    # The step ---------------------------------------------------------------------------------------------------------
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None
     ) -> Any:
-        """One step with the mean of all gradients; returns the closure's loss."""
+        """Perform one step with the mean of all gradients; return the closure's loss."""
         loss = run_closure(closure)
         loss_scale = self._global_scale
         if loss_scale is None and grad_scaler is not None:
             loss_scale = grad_scaler._get_scale_async()
-        reducer = self._prepare()
+        self._prepare()
         self._check_views()
-        if not reducer.is_complete:
+        if not self._gradients.is_complete:
             self._complete(loss_scale)
-        reducer.is_complete = False
+        self._gradients.is_complete = False
         self._compare_settings(grad_scaler)
         self._take_step(loss_scale)
         if grad_scaler is not None:
@@ -330,13 +313,13 @@ class DistributedFusedLAMB(ShardedOptimizer):
         self._update(hyper, (bool(self._adam_w_mode),), scaled, self._overflow_buf, self._factor(loss_scale))
 
     def _common_rate(self) -> float | Tensor | None:
-        """The learning rate that a client wrote to `_lr`, if it did."""
+        """Return the learning rate that a client wrote to `_lr`, or None."""
         untouched, version = self._untouched_lr
         is_untouched = self._lr is untouched and untouched._version == version
         return None if is_untouched else self._lr
 
     def _factor(self, loss_scale: float | Tensor | None) -> Tensor | None:
-        """What the mean is multiplied by, float32 [1]: without the loss scale, and not longer than `max_grad_norm`."""
+        """Return the factor of the mean that removes the loss scale and clips to `max_grad_norm`: float32 [1]."""
         limit = self.defaults["max_grad_norm"] if self._clip_after_ar else None
         if not limit and loss_scale is None:
             return None
@@ -351,40 +334,35 @@ class DistributedFusedLAMB(ShardedOptimizer):
         return factor.to(torch.float32)
 
     def param_sync(self) -> None:
-        """Sends updated parameters to the other processes; `step` does unless `skip_allgather`."""
+        """Send updated parameters to the other processes; `step` does this unless `skip_allgather`."""
         self._prepare()
         self._parameters.updated()
         self._parameters.synchronize()
 
-    # State ------------------------------------------------------------------------------------------------------------
-
     def _layout(self) -> list[int]:
-        """What flat shards depend on: processes, then buckets and sizes of the parameters of each dtype."""
-        found = [self._groups.ranks]
+        """Return the layout of the flat shards: number of processes; per dtype, number of buckets and sizes."""
+        layout = [self._groups.ranks]
         for state in self._states:
-            found.extend((len(state.arena.layout.bucket_sizes), *state.arena.layout.sizes))
-        return found
+            layout.extend((len(state.arena.layout.bucket_sizes), *state.arena.layout.sizes))
+        return layout
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process holds: `step`, `fp32_p`, `fp32_m` and `fp32_v`, as in the original, and the groups.
-
-        Copies, which later steps do not change.
-        """
+        """Return copies of this process's `step`, `fp32_p`, `fp32_m` and `fp32_v`, as upstream, and the groups."""
         self._prepare()
-        found: dict[str, Any] = {"step": self._step.clone()}
+        saved: dict[str, Any] = {"step": self._step.clone()}
         for name, own in _NAMES.items():
-            found[name] = torch.cat([state.read(own) for state in self._states])
-        found["param_groups"] = [
+            saved[name] = torch.cat([state.read(own) for state in self._states])
+        saved["param_groups"] = [
             {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
         ]
-        found["layout"] = self._layout()
-        return found
+        saved["layout"] = self._layout()
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned in this process, of as many and with the same options, all or nothing.
+        """Load a state dict that this process saved with as many processes and the same options, all or nothing.
 
-        Load the model's state first. The original's state dict has no groups and no layout.
+        Load the model's state first. Upstream's state dicts have no groups and no layout.
         """
         self._prepare()
         missing = [name for name in ("step", *_NAMES) if name not in state_dict]
@@ -417,6 +395,7 @@ class DistributedFusedLAMB(ShardedOptimizer):
 
 
 def _check_positive(**numbers: int) -> None:
+    """Raise an error if one of the named numbers is below 1."""
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}={number} is not positive")

@@ -1,4 +1,4 @@
-"""FP16_Optimizer: float32 master weights and loss scaling around an optimizer that is given gradients."""
+"""FP16_Optimizer: float32 master weights and loss scaling around an optimizer whose `step` takes gradients."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ...ops.multi_tensor import l2norm
 
 logger = logging.getLogger("apex.contrib.optimizers")
 
-# What `dynamic_loss_args` may have, and what holds without it.
+# The keys of `dynamic_loss_args` and their defaults.
 _DYNAMIC = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000}
 
 
 def _saved(dynamic: bool) -> list[str]:
-    """The attributes of the loss scale that are saved."""
+    """Return the names of the attributes of the loss scale that are saved."""
     names = ["dynamic_loss_scale", "cur_scale", "cur_iter"]
     return [*names, "last_overflow_iter", "scale_factor", "scale_window"] if dynamic else names
 
 
 class FP16_Optimizer:
-    """Wraps `apex.contrib.optimizers.FusedAdam` or `FusedSGD`, which then updates float32 copies of the parameters.
+    """A wrapper of `apex.contrib.optimizers.FusedAdam` or `FusedSGD` that updates float32 copies of the parameters.
 
-    `backward(loss)` takes the place of `loss.backward()`. With `dynamic_loss_scale` an overflow skips the step and
-    divides the scale by `scale_factor`, and `scale_window` steps without one multiply it; `dynamic_loss_args` may have
-    these two and `init_scale`. The model's parameters may be of any floating-point dtype.
+    Call `backward(loss)` instead of `loss.backward()`. With `dynamic_loss_scale`, an overflow skips the step and
+    divides the scale by `scale_factor`; `scale_window` steps without overflow multiply it. `dynamic_loss_args` sets
+    these two and `init_scale`. The model's parameters may have any floating-point dtype.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FP16_Optimizer:
             self.scale_factor = options["scale_factor"]
             self.scale_window = options["scale_window"]
             self.last_overflow_iter = -1
-        self.fp16_groups: list[list[Tensor]] = []  # the model's parameters
+        self.fp16_groups: list[list[Tensor]] = []  # parameters of the model
         self.fp32_groups: list[list[Tensor]] = []  # their masters
         for group in init_optimizer.param_groups:
             self.fp16_groups.append(list(group["params"]))
@@ -68,7 +68,7 @@ class FP16_Optimizer:
             group["params"] = self.fp32_groups[-1]
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:
-        """Clears the gradients of the model's parameters."""
+        """Clear the gradients of the model's parameters."""
         for param in (param for group in self.fp16_groups for param in group):
             if set_grads_to_None:
                 param.grad = None
@@ -76,11 +76,11 @@ class FP16_Optimizer:
                 param.grad.detach_().zero_()
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of the loss in float32, times the loss scale."""
+        """Compute the gradients of the loss in float32, times the loss scale."""
         (loss.float() * self.cur_scale).backward()
 
     def step(self, closure: None = None) -> None:
-        """One optimization step, unless a gradient overflowed. Takes no closure."""
+        """Perform one optimization step, unless a gradient overflowed; takes no closure."""
         if closure is not None:
             raise ValueError("FP16_Optimizer.step takes no closure: gradients come from FP16_Optimizer.backward")
         gradients = [[param.grad for param in group] for group in self.fp16_groups]
@@ -99,11 +99,11 @@ class FP16_Optimizer:
             self.cur_iter += 1
 
     state = delegated("optimizer", "state")
-    # With the masters as parameters.
+    # The groups hold the masters.
     param_groups = delegated("optimizer", "param_groups")
 
     def state_dict(self) -> dict[str, Any]:
-        """Loss scale, masters, and the wrapped optimizer's state."""
+        """Return loss scale, masters, and the wrapped optimizer's state."""
         return {
             **{name: getattr(self, name) for name in _saved(self.dynamic_loss_scale)},
             "optimizer_state_dict": self.optimizer.state_dict(),
@@ -111,7 +111,7 @@ class FP16_Optimizer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned; the model's parameters are loaded by the model."""
+        """Load a state dict; the model loads its parameters itself."""
         shapes = [[master.shape for master in group] for group in self.fp32_groups]
         saved = [[master.shape for master in group] for group in state_dict["fp32_groups"]]
         if shapes != saved:

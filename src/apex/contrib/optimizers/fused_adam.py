@@ -1,4 +1,4 @@
-"""FusedAdam in its first form."""
+"""FusedAdam as in upstream's first versions: `step` takes gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMES = ("params", "grads", "exp_avg", "exp_avg_sq", "", "output_params")
 
 
 class FusedAdam(ExplicitGradsOptimizer):
-    """Adam with the second moment uncorrected under the root, and the decay within the step.
+    """Adam whose epsilon is added before bias correction, and whose weight decay is part of the step.
 
     p -= lr * sqrt(1 - beta2^t) / (1 - beta1^t) * (m / (sqrt(v) + eps) + weight_decay * p), with sqrt(v + eps) if
-    `eps_inside_sqrt`. A positive `max_grad_norm` shortens the gradients of a group to this norm. `use_mt` makes no
-    difference: all parameters are updated in one pass in any case.
+    `eps_inside_sqrt`. A positive `max_grad_norm` clips the gradients of a group to this norm. `use_mt` has no effect:
+    one pass updates all parameters.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class FusedAdam(ExplicitGradsOptimizer):
 
 
 def _combined_scale(scale: float | Tensor, norm: float | Tensor | None, largest: float | None) -> float | Tensor:
-    """The scale, times what the gradients are too long by; on the device if a part of it is there."""
+    """Return the number to divide gradients by, which unscales them and clips their norm to `largest`.
+
+    The result is a tensor on the device if `scale` or `norm` is one.
+    """
     scale = number(scale)
     if not largest or largest <= 0 or norm is None:
         return scale

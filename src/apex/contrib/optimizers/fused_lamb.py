@@ -1,4 +1,4 @@
-"""FusedLAMB, of which upstream has a second form here."""
+"""FusedLAMB at upstream's second import path."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ... import optimizers
 
 
 class FusedLAMB(optimizers.FusedLAMB):
-    """`apex.optimizers.FusedLAMB`; upstream's form here lacks `use_nvlamb`, the last argument."""
+    """`apex.optimizers.FusedLAMB`; upstream's class of this path lacks the last argument, `use_nvlamb`."""
 
     @property
     def multi_tensor_lamb(self) -> Callable[..., Any]:
-        """`fused_lamb_cuda.lamb`, for subclasses written for the original."""
+        """Return `fused_lamb_cuda.lamb`, for subclasses written for upstream."""
         return importlib.import_module("fused_lamb_cuda").lamb

@@ -1,4 +1,4 @@
-"""FusedSGD in its first form."""
+"""FusedSGD as in upstream's first versions: `step` takes gradients."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NAMES = ("params", "grads", "momentum_buffer", "", "", "output_params")
 class FusedSGD(ExplicitGradsOptimizer):
     """SGD with momentum, dampening, Nesterov's momentum and weight decay, as in `torch.optim.SGD`.
 
-    With `wd_after_momentum` the decay is added to the update instead of the gradient. `materialize_master_grads` is
-    part of the interface alone.
+    With `wd_after_momentum` the decay is added to the update instead of the gradient. `materialize_master_grads` has no
+    effect.
     """
 
     _counts_steps = False
     _may_lack = frozenset({"momentum_buffer"})
-    # amp.initialize refuses it, as `step` would.
+    # The reason in the error of amp.initialize, which refuses this class.
     _refuses_amp = "apex.optimizers.FusedSGD is"
 
     def __init__(
@@ -52,7 +52,7 @@ class FusedSGD(ExplicitGradsOptimizer):
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
-        """The momentum buffers, made where they are missing, and whether the last was."""
+        """Return the momentum buffers, created if missing, and whether the last one was missing."""
         buffers, fresh = [], True
         for param in params:
             state = self.state[param]
@@ -65,7 +65,7 @@ class FusedSGD(ExplicitGradsOptimizer):
     def _from_amp(self, *arguments: Any) -> tuple[Any, ...]:
         if hasattr(self, "_amp_stash"):
             raise RuntimeError("apex.contrib.optimizers.FusedSGD is not for amp; apex.optimizers.FusedSGD is")
-        return *arguments[:3], None  # norms are not looked at
+        return *arguments[:3], None  # norms are not used
 
     def _update(self, group: dict[str, Any], members: list[Member], scale: float | Tensor, norm: Any) -> None:
         factor = 1 / number(scale)

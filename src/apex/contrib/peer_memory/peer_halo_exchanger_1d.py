@@ -22,7 +22,7 @@ class PeerHaloExchanger1d:
         self.low_zero, self.high_zero = rank_in_group == 0, rank_in_group == len(ranks) - 1
         self.peer_pool, self.half_halo = peer_pool, half_halo
         sides = (self.low_zero, self.low_neighbor), (self.high_zero, self.high_neighbor)
-        self._neighbours = [-1 if zero else peer_pool.peer_ranks.index(ranks[place]) for zero, place in sides]
+        self._neighbours = [-1 if zero else peer_pool.peer_ranks.index(ranks[index]) for zero, index in sides]
 
     def __call__(
         self, y: Tensor, H_split: bool = True, explicit_nhwc: bool = False, numSM: int = 0, diagnostics: bool = False

@@ -58,8 +58,8 @@ class PeerMemoryPool:
         pieces = self.memory.bytes_of(start + (self.static_size if dynamic else 0), count)
         setattr(self, f"{part}_offset", start + _aligned(count))
         tensors = [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
-        for place, tensor in enumerate(tensors):
-            tensor.peer = self.memory, place  # type: ignore[attr-defined]  # for push_pull_halos_1d
+        for index, tensor in enumerate(tensors):
+            tensor.peer = self.memory, index  # type: ignore[attr-defined]  # for push_pull_halos_1d
         return tensors
 
     def exchange_halos(self, sent: Sequence[Tensor], received: Sequence[Tensor], neighbours: Sequence[int]) -> None:
@@ -68,13 +68,13 @@ class PeerMemoryPool:
         An index of -1 is an edge of the image: the received halo is zeros.
         """
         if self.memory.problem is not None:
-            ranks = [place if place < 0 else self.peer_ranks[place] for place in neighbours]
+            ranks = [index if index < 0 else self.peer_ranks[index] for index in neighbours]
             exchange_by_messages(sent, received, ranks, self.memory.group)
             return
         start = self.dynamic_offset
         try:
             # Both halos are allocated even at an edge: all peers must agree on offsets.
-            buffers = [self.allocate_peer_tensors(each.shape, each.dtype, False, True) for each in sent]
+            buffers = [self.allocate_peer_tensors(halo.shape, halo.dtype, False, True) for halo in sent]
         finally:
             self.dynamic_offset = start
         left, right = buffers
@@ -101,11 +101,11 @@ def push_pull(memory: PeerMemory, *sides: tuple[Tensor, Tensor, Tensor, Tensor, 
 
     A side is (halo to send, own buffer, neighbour's buffer, halo to fill, the peer's index or -1 at an edge).
     """
-    others = [place for *_, place in sides if place >= 0]
-    for sent, _, neighbour_buffer, _, place in sides:
-        if place >= 0:
+    others = [index for *_, index in sides if index >= 0]
+    for sent, _, neighbour_buffer, _, index in sides:
+        if index >= 0:
             neighbour_buffer.copy_(sent)
     memory.meet(others)
-    for _, own_buffer, _, received, place in sides:
-        received.copy_(own_buffer) if place >= 0 else received.zero_()
+    for _, own_buffer, _, received, index in sides:
+        received.copy_(own_buffer) if index >= 0 else received.zero_()
     memory.meet(others)  # all buffers have been read and may be written again

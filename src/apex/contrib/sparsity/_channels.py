@@ -66,17 +66,17 @@ class Labelled:
     exact: bool = True
 
     @property
-    def place(self) -> int:
+    def positive_dim(self) -> int:
         """Return the dimension counted from the first; the rank must be known."""
         return (self.rank or 0) + self.dim
 
     def moved(self, order: Sequence[int]) -> Labelled:
         """Return the label after a permutation of dimensions; dimensions missing from `order` are removed."""
-        return replace(self, rank=len(order), dim=list(order).index(self.place) - len(order))
+        return replace(self, rank=len(order), dim=list(order).index(self.positive_dim) - len(order))
 
 
 class Group(NamedTuple):
-    """Channels that can change places.
+    """Channels that can be exchanged with each other.
 
     `positions` lists, for every axis, the channels' indices in it: [times each channel appears, size].
     """
@@ -85,7 +85,7 @@ class Group(NamedTuple):
     positions: list[tuple[Axis, Tensor]]
 
 
-class Channels:
+class ChannelGraph:
     """All channels of a model, and which of them are joined and which frozen."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Channels:
         members = defaultdict(list)
         for root, total in zip(free.tolist(), signature[free].tolist(), strict=True):
             members[total].append(root)
-        return [self._group(each, axes, roots) for each in members.values()]
+        return [self._group(root_ids, axes, roots) for root_ids in members.values()]
 
     def _group(self, members: list[int], axes: list[Axis], roots: Tensor) -> Group:
         group = Group(len(members), [])
@@ -150,21 +150,21 @@ class Channels:
         number[members] = _numbers(0, len(members))
         for axis in axes:
             numbers = number[roots[axis.ids]]
-            (places,) = torch.where(numbers >= 0)
-            if len(places):
+            (positions,) = torch.where(numbers >= 0)
+            if len(positions):
                 # Stable: all first appearances of channels come before all second ones.
-                order = numbers[places].sort(stable=True).indices
-                group.positions.append((axis, places[order].view(len(members), -1).t()))
+                order = numbers[positions].sort(stable=True).indices
+                group.positions.append((axis, positions[order].view(len(members), -1).t()))
         return group
 
     def _roots(self) -> Tensor:
         """Return for each channel the smallest number among the channels joined with it."""
         first, second = (torch.cat(ids) for ids in zip(*self._joined, strict=True))
-        roots, before = _numbers(0, self._count), None
-        while before is None or not torch.equal(roots, before):
-            before = roots.clone()
+        roots, previous = _numbers(0, self._count), None
+        while previous is None or not torch.equal(roots, previous):
+            previous = roots.clone()
             lowest = torch.minimum(roots[first], roots[second])
-            for ids in (first, second, before[first], before[second]):
+            for ids in (first, second, previous[first], previous[second]):
                 roots.scatter_reduce_(0, ids, lowest, "amin")
             roots = roots[roots]
         return roots

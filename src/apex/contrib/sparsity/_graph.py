@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules import batchnorm, instancenorm
 
-from ._channels import NUMBER, Axis, Channels, Labelled, Natural
+from ._channels import NUMBER, Axis, ChannelGraph, Labelled, Natural
 
 # Names of functions, methods and layers in lower case without underscores: `leaky_relu`, `LeakyReLU`, `relu_`.
 _ELEMENTWISE = frozenset({
@@ -63,8 +63,8 @@ def trace(model: nn.Module, examples: tuple | None) -> fx.Graph:
     With examples, nodes record the shapes of their results.
     """
     named = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in _POSITIONAL]
-    names = [p.name for place, p in enumerate(named) if place < len(examples or ()) or p.default is p.empty]
-    names += [f"argument_{place}" for place in range(len(named), len(examples or ()))]  # passed through *args
+    names = [p.name for index, p in enumerate(named) if index < len(examples or ()) or p.default is p.empty]
+    names += [f"argument_{index}" for index in range(len(named), len(examples or ()))]  # passed through *args
     attributes = set(vars(model))
     try:
         graph = _Tracer(names).trace(model)
@@ -83,16 +83,16 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
     return None if shape is None else tuple(shape)
 
 
-def _arguments(node: fx.Node, **wanted: Any) -> list[Any]:
+def _arguments(node: fx.Node, **defaults: Any) -> list[Any]:
     """Return the node's arguments after the first, passed by position or by name, with these defaults."""
-    positional = dict(zip(wanted, node.args[1:], strict=False))
-    return [positional.get(name, node.kwargs.get(name, default)) for name, default in wanted.items()]
+    positional = dict(zip(defaults, node.args[1:], strict=False))
+    return [positional.get(name, node.kwargs.get(name, default)) for name, default in defaults.items()]
 
 
 class Walk:
     """A pass over a graph that fills `channels`. Its methods return None if they do not know an operation."""
 
-    def __init__(self, model: nn.Module, graph: fx.Graph, channels: Channels) -> None:
+    def __init__(self, model: nn.Module, graph: fx.Graph, channels: ChannelGraph) -> None:
         self.channels = channels
         self.modules = dict(model.named_modules())
         self.values: dict[fx.Node, Any] = {}
@@ -100,7 +100,7 @@ class Walk:
             method = getattr(self, f"_{node.op}", None)  # placeholders and the output have none
             result = None if method is None else method(node)
             if result is None:  # the result is in its natural order
-                operands = [self.values[each] for each in node.all_input_nodes]
+                operands = [self.values[input_node] for input_node in node.all_input_nodes]
                 only_numbers = bool(operands) and all(value is NUMBER for value in operands)
                 result = NUMBER if only_numbers else channels.freeze(*operands)
             shape = _shape(node)
@@ -159,12 +159,12 @@ class Walk:
         if name in _SIZES or (name == "getattr" and node.args[1] in _SIZES):
             return NUMBER
         if name in _ELEMENTWISE:
-            return self.channels.elementwise([self.values[each] for each in node.all_input_nodes])
+            return self.channels.elementwise([self.values[input_node] for input_node in node.all_input_nodes])
         if name == "getitem" and not isinstance(value, Labelled):
             return NUMBER if value is NUMBER else value[node.args[1]] if isinstance(value, tuple) else None
         if name in ("cat", "concat"):
             (dim,) = _arguments(node, dim=0)
-            values = [self._value(each) for each in node.args[0]]  # type: ignore[union-attr]
+            values = [self._value(input_node) for input_node in node.args[0]]  # type: ignore[union-attr]
             return self.channels.concatenated(values, dim) if isinstance(dim, int) else None
         if name == "expand":  # only along dimensions of length 1
             return value if isinstance(value, Natural) and value.tensor is not None else None
@@ -218,10 +218,10 @@ class Walk:
         if not all(name in arguments for name in names):
             return None
         inputs = [self._value(arguments.pop(name)) for name in names]
-        self.channels.freeze(*(self._value(each) for each in arguments.values()))
+        self.channels.freeze(*(self._value(argument) for argument in arguments.values()))
         size, projections = module.embed_dim, (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-        for place, (value, weight) in enumerate(zip(inputs, projections, strict=True)):
-            rows = (place * size, (place + 1) * size)
+        for index, (value, weight) in enumerate(zip(inputs, projections, strict=True)):
+            rows = (index * size, (index + 1) * size)
             fused = module.in_proj_weight
             self._columns(value, -1, self.channels.axis(*((weight, 1) if fused is None else (fused, 1, rows))))
         self.channels.freeze(self.channels.axis(module.out_proj.weight, 1))
@@ -238,7 +238,7 @@ class Walk:
         if shape and -value.dim > len(shape):
             return value
         dim = len(shape) + value.dim if shape else 0
-        at_one = isinstance(module, nn.BatchNorm1d) if value.rank is None else value.place == 1
+        at_one = isinstance(module, nn.BatchNorm1d) if value.rank is None else value.positive_dim == 1
         if not shape and at_one:
             shape = (getattr(module, "num_features", 0),)
         if not shape or shape[dim] != len(value.ids):
@@ -251,12 +251,16 @@ class Walk:
     def _flattened(self, node: fx.Node, value: Any, start: int, end: int) -> Labelled | None:
         if not isinstance(value, Labelled) or value.rank is None:
             return None
-        start, end, place = start % value.rank, end % value.rank, value.place
-        if start < place <= end:
+        start, end, channel_dim = start % value.rank, end % value.rank, value.positive_dim
+        if start < channel_dim <= end:
             return None
         shape = _shape(node.all_input_nodes[0])
-        alone = start != place or start == end or (shape is not None and all(size == 1 for size in shape[start + 1 :]))
-        return replace(value.moved([*range(start + 1), *range(end + 1, value.rank)]), exact=value.exact and alone)
+        no_merge = (
+            start != channel_dim
+            or start == end
+            or (shape is not None and all(size == 1 for size in shape[start + 1 :]))
+        )
+        return replace(value.moved([*range(start + 1), *range(end + 1, value.rank)]), exact=value.exact and no_merge)
 
     def _rearranged(self, node: fx.Node, value: Labelled, name: str) -> Any:
         """Return the result of a function that moves or removes dimensions."""
@@ -277,17 +281,17 @@ class Walk:
             if not isinstance(dims, list | tuple):
                 return None
             gone = {dim % value.rank for dim in dims}
-            if value.place in gone:  # the result does not depend on the order of channels
+            if value.positive_dim in gone:  # the result does not depend on the order of channels
                 return Natural()
-            order = [place for place in order if keepdim or place not in gone]
+            order = [dim for dim in order if keepdim or dim not in gone]
         elif name == "getitem":  # only integers and slices that keep all channels
             entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-            if len(entries) > value.rank or not all(isinstance(each, int | slice) for each in entries):
+            if len(entries) > value.rank or not all(isinstance(entry, int | slice) for entry in entries):
                 return None
-            if entries[value.place : value.place + 1] not in ((), (slice(None),)):
+            if entries[value.positive_dim : value.positive_dim + 1] not in ((), (slice(None),)):
                 return None
-            gone = {place for place, entry in enumerate(entries) if isinstance(entry, int)}
-            order = [place for place in order if place not in gone]
+            gone = {dim for dim, entry in enumerate(entries) if isinstance(entry, int)}
+            order = [dim for dim in order if dim not in gone]
         else:
             return None
         return value.moved(order)

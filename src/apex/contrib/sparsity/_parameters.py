@@ -73,13 +73,14 @@ def optimizer_chain(optimizer: Any) -> list[Any]:
 @contextlib.contextmanager
 def states_of(optimizers: Iterable[Any], gathers: bool) -> Iterator[list[Mapping[Tensor, dict[str, Any]]]]:
     """Yield the state of each optimizer, and if `gathers` ZeRO's sharded state, which is written back on exit."""
-    inner = [optimizer_chain(each)[-1] for each in optimizers]
-    for each in inner:
-        if getattr(each, "overlap_param_sync", False):  # the all-gather of parameters may still be running
-            each.param_sync()
-    divided = [state for each in inner if gathers and hasattr(each, "param_sync") for state in each._states]
+    inner = [optimizer_chain(optimizer)[-1] for optimizer in optimizers]
+    for optimizer in inner:
+        if getattr(optimizer, "overlap_param_sync", False):  # the all-gather of parameters may still be running
+            optimizer.param_sync()
+    zero = [optimizer for optimizer in inner if gathers and hasattr(optimizer, "param_sync")]
+    divided = [state for optimizer in zero for state in optimizer._states]
     with edited(divided) as gathered:
-        yield [*(each.state for each in inner), gathered]
+        yield [*(optimizer.state for optimizer in inner), gathered]
 
 
 def _plain(key: str) -> str:
@@ -111,9 +112,9 @@ def copies_of(model: nn.Module, optimizers: Iterable[Any], averages: Sequence[nn
 
 def updates(optimizer: Any, model: nn.Module) -> bool:
     """Return whether an optimizer updates a parameter of the model or its master weight, or has no parameters."""
-    held = {id(param) for group in optimizer_chain(optimizer)[-1].param_groups for param in group["params"]}
-    masters = (each for copies in copies_of(model, [optimizer], ()).values() for each in copies)
-    return not held or any(id(tensor) in held for tensor in (*model.parameters(), *masters))
+    updated = {id(param) for group in optimizer_chain(optimizer)[-1].param_groups for param in group["params"]}
+    masters = (master for copies in copies_of(model, [optimizer], ()).values() for master in copies)
+    return not updated or any(id(tensor) in updated for tensor in (*model.parameters(), *masters))
 
 
 def tied_tensors(
@@ -130,7 +131,7 @@ def tied_tensors(
     for holder in holders:
         if holder.grad is not None and holder.grad.layout == torch.strided:
             gradients.append(holder.grad.detach())
-        for name, value in (item for each in states for item in each.get(holder, {}).items()):
+        for name, value in (item for state_of_params in states for item in state_of_params.get(holder, {}).items()):
             if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point():
                 (values if name in ("master_param", "param") else state).append(value)
     return values, state, gradients
@@ -138,6 +139,6 @@ def tied_tensors(
 
 def mask_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Set pruned elements to zero, with one call for all tensors of a device and dtype."""
-    found = [(local(tensor), local(mask)) for tensor, mask in pairs]
-    if found:
-        apply_masks([tensor for tensor, _ in found], [mask.to(tensor.device) for tensor, mask in found])
+    local_pairs = [(local(tensor), local(mask)) for tensor, mask in pairs]
+    if local_pairs:
+        apply_masks([tensor for tensor, _ in local_pairs], [mask.to(tensor.device) for tensor, mask in local_pairs])

@@ -66,7 +66,7 @@ def to_semi_structured(model: nn.Module, *example_batch: Any, verbosity: int = 2
     if not torch.cuda.is_available() or any(on_host(layer.weight) for layer in layers.values()):
         raise RuntimeError("to_semi_structured times layers on sparse tensor cores: move the model to a GPU first")
     inputs: dict[nn.Module, Tensor] = {}
-    see = lambda layer, given: inputs.update({layer: given[0]})  # noqa: E731
+    see = lambda layer, arguments: inputs.update({layer: arguments[0]})  # noqa: E731
     hooks = [layer.register_forward_pre_hook(see) for layer in layers.values()]
     try:
         model(*example_batch)

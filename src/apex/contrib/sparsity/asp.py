@@ -102,14 +102,15 @@ class ASP:
         chosen_parameters: dict[int, SparseParameter] = {}
         skipped: dict[str, str] = {}
         for module_name, module in eligible_modules(model, types, None, ()):
-            known = next((names[base] for base in type(module).__mro__ if base in names), None)
-            if known is None:
+            parameter_names = next((names[base] for base in type(module).__mro__ if base in names), None)
+            if parameter_names is None:
                 kind = type(module).__name__
                 raise ValueError(f"whitelist has {kind}: name what to prune with custom_layer_dict={{{kind}: [...]}}")
             if module_name not in chosen:
                 skipped[module_name] = "its name is disallowed, or not among those allowed"
                 continue
-            for name in [each for each in known if getattr(module, each, None) is not None] or known[:1]:
+            existing = [name for name in parameter_names if getattr(module, name, None) is not None]
+            for name in existing or parameter_names[:1]:
                 param = getattr(module, name, None)
                 full_name, reason = f"{module_name}.{name}".lstrip("."), _obstacle(param)
                 if id(param) in chosen_parameters:
@@ -180,12 +181,12 @@ class ASP:
         its permutation is undone. With `allow_recompute_mask`, an already pruned model is first made dense again.
         """
         model = cls.__check_model("compute_sparse_masks")
-        if cls.__permutes and any(hasattr(each.param, "placements") for each in cls.__parameters):
+        if cls.__permutes and any(hasattr(sparse.param, "placements") for sparse in cls.__parameters):
             raise SparsityError(
                 "channels of sharded parameters (FSDP2) cannot be permuted: call compute_sparse_masks before "
                 "fully_shard, or initialize ASP with allow_permutation=False"
             )
-        if any(each.param.is_meta for each in cls.__parameters):
+        if any(sparse.param.is_meta for sparse in cls.__parameters):
             raise SparsityError("parameters on the meta device have no values to prune: give them some first")
         if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
@@ -228,11 +229,11 @@ class ASP:
     @classmethod
     def is_sparsity_enabled(cls) -> bool:
         """Return whether the model is pruned: False if all masks keep everything, True if all follow the pattern."""
-        kept = {sparse.full_name: float(whole(sparse.buffer()).double().mean()) for sparse in cls.__parameters}
-        if all(share == 1 for share in kept.values()):
+        shares = {sparse.full_name: float(whole(sparse.buffer()).double().mean()) for sparse in cls.__parameters}
+        if all(share == 1 for share in shares.values()):
             return False
         exact = getattr(cls.__calculate, "keywords", {}).get("pattern") in ("m4n2_1d", "m4n2_2d_best")
-        wrong = {name: share for name, share in kept.items() if (share != 0.5 if exact else share == 1)}
+        wrong = {name: share for name, share in shares.items() if (share != 0.5 if exact else share == 1)}
         if wrong:
             raise SparsityError(f"masks do not agree whether the model is pruned; these keep other shares: {wrong}")
         return True
@@ -278,7 +279,7 @@ class ASP:
         with cls.__companions(gathers) as companions:
             for sparse in cls.__parameters:
                 values, state, grads = companions(sparse.param)
-                pairs += [(each, sparse.buffer()) for each in (grads if gradients else values + state)]
+                pairs += [(tensor, sparse.buffer()) for tensor in (grads if gradients else values + state)]
             parameters.mask_all(pairs)
 
     @classmethod

@@ -18,8 +18,9 @@ import torch.distributed as distributed
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from ..._distributed.collectives import gather_objects
 from ...ops._host import HOST
-from ._channels import Channels, Group
+from ._channels import ChannelGraph, Group
 from ._graph import LAYERS, Walk, trace
 from .permutation_search_kernels import accelerated_search_for_good_permutation, sum_after_2_to_4
 from .sparse_masklib import as_matrix
@@ -96,7 +97,7 @@ class Permutation:
         examples = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
         if not cls.__saving[0]:
             return False
-        channels = Channels()
+        channels = ChannelGraph()
         try:
             with _evaluating(model):
                 graph = trace(model, examples)
@@ -112,11 +113,11 @@ class Permutation:
         chosen = [group for group in channels.groups() if _matrix(group, sparse) is not None]
         permuted = []
         with _evaluating(model):
-            before = None if examples is None else _outputs(model, examples)
+            original_outputs = None if examples is None else _outputs(model, examples)
             for group, order in zip(chosen, cls.__search(chosen, sparse), strict=True):
                 if order is None or not _permute(group, order, tied):
                     continue
-                if before is None or _same(before, _outputs(model, examples)):
+                if original_outputs is None or _same(original_outputs, _outputs(model, examples)):
                     permuted.append(_names(model, group))
                 else:
                     _permute(group, torch.argsort(order), tied)
@@ -135,11 +136,9 @@ class Permutation:
     def __search(cls, groups: Sequence[Group], sparse: set[int]) -> list[Tensor | None]:
         """Return an order of each group's channels, or None; ranks with the same groups share the work."""
         rank, world = 0, 1
-        if distributed.is_available() and distributed.is_initialized():
-            known: list[Any] = [None] * distributed.get_world_size()
-            distributed.all_gather_object(known, [group.size for group in groups])
-            if all(each == known[0] for each in known):
-                rank, world = distributed.get_rank(), len(known)
+        sizes_by_rank = gather_objects([group.size for group in groups], "sharing searches for permutations")
+        if len(sizes_by_rank) > 1 and all(sizes == sizes_by_rank[0] for sizes in sizes_by_rank):
+            rank, world = distributed.get_rank(), len(sizes_by_rank)
         deadline = time.monotonic() + cls.time_budget
         orders: dict[int, Tensor | None] = {}
         for number in range(rank, len(groups), world):
@@ -193,8 +192,9 @@ def _outputs(model: nn.Module, examples: tuple) -> list[Tensor]:
 
 def _same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(
-        float((one.double() - other.double()).abs().max()) <= _TOLERANCES.get(one.dtype, 0.0) * float(one.abs().max())
-        for one, other in zip(first, second, strict=True)
+        float((expected.double() - actual.double()).abs().max())
+        <= _TOLERANCES.get(expected.dtype, 0.0) * float(expected.abs().max())
+        for expected, actual in zip(first, second, strict=True)
     )
 
 
@@ -204,8 +204,8 @@ def _matrix(group: Group, sparse: set[int]) -> Tensor | None:
     Returns None if a permutation cannot help. It can if the channels fill two or more whole stripes of 4.
     """
     parts = []
-    for axis, places in group.positions:
-        for copy in places if axis.dim == 1 and id(axis.tensor) in sparse else ():
+    for axis, positions in group.positions:
+        for copy in positions if axis.dim == 1 and id(axis.tensor) in sparse else ():
             if int(copy[0]) % 4 or not bool((copy.diff() == 1).all()):
                 return None
             parts.append(as_matrix(axis.part(axis.tensor.detach()))[:, int(copy[0]) :][:, : group.size].float())
@@ -219,14 +219,14 @@ def _permute(group: Group, order: Tensor, tied: Tied) -> bool:
 
     Returns False, before any change, if a tensor does not have these channels in the expected dimension.
     """
-    tied_by_axis = [(axis, places, tied(axis.tensor)) for axis, places in group.positions]
+    tied_by_axis = [(axis, positions, tied(axis.tensor)) for axis, positions in group.positions]
     for axis, _, tensors in tied_by_axis:
         widths = (1, len(axis.ids))
-        if any(each.dim() != axis.tensor.dim() or each.shape[axis.dim] not in widths for each in tensors):
+        if any(tensor.dim() != axis.tensor.dim() or tensor.shape[axis.dim] not in widths for tensor in tensors):
             return False
-    for axis, places, tensors in tied_by_axis:
+    for axis, positions, tensors in tied_by_axis:
         index = torch.arange(len(axis.ids), dtype=torch.int64, device=HOST)
-        for copy in places:
+        for copy in positions:
             index[copy] = copy[order]
         for tensor in tensors:
             if tensor.shape[axis.dim] == len(index):

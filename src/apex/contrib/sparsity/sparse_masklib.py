@@ -37,11 +37,11 @@ def _patterns(m: int, n: int, height: int) -> Tensor:
     """Return all 0-1 matrices with `n` ones in every row and at most `n` in every column: [patterns, height, m]."""
     if not 0 < n <= m:
         raise ValueError(f"n of m weights are kept, 0 < n <= m; got n={n}, m={m}")
-    rows = [tuple(float(place in kept) for place in range(m)) for kept in itertools.combinations(range(m), n)]
+    rows = [tuple(float(column in kept) for column in range(m)) for kept in itertools.combinations(range(m), n)]
     partial_patterns: list[tuple[float, ...]] = [()]
     for _ in range(height):
         longer = [(*above, *row) for above in partial_patterns for row in rows]
-        partial_patterns = [each for each in longer if all(sum(each[column::m]) <= n for column in range(m))]
+        partial_patterns = [pattern for pattern in longer if all(sum(pattern[column::m]) <= n for column in range(m))]
     return torch.tensor(partial_patterns, dtype=torch.float32, device=HOST).view(-1, height, m)
 
 
@@ -81,8 +81,8 @@ def mn_2d_best(matrix: Tensor, m: int, n: int) -> Tensor:
     for part in blocks.reshape(-1, m * m).split(max(1, _CHUNK // len(patterns))):
         # Summed element by element: a matrix product rounds, and so breaks ties, differently on each device.
         scores = torch.zeros(len(part), len(patterns), dtype=torch.float32, device=matrix.device)
-        for place in range(m * m):
-            scores += part[:, place, None] * patterns[None, :, place]
+        for element in range(m * m):
+            scores += part[:, element, None] * patterns[None, :, element]
         is_best = (scores == scores.amax(1, keepdim=True)) | scores.isnan()
         chosen.append(torch.where(is_best, numbers, len(patterns)).amin(1))
     return patterns[torch.cat(chosen)].view(blocks.shape).transpose(1, 2).reshape(padded.shape)[:rows, :columns]
@@ -99,8 +99,8 @@ def mn_2d_greedy(matrix: Tensor, m: int, n: int) -> Tensor:
     falling = blocks.reshape(-1, m * m).sort(dim=1, descending=True, stable=True).indices
     every = torch.arange(len(falling), dtype=torch.int64, device=matrix.device)
     kept = torch.zeros(len(falling), m, m, dtype=torch.float32, device=matrix.device)
-    for place in falling.unbind(1):
-        row, column = place // m, place % m
+    for element in falling.unbind(1):
+        row, column = element // m, element % m
         fits = (kept[every, row].sum(1) < n) & (kept[every, :, column].sum(1) < n)
         kept[every, row, column] = fits.float()
     mask = torch.ones_like(matrix, dtype=torch.float32)
@@ -194,7 +194,7 @@ class WandaMask:
 
     def __call__(self, param: Tensor) -> Tensor:
         """Return the mask of a parameter."""
-        squares = next((each for key, each in self._squares.items() if key.data_ptr() == param.data_ptr()), None)
+        squares = next((squares for key, squares in self._squares.items() if key.data_ptr() == param.data_ptr()), None)
         return create_mask(param if squares is None else param.float() * squares.sqrt(), self.pattern)
 
     def tied_tensors(self, param: Tensor) -> list[Tensor]:

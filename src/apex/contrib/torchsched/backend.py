@@ -40,20 +40,20 @@ def split_convolution_backward(
     scheme: str, grad_output: Any, input: Any, weight: Any, bias_sizes: Any, *settings: Any
 ) -> Any:
     """Compute the gradients of data, weight and bias by one operator each, in the order of the scheme."""
-    *geometry, wanted = settings
-    if sum(wanted) < 2:
+    *geometry, output_mask = settings
+    if sum(output_mask) < 2:
         return NotImplemented
     gradients: list[Any] = [None, None, None]
-    for place in map("dwb".index, scheme):
-        if not wanted[place]:
+    for index in map("dwb".index, scheme):
+        if not output_mask[index]:
             continue
-        if place == 2:
+        if index == 2:
             gradients[2] = grad_output.sum([0, *range(2, grad_output.dim())])
         else:
-            alone = [each == place for each in range(3)]
-            gradients[place] = torch.ops.aten.convolution_backward.default(
-                grad_output, input, weight, bias_sizes, *geometry, alone
-            )[place]
+            single = [position == index for position in range(3)]
+            gradients[index] = torch.ops.aten.convolution_backward.default(
+                grad_output, input, weight, bias_sizes, *geometry, single
+            )[index]
     return tuple(gradients)
 
 

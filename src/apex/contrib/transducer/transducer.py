@@ -101,8 +101,8 @@ class TransducerLoss(torch.nn.Module):
         else:
             # If x has no dimension of frames, the later check of x names the problem.
             batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0
-        given = (x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
-        return _apply_loss(*given, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)
+        arguments = (x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
+        return _apply_loss(*arguments, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)
 
 
 class TransducerLossFunc(torch.autograd.Function):
@@ -114,9 +114,9 @@ class TransducerLossFunc(torch.autograd.Function):
         wants_scores = debug_list is not None and len(debug_list) == 0
         offset = batch_offset if packed_input else None
         sizes = integer("max_f_len", max_f_len), integer("blank_idx", blank_idx)
-        given = x, label, f_len, y_len, offset, *sizes
-        ops.check_loss(*given)
-        arguments = (*given, True, ctx.needs_input_grad[0], wants_scores)
+        inputs = x, label, f_len, y_len, offset, *sizes
+        ops.check_loss(*inputs)
+        arguments = (*inputs, True, ctx.needs_input_grad[0], wants_scores)
         results = ops.LOSS.run_or_trace(*arguments)
         if wants_scores:
             debug_list += results[3].unbind(0)

@@ -104,10 +104,7 @@ class Problem(NamedTuple):
     def prepare(
         self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int
     ) -> Any:
-        """Prepare a kernel with these sizes and options; `more` and `flags` are its additional arguments.
-
-        Launch rules that use this have all dtypes among their arguments, as `same_dtypes` requires.
-        """
+        """Prepare a kernel with these sizes and options; `more` and `flags` are its additional arguments."""
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
         sizes = (*self[:5], total, *strides, *self._statistics_strides())
         return kernel.prepare(
@@ -119,7 +116,6 @@ class Problem(NamedTuple):
             TAIL=self.tail,
             DROPS=dropout > 0,
             ALIGN_S=math.gcd(16, *strides),
-            same_dtypes=True,
             **flags,
             **self.tiling(tile),
         )
@@ -187,6 +183,5 @@ def dquery_dbias_launch(
         ALIGN_S=math.gcd(16, *strides),
         BATCHES=block[0],
         ELEMENTS=block[1],
-        same_dtypes=True,
         **problem.tiling(tile),
     )

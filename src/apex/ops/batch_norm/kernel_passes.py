@@ -131,11 +131,11 @@ def _forward_launches(
     results = (tuple(shape), (channels,), (2 * channels + 1,))
     if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, same_dtypes=True, **constants)
+        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants)
         return ForwardLaunches(*results, whole)
-    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu, same_dtypes=True)
+    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu)
     measure, parts = _summing(kernels.batch_norm_measure, geometry, False, dtype, device, pitch)
-    finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch, same_dtypes=alone)
+    finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch)
     return ForwardLaunches(*results, None, parts * pitch, measure, finish, apply)
 
 
@@ -188,7 +188,7 @@ def launch_combine(
 def _combining(shape: torch.Size, running: tuple[Any, ...]) -> Any:
     """Prepare the kernel that combines rank statistics, [P, 2C + 1], given the dtypes of running statistics."""
     ranks, pitch = shape
-    return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch, same_dtypes=True)
+    return _finishing(kernels.batch_norm_statistics, ranks, pitch // 2, pitch)
 
 
 def _combine(
@@ -310,11 +310,11 @@ def _backward_launches(
     results = (tuple(shape), (channels,), (2 * channels + 1,), count)
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, same_dtypes=True, **constants)
+        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
         return BackwardLaunches(*results, whole)
     measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
-    sums = _finishing(kernels.batch_norm_sums, parts, channels, same_dtypes=True)
-    constants = {"RELU": relu and not write_dz, "BATCH": training, "same_dtypes": True}
+    sums = _finishing(kernels.batch_norm_sums, parts, channels)
+    constants = {"RELU": relu and not write_dz, "BATCH": training}
     apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, **constants)
     return BackwardLaunches(*results, None, parts * 2 * channels, measure, sums, apply)
 
@@ -348,7 +348,7 @@ def _summing(
     pace = config.pace(*geometry, backward, dtype.itemsize, here)
     tiles = config.tiling(geometry, pace.elements)
     parts = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
-    constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll, "same_dtypes": True}
+    constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll}
     grid = (parts * tiles.channel_blocks,)
     return kernel.prepare(grid, (*tiles.sizes, parts, *sizes), **constants, num_warps=pace.num_warps), parts
 
@@ -365,9 +365,9 @@ def _elementwise(
 _elementwise_of_any = launch_rule(_elementwise)  # for tensors whose dtypes may differ between launches
 
 
-def _finishing(kernel: Any, parts: int, channels: int, *sizes: int, same_dtypes: bool) -> Any:
+def _finishing(kernel: Any, parts: int, channels: int, *sizes: int) -> Any:
     """Prepare a kernel that combines the partial results of parts."""
     part_block, channel_block = config.finish_block(parts)
-    constants: dict[str, Any] = {"P_BLOCK": part_block, "C_BLOCK": channel_block, "same_dtypes": same_dtypes}
+    constants: dict[str, Any] = {"P_BLOCK": part_block, "C_BLOCK": channel_block}
     grid = (-(-channels // channel_block),)
     return kernel.prepare(grid, (parts, channels, *sizes), **constants, num_warps=config.FINISH_WARPS)

@@ -28,6 +28,9 @@ from .kernel_passes import (
 )
 from .reference import BatchNormSpec, Channels, Exchange, GradientSums
 
+# Dynamo of PyTorch 2.6 refuses to trace strides in a backward pass; that of 2.9 does not.
+_TRACES_STRIDES = torch.__version__ >= "2.9"
+
 
 def statistics(
     input: Tensor,
@@ -108,9 +111,11 @@ def local_gradients(
     else:
         if wants_z and spec.relu:
             # In PyTorch's operators: Inductor fuses them with the sum of the gradients from the output's readers.
-            # as_strided makes Inductor keep the result, which it would otherwise compute again for each reader.
             dz = reference.masked(*arguments)
-            dz, output, spec = dz.as_strided(dz.shape, dz.stride()), None, reference.without_relu(spec)
+            output, spec = None, reference.without_relu(spec)
+            if _TRACES_STRIDES:
+                # as_strided makes Inductor keep the result, which it would otherwise compute again for each reader.
+                dz = dz.as_strided(dz.shape, dz.stride())
         flags = (spec.eps, spec.training, spec.relu, spec.channel_dim, wants_input)
         dx, sum_dy, sum_dy_xhat = torch.ops.apex.batch_norm_backward(dz, input, output, *channels, *flags)
     return dx if wants_input else None, dz if wants_z else None, sum_dy_xhat, sum_dy

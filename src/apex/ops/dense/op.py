@@ -337,8 +337,7 @@ def mlp_backward(
     layers = len(weights)
     of_weights, of_biases = wanted[1 : 1 + layers], wanted[1 + layers :] or (False,) * layers
     gradients: list[Tensor | None] = [None] * len(wanted)
-    if not dy.is_contiguous():
-        dy = dy.contiguous()
+    dy = dy.contiguous()  # Dynamo of PyTorch 2.6 refuses to trace `is_contiguous` in a backward pass
     last = None if activation == "none" else outputs[-1]
     launches = last is not None and not torch.compiler.is_compiling() and takes_kernel(dy, last)
     rows = dy.shape[0]

@@ -184,12 +184,11 @@ def _activation_launches(
         FULL=columns % tile.block == 0 and rows % tile.rows == 0,
         FINISH=finish,
         num_warps=tile.num_warps,
-        same_dtypes=True,
     )
     if not partials or finish:
         return launch, None, partials
     add_up = shared_kernels.sum_bias_partials.prepare(
-        (-(-columns // 64),), (groups, columns), ROWS=32, BLOCK=64, num_warps=4, same_dtypes=True
+        (-(-columns // 64),), (groups, columns), ROWS=32, BLOCK=64, num_warps=4
     )
     return launch, add_up, partials
 

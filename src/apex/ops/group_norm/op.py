@@ -153,7 +153,6 @@ def _prepare_held(
         S_BLOCK=chosen.position_block,
         D_BLOCK=chosen.channel_block,
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
 
 

@@ -41,6 +41,14 @@ def laid_out_alike(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
+    """Return `tensor`, or a copy of it with the strides of `like` if its own are different."""
+    # Two contiguous tensors may have different strides in a dimension of size 1.
+    if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def aligned_size(tensor: Tensor) -> int:
     """Return the elements that a tensor takes up in a flat buffer: its own, rounded up to a multiple of 16 bytes."""
     unit = max(1, ALIGNMENT // tensor.element_size())
@@ -100,13 +108,6 @@ class FlatBuffer:
             torch._foreach_copy_(self.views, [tensor.detach() for tensor in tensors])
         for tensor, view in zip(tensors, self.views, strict=True):
             tensor.data = view
-
-
-def combine(tensors: Sequence[Tensor], copy_values: bool = True) -> tuple[Tensor, list[Tensor]]:
-    """Move tensors of one dtype and device to a new flat buffer; return it and the views that they became."""
-    buffer = FlatBuffer(tensors)
-    buffer.adopt(tensors, copy_values)
-    return buffer.values, buffer.views
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

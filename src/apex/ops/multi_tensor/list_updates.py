@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import rules
-from .op import Lists, check, factor_on, flag_on, groups_of, l2norm, max_norm
+from .dispatch import Lists, check, groups_of
+from .op import factor_on, flag_on, l2norm, max_norm
 from .rule import Rule, Slots
 from .tables import upload
 

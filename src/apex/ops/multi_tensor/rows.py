@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import _device
 from .._graph_numbers import Number
 from . import config
+from .dispatch import kernel_fits
 from .flat import is_dense
-from .op import kernel_fits
 from .rule import GRADIENT, Rule, Slots
 from .tables import INDICES, PointerTable, keep_if_captured, upload
 from .torch_lists import TorchLists

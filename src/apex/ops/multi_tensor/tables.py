@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import _device, _graph_numbers
 from .._graph_numbers import capturing
 from .._host import HOST
-from . import config
 
 # Sizes, counts and addresses are computed on the host.
 INDICES: dict[str, Any] = {"dtype": torch.int64, "device": HOST}
@@ -125,8 +124,8 @@ class Layout:
             ends = counts.cumsum(0)
             self.count = int(ends[-1]) if len(sizes) else 0
             most = int(counts.max()) if len(sizes) else 0
-            # How many partial sums the last program loads at once: of all tensors, and of one.
-            self.sum_block = config.sum_block(self.count), config.sum_block(most)
+            # The number of programs of the largest tensor.
+            self.most = most
             if self.count >= 2**31:
                 raise ValueError(
                     f"{self.count} blocks of {block * blocks_per_program} elements are more than one launch can take"

@@ -170,7 +170,8 @@ class TritonLists:
             tickets = None
         else:
             (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
-            finishing = (per_tensor, root, average, out.shape[-1], layout.sum_block[per_tensor], factor is None)
+            at_once = config.sum_block(layout.most if per_tensor else layout.count)
+            finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
         given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, seed is not None)
@@ -292,5 +293,4 @@ def _rule_launch(
         BLOCK=block,
         BLOCKS=blocks_per_program,
         num_warps=config.WARPS,
-        same_dtypes=True,
     )

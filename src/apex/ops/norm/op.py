@@ -206,7 +206,7 @@ def _forward_launch(
     rows = math.prod(shape) // row_length
     chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
-    flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps, "same_dtypes": True}
+    flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
         launch = kernels_forward.norm_forward_rows.prepare(
             (-(-rows // chosen.rows_per_program),),
@@ -290,7 +290,6 @@ def _backward_launches(
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
-    common["same_dtypes"] = True
     main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     row_means = sums = None
     if chosen.kind == "rows":
@@ -338,7 +337,6 @@ def _backward_launches(
             ROWS=256,  # nearly all in one step: 2 us less than 64 by 32 at 16384x1024, no more elsewhere
             BLOCK=block,
             num_warps=4,
-            same_dtypes=True,
         )
     elements, limit = chosen.programs * row_length * kinds, (math.sqrt(row_length),)
     return BackwardLaunches(shape, contiguous_strides(shape), chosen.kind, elements, limit, launch, row_means, sums)

@@ -285,7 +285,6 @@ def _prepared_launch(
         QUERY_TILE=tile,
         KEY_TILE=key_tile,
         num_warps=max(num_warps, key_warps),
-        same_dtypes=True,
     )
     return launch, results
 

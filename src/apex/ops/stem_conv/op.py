@@ -49,7 +49,7 @@ def stem_conv2d(input: Tensor, weight: Tensor, bias: Tensor | None = None, strid
         if dtype in HALF and is_one and min(counts) > 0:
             images = input.to(dtype)
             if _library.runs_triton(FAMILY, images):
-                if window == [stride, stride]:
+                if tuple(window) == (stride, stride):  # Dynamo of PyTorch 2.6 compares no tuple with a list
                     output = _by_patches(images, weight.to(dtype), counts)
                 else:
                     output = _by_kernels(images, weight.to(dtype), padding, counts)

@@ -22,15 +22,12 @@ SHORT_ROW = 1024
 # 118.
 STREAMED_ROW = 3 << 15
 
-# Limits of the logits of a chunk, which are a tenth of all otherwise, in elements (192 and 512 MiB in half precision).
-# Smaller chunks make slower matrix products: 8192x2048x131072 on an H200 took 24.3 ms in chunks of 512 rows, 22.8 of
-# 1024 and 21.5 of 2048, where a linear layer and PyTorch's loss took 22.8. In another run chunks of 768 rows took 23.3,
-# of 832 and 896 25.4, of 1024 24.0, and PyTorch 23.7: they need 736 MiB, under an eighth of PyTorch's 6144, and 1024
-# rows need 800. Chunks grow up to LARGE_CHUNK if that makes MANY_ROWS: 8192x768x50304 in 2.95 ms in chunks of 2816
-# rows, 3.19 of 1664, 2.86 in one; 8192x1024x32000 in 2.34 of 4096, 2.45 of 2816.
+# Limits of the logits of a chunk, which are half of all otherwise, in elements (192 and 512 MiB in half precision).
+# Every chunk reads and writes the weight's gradient, and smaller ones make slower matrix products: 4096x4096x128256 in
+# 23.2 ms in chunks of 704 rows, 21.6 of 1024, 20.7 of 2048, 20.3 in one; 8192x4096x50257 in 16.7 of 2752, 15.4 of 2048,
+# 15.6 of 4096; 16384x2048x131072 in 44.6 of 1536, 44.3 of 2048, 43.3 of 4096.
 CHUNK_ELEMENTS = (3 << 25, 1 << 28)
-LARGE_CHUNK, MANY_ROWS = 17 << 23, 2816
-CHUNKS = 10
+CHUNKS = 2
 # Chunks have a multiple of this many rows, half a tile of a matrix product: 8192x768x50304 takes 2.96 ms in chunks of
 # 2752 rows, 2.95 in chunks of 2816, which need 6 MiB more.
 ROW_MULTIPLE = 64
@@ -41,6 +38,8 @@ STRIDE_MULTIPLE = 64
 # On a GPU half-precision matrix products take a multiple of this many classes, 16 bytes, and the remainder separately:
 # with 50257 classes and 4096 features cuBLAS's took four times as long as those by torch.compile, which pads them.
 CLASS_MULTIPLE = 8
+# Elements at a time, and programs per multiprocessor, of the kernel that multiplies gradients by one number.
+SCALE_BLOCK, SCALE_PROGRAMS = 8192, 4
 # Classes whose gradients are added at a time if a product cannot add to float32 itself.
 CLASSES_AT_A_TIME = 1 << 14
 
@@ -114,8 +113,6 @@ def chunk_size(rows: int, classes: int, asked: int | None = None) -> int:
     if asked is not None:
         return max(1, min(asked, rows))
     fewest, most = CHUNK_ELEMENTS
-    if LARGE_CHUNK // classes >= MANY_ROWS:
-        fewest = LARGE_CHUNK
     most = max(1, min(most, max(fewest, rows * classes // CHUNKS)) // classes)
     if rows <= most:
         return max(1, rows)
@@ -131,6 +128,14 @@ def sum_dtype(weight_dtype: torch.dtype, chunks: int, asked: torch.dtype | None 
     if weight_dtype == torch.float16 or (weight_dtype == torch.bfloat16 and chunks > MOST_ROUNDINGS):
         return torch.float32
     return weight_dtype
+
+
+def sizes(
+    rows: int, weight: torch.Tensor, chunk_rows: int | None, asked: torch.dtype | None
+) -> tuple[int, torch.dtype]:
+    """Return the rows per chunk and the dtype of the sums of the weight's gradient over the chunks."""
+    size = chunk_size(rows, weight.shape[0], chunk_rows)
+    return size, sum_dtype(weight.dtype, -(-rows // size), asked)
 
 
 def parts_of_products(classes: int, dtype: torch.dtype, on_gpu: bool) -> list[slice]:

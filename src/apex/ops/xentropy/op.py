@@ -7,6 +7,7 @@ computed, which the backward pass needs. Rows of logits may be slices of longer 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,18 +82,104 @@ def launch_forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx
     losses = torch.empty_like(labels, dtype=torch.float32)
     log_sums = torch.empty_like(losses)
     sizes = (*rows.shape, rows.stride()[0], padding_idx)
-    launch = _forward_launch(sizes, smoothing > 0, False, False, rows.dtype, rows.device)
-    launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
+    if rows.shape[1] <= config.SHORT_ROW:
+        launch = _short_launch((*sizes, 1), smoothing > 0, rows.dtype, rows.device)
+        launch((rows, labels.long(), losses, log_sums, None), (smoothing,))
+    else:
+        launch = _forward_launch(sizes, smoothing > 0, False, 0, rows.dtype, rows.device)
+        launch((rows, labels.long(), None, losses, log_sums, *[None] * 8), (smoothing, 0.0, 1.0, 1.0))
     return losses, log_sums
 
 
-def launch_in_place(
-    logits: Tensor, labels: Tensor, losses: Tensor, row_scale: Tensor | None, smoothing: float, padding_idx: int
+def launch_rows(
+    logits: Tensor,
+    labels: Tensor,
+    transform: Sequence[float],
+    padding_idx: int,
+    found: Mapping[str, Tensor],
+    class_weight: Tensor | None = None,
+    *,
+    losses: Tensor | None = None,
+    scale: Tensor | None = None,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    gradient: bool = False,
 ) -> None:
-    """Write the losses, and overwrite the logits with their gradient times `row_scale`."""
-    sizes, scaled = (*logits.shape, logits.stride(0), padding_idx), row_scale is not None
-    launch = _forward_launch(sizes, smoothing > 0, True, scaled, logits.dtype, logits.device)
-    launch((logits, labels, losses, torch.empty_like(losses), row_scale), (smoothing,))
+    """Write the statistics in `found`, of which `reference.statistics` has the names, "top" and the losses.
+
+    With `gradient`, overwrite the logits with the gradient of the losses, times the number `scale` if there is one.
+    """
+    mode, inner, outer = _factors(transform, logits)
+    sizes = (*logits.shape, logits.stride(0), padding_idx)
+    launch = _forward_launch(sizes, smoothing > 0, gradient, mode, logits.dtype, logits.device)
+    log_sums = found.get("lse")
+    if log_sums is None:
+        log_sums = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
+    names = ("own", "mean", "weighted", "entropy", "squares", "peak", "top")
+    tensors = (logits, labels, scale, losses, log_sums, class_weight, *map(found.get, names))
+    launch(tensors, (smoothing, z_loss, inner, outer))
+
+
+def launch_row_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    coefficients: Tensor,
+    class_weight: Tensor | None,
+    transform: Sequence[float],
+    padding_idx: int,
+    entropy: bool,
+    out: Tensor,
+) -> None:
+    """Write `reference.row_gradient` to `out`, which may be the logits; `entropy`: the second coefficient is used."""
+    mode, inner, outer = _factors(transform, logits)
+    strides = (logits.stride(0), out.stride(0))
+    launch = _row_gradient_launch(logits.shape, strides, padding_idx, mode, entropy, logits.dtype, logits.device)
+    scale, _, temperature = transform
+    scaled = coefficients if mode == 0 else coefficients * (scale / temperature)
+    launch((logits, labels, log_sums, scaled.contiguous(), class_weight, out), (inner, outer))
+
+
+def launch_scale(values: Tensor, factor: Tensor) -> None:
+    """Multiply contiguous values by a number on the device; a number of one costs nothing but the launch."""
+    programs = config.SCALE_PROGRAMS * facts(values.device).multiprocessors
+    sizes = (values.numel(), programs)
+    kernels.scale_in_place((programs,), (values, factor), sizes, BLOCK=config.SCALE_BLOCK, num_warps=8)
+
+
+def _factors(transform: Sequence[float], logits: Tensor) -> tuple[int, float, float]:
+    """Return the kernels' kind of transform and its factors within and outside of the hyperbolic tangent."""
+    scale, cap, temperature = transform
+    if cap:
+        approximate = logits.dtype == torch.bfloat16 and facts(logits.device).backend == "cuda"
+        return 3 if approximate else 2, scale / cap, cap / temperature
+    return int(scale != temperature), scale / temperature, 1.0
+
+
+@launch_rule
+def _row_gradient_launch(
+    shape: torch.Size,
+    strides: tuple[int, int],
+    padding_idx: int,
+    mode: int,
+    entropy: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    (rows, classes), itemsize = shape, dtype.itemsize
+    chosen = config.backward_config(rows, classes, itemsize, facts(device))
+    return kernels.row_gradient.prepare(
+        (rows * chosen.splits,),
+        (rows, chosen.splits, *strides, classes, padding_idx),
+        TRANSFORM=mode,
+        ENTROPY=entropy,
+        EDGES=strides[1] % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
+        SAME_STRIDE=strides[0] == strides[1],
+        GROUPS=chosen.groups,
+        LANES=chosen.lanes,
+        VECTOR=16 // itemsize,
+        num_warps=chosen.num_warps,
+    )
 
 
 def launch_backward(
@@ -140,7 +227,6 @@ def _backward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
     return launch, False, layout
 
@@ -154,17 +240,21 @@ def _whole_rows(logits: Tensor) -> Tensor:
 
 @launch_rule
 def _forward_launch(
-    sizes: tuple[int, ...], smoothed: bool, gradient: bool, scaled: bool, dtype: torch.dtype, device: torch.device
+    sizes: tuple[int, ...],
+    smoothed: bool,
+    gradient: bool,
+    mode: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
-    """Prepare the kernel for losses, and with `gradient` also for the gradient in place of the logits."""
+    """Prepare the kernel for statistics of rows, and with `gradient` also for the gradient in place of the logits."""
     (rows, classes, row_stride, padding_idx), itemsize = sizes, dtype.itemsize
-    if classes <= config.SHORT_ROW and not gradient:
-        return _short_rows((*sizes, 1), False, smoothed, itemsize, device)
     chosen = config.forward_config(rows, classes, itemsize, gradient, facts(device))
     return kernels.xentropy_forward.prepare(
         (rows,),
-        (row_stride, classes, padding_idx, int(scaled)),
+        (row_stride, classes, padding_idx),
         SMOOTHED=smoothed,
+        TRANSFORM=mode,
         EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
         GRADIENT=gradient,
         STREAM=gradient and classes * itemsize >= config.STREAMED_ROW,
@@ -172,8 +262,12 @@ def _forward_launch(
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,
         num_warps=chosen.num_warps,
-        same_dtypes=not gradient,
     )
+
+
+@launch_rule
+def _short_launch(sizes: tuple[int, ...], smoothed: bool, dtype: torch.dtype, device: torch.device) -> Any:
+    return _short_rows(sizes, False, smoothed, dtype.itemsize, device)
 
 
 def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize: int, device: torch.device) -> Any:
@@ -189,7 +283,6 @@ def _short_rows(sizes: tuple[int, ...], backward: bool, smoothed: bool, itemsize
         BLOCK=chosen.block,
         MULTIPLE=math.gcd(row_stride, classes, 16 // itemsize),
         num_warps=chosen.num_warps,
-        same_dtypes=True,
     )
 
 

@@ -6,6 +6,7 @@ differentiable twice. Classes are the last dimension of the logits; labels have 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from .._library import compute_dtype
 
 # A label that is never used: no row is padding.
 NO_PADDING = -(1 << 31)
+# Replaces -inf where it is multiplied by a probability of zero.
+LOWEST = -1e38
 
 
 def forward(logits: Tensor, labels: Tensor, smoothing: float, padding_idx: int) -> tuple[Tensor, Tensor]:
@@ -60,3 +63,92 @@ def backward(
         slope = slope.scatter_add(-1, index[..., None], own[..., None])
     slope = slope * dlosses.to(compute)[..., None]
     return slope.masked_fill((labels == padding_idx)[..., None], 0.0).to(logits.dtype)
+
+
+def transformed(logits: Tensor, transform: Sequence[float]) -> Tensor:
+    """Return cap * tanh(scale * logits / cap) / temperature; `transform` is scale, cap (0: none) and temperature."""
+    scale, cap, temperature = transform
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def statistics(
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    transform: Sequence[float],
+    padding_idx: int,
+    names: Sequence[str],
+) -> Tensor:
+    """Return the named statistics of each row as [names, rows]; zero for padding. Differentiable twice.
+
+    "lse" is the log of the sum of exponentials, "own" the label's logit (NaN if the label is no class), "mean" the sum
+    of the logits, "weighted" their sum times `class_weight`, "entropy" that of the softmax, "squares" the sum of its
+    squares, "peak" the greatest logit.
+    """
+    padding = labels == padding_idx
+    x = logits.to(compute_dtype(logits))
+    if torch.is_grad_enabled():  # makes the gradient of padding zero for any logits
+        x = x.masked_fill(padding[:, None], 0.0)
+    z = transformed(x, transform)
+    lse = torch.logsumexp(z, -1)
+    log_p = (z - lse[:, None]).clamp(min=LOWEST) if {"entropy", "squares"} & set(names) else z
+    found = []
+    for name in names:
+        if name == "lse":
+            found.append(lse)
+        elif name == "own":
+            index = labels.long().clamp(0, z.shape[-1] - 1)
+            found.append(torch.where(index == labels, z.gather(-1, index[:, None])[:, 0], torch.nan))
+        elif name == "mean":
+            found.append(z.sum(-1))
+        elif name == "weighted":
+            assert class_weight is not None
+            found.append((z * class_weight.to(z.dtype)).sum(-1))
+        elif name == "entropy":
+            found.append(-(log_p.exp() * log_p).sum(-1))
+        elif name == "squares":
+            found.append((2 * log_p).exp().sum(-1))
+        else:
+            found.append(z.amax(-1))
+    return torch.stack(found).masked_fill(padding, 0.0)
+
+
+def row_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    coefficients: Tensor,
+    class_weight: Tensor | None,
+    transform: Sequence[float],
+    padding_idx: int,
+    names: Sequence[str],
+) -> Tensor:
+    """Return the gradient of the logits from four coefficients per row, [4, rows].
+
+    Over the transformed logits z and p = softmax(z), the first is the factor of p, the second that of p * z, the third
+    that of `class_weight` (or of one), the fourth is added for the label. The second counts if `names` has "entropy",
+    the third if it has "mean" or "weighted".
+    """
+    scale, cap, temperature = transform
+    compute, classes = compute_dtype(logits), logits.shape[-1]
+    x = logits.to(compute)
+    z = transformed(x, transform)
+    of_softmax, of_product, of_all, of_own = coefficients.to(compute)[:, :, None]
+    slope = (z - log_sums.to(compute)[:, None]).exp_()
+    slope *= of_softmax + of_product * z.clamp(min=LOWEST) if "entropy" in names else of_softmax
+    if "weighted" in names:
+        assert class_weight is not None
+        slope += of_all * class_weight.to(compute)
+    elif "mean" in names:
+        slope += of_all
+    index = labels.long().clamp(0, classes - 1)[:, None]
+    slope.scatter_add_(-1, index, of_own * (index == labels[:, None]))
+    if cap:
+        slope *= 1.0 - (z * (temperature / cap)).square()
+    if scale != temperature:
+        slope *= scale / temperature
+    return slope.masked_fill_((labels == padding_idx)[:, None], 0.0).to(logits.dtype)

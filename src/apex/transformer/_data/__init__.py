@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank sees."""
+"""Batch samplers that select the samples of each data-parallel rank."""
 
 from ._batchsampler import MegatronPretrainingRandomSampler, MegatronPretrainingSampler
 

@@ -1,4 +1,4 @@
-"""Batch samplers that go on where a run has stopped; the batch size may change between two batches."""
+"""Batch samplers that resume where a run stopped; the batch size may change between batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...ops._host import HOST
 
 
 class _Base:
-    """`local_minibatch_size` is the number of samples of one rank's batch, and may be set at any time."""
+    """Base of the samplers; `local_minibatch_size`, the batch size of one rank, may be set at any time."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class _Base:
 
     @property
     def local_minibatch_size(self) -> int:
-        """The number of samples of one rank's batch."""
+        """Return the number of samples of one rank's batch."""
         return self._local_minibatch_size
 
     @local_minibatch_size.setter
@@ -53,7 +53,7 @@ class _Base:
 
 
 class MegatronPretrainingSampler(_Base):
-    """Samples in their order: of every global batch each rank gets the next part."""
+    """A sampler that takes samples in order; each rank gets its part of every global batch."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class MegatronPretrainingSampler(_Base):
         self.drop_last = drop_last
 
     def get_start_end_idx(self) -> tuple[int, int]:
-        """Where this rank's part of a global batch begins and ends."""
+        """Return start and end of this rank's part of a global batch."""
         start = self.data_parallel_rank * self.local_minibatch_size
         return start, start + self.local_minibatch_size
 
@@ -89,9 +89,9 @@ class MegatronPretrainingSampler(_Base):
 
 
 class MegatronPretrainingRandomSampler(_Base):
-    """Each rank shuffles its own part of the samples, in another order in every epoch, and leaves out an uneven rest.
+    """A sampler that shuffles each rank's own part of the samples, differently in every epoch.
 
-    `consumed_samples` advances while batches are taken.
+    Samples that do not fill a global batch are dropped. `consumed_samples` advances with every batch taken.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class MegatronPretrainingRandomSampler(_Base):
                 f"{self.local_minibatch_times_data_parallel_size}"
             )
         epoch, used = divmod(self.consumed_samples, usable)
-        each = usable // self.data_parallel_size
-        first = self.data_parallel_rank * each
+        samples_per_rank = usable // self.data_parallel_size
+        first = self.data_parallel_rank * samples_per_rank
         generator = torch.Generator(HOST).manual_seed(epoch)
-        order = torch.randperm(each, generator=generator, dtype=torch.int64, device=HOST).tolist()
+        order = torch.randperm(samples_per_rank, generator=generator, dtype=torch.int64, device=HOST).tolist()
         batch: list[int] = []
-        for place in order[used // self.data_parallel_size :]:
-            batch.append(first + place)
+        for index in order[used // self.data_parallel_size :]:
+            batch.append(first + index)
             if len(batch) == self.local_minibatch_size:
                 self.consumed_samples += self.local_minibatch_times_data_parallel_size
                 yield batch

@@ -1,1 +1,1 @@
-"""How the process groups of a split model are laid out and made."""
+"""Layout and creation of the process groups of a model that is split over processes."""

@@ -1,4 +1,4 @@
-"""Where the parameters and buffers of a split model lie."""
+"""The device for parameters and buffers of a split model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def parameter_device() -> torch.device:
-    """The current GPU, or the CPU where there is none; a default device other than the CPU goes before both."""
-    chosen = torch.get_default_device()
-    if chosen.type == "cpu" and torch.cuda.is_available():
+    """Return torch's default device if it is not the CPU, else the current GPU, else the CPU."""
+    device = torch.get_default_device()
+    if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    return device

@@ -1,8 +1,8 @@
-"""Which ranks work together: the groups of a model that is split over processes, as lists of ranks.
+"""Groups of ranks of a model that is split over processes, as lists of ranks.
 
-A mesh names the rank at every place (pipeline stage, data, context, tensor). Without a given mesh tensor-parallel ranks
-are neighbours, then come the ranks that share a sequence, then the replicas, then the pipeline's stages. No process is
-needed to compute any of this.
+A mesh is a tensor of ranks with the dimensions pipeline, data, context, tensor. By default tensor-parallel ranks are
+neighbours, followed by the ranks that share a sequence, the replicas and the pipeline stages. All functions here only
+compute lists; they need no processes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """How many parts a model has in each direction; `data` follows from the number of processes."""
+class ParallelSizes:
+    """The number of parts of a model in each dimension; `data` follows from the number of processes."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,10 +28,10 @@ class Sizes:
     expert: int = 1
 
 
-def sizes_of(world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1) -> Sizes:
-    """The sizes for `world` processes, or a RuntimeError that says which of them does not fit."""
-    asked = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
-    for name, size in asked.items():
+def parallel_sizes(world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1) -> ParallelSizes:
+    """Return the sizes for `world` processes; raise a RuntimeError that names the size that does not fit."""
+    requested = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+    for name, size in requested.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} model parallel size must be a positive integer, got {size!r}")
     model = tensor * pipeline * context
@@ -45,18 +45,18 @@ def sizes_of(world: int, tensor: int, pipeline: int, context: int = 1, expert: i
             f"expert_model_parallel_size ({expert}) must divide the {world // (tensor * pipeline)} ranks that hold the "
             "same part of the model"
         )
-    return Sizes(tensor, pipeline, world // model, context, expert)
+    return ParallelSizes(tensor, pipeline, world // model, context, expert)
 
 
-def mesh_of(sizes: Sizes) -> Tensor:
-    """The rank at every (pipeline stage, data, context, tensor), tensor-parallel ranks side by side."""
+def default_mesh(sizes: ParallelSizes) -> Tensor:
+    """Return the mesh of ranks [pipeline, data, context, tensor], with tensor-parallel ranks adjacent."""
     shape = (sizes.pipeline, sizes.data, sizes.context, sizes.tensor)
     ranks = math.prod(shape)
     return torch.arange(ranks, dtype=torch.int64, device="cpu").view(shape)
 
 
-def ranks_of(device_mesh: Any, world: int) -> Tensor:
-    """The ranks of a DeviceMesh as [pp, dp, cp, tp], of size 1 where it lacks a dimension."""
+def mesh_from_device_mesh(device_mesh: Any, world: int) -> Tensor:
+    """Return the ranks of a DeviceMesh as [pp, dp, cp, tp]; a missing dimension has size 1."""
     names = tuple(device_mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in MESH_DIMENSIONS]
     if not names or unknown or len(set(names)) != len(names):
@@ -70,7 +70,7 @@ def ranks_of(device_mesh: Any, world: int) -> Tensor:
 
 
 def check_stages(stages: int, virtual: int | None, split: int | None) -> None:
-    """An error unless a pipeline of so many stages can have `virtual` chunks each and a decoder from `split` on."""
+    """Raise if a pipeline of `stages` stages cannot have `virtual` chunks each or a decoder that starts at `split`."""
     if virtual is not None:
         if virtual < 1:
             raise ValueError(f"virtual_pipeline_model_parallel_size_ must be positive, got {virtual}")
@@ -80,15 +80,15 @@ def check_stages(stages: int, virtual: int | None, split: int | None) -> None:
         raise ValueError(f"pipeline_model_parallel_split_rank_ must be a stage, 0 to {stages - 1}, got {split}")
 
 
-def groups_of(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[str, list[list[int]]]:
-    """Every kind of group, as disjoint lists of ranks; a rank may be in none of the lists of the embeddings' groups.
+def rank_groups(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[str, list[list[int]]]:
+    """Return the groups of every kind as disjoint lists of ranks.
 
-    `split` is the stage at which the decoder of an encoder-decoder model begins.
+    A rank may be in none of the embedding groups. `split` is the stage where the decoder of an encoder-decoder begins.
     """
     stages, data, context, tensor = mesh.shape
     pipelines = _lists(mesh.permute(1, 2, 3, 0), stages)
     last = stages - 1
-    # Of all ranks that hold the same part of a dense layer, `expert` neighbours hold different experts.
+    # Among ranks with the same part of a dense layer, each `expert` neighbours hold different experts.
     same_part = mesh.permute(0, 3, 1, 2).reshape(stages, tensor, data * context // expert, expert)
     middle = [] if split is None else [split]
     return {
@@ -114,8 +114,11 @@ def _lists(ranks: Tensor, length: int) -> list[list[int]]:
 
 
 def _stages(pipelines: list[list[int]], stages: list[int]) -> list[list[int]]:
-    """The ranks of these stages of every pipeline, without stages that do not exist; a pipeline of one stage whole."""
+    """Return the ranks of the given stages of every pipeline, without stages that do not exist.
+
+    A pipeline of one stage is returned whole.
+    """
     if len(pipelines[0]) == 1:
         return pipelines
-    wanted = list(dict.fromkeys(stage for stage in stages if stage < len(pipelines[0])))
-    return [[ranks[stage] for stage in wanted] for ranks in pipelines if wanted]
+    existing = list(dict.fromkeys(stage for stage in stages if stage < len(pipelines[0])))
+    return [[ranks[stage] for stage in existing] for ranks in pipelines if existing]

@@ -1,7 +1,7 @@
-"""Which network NCCL takes for a group: InfiniBand inside a block of machines, sockets between blocks.
+"""Choice of NCCL's network for a group: InfiniBand within a block of machines, sockets between blocks.
 
-NCCL reads its environment when a group's communicator is made, so the groups below are made and used once under their
-own setting. `NUM_GPUS_PER_IB_BLOCK` says how many neighbouring ranks InfiniBand connects.
+NCCL reads its environment when it creates a group's communicator. Each group below is therefore created and used once
+under its own setting. `NUM_GPUS_PER_IB_BLOCK` is the number of neighbouring ranks that InfiniBand connects.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from ..._distributed.groups import make_group
 
 
 def set_nccl_ib_envs() -> None:
-    """Has NCCL take InfiniBand for the communicators that are made from now on."""
+    """Make NCCL use InfiniBand for communicators created from now on."""
     _env.set_nccl_network("IB")
 
 
 def set_nccl_socket_envs() -> None:
-    """Has NCCL take sockets for the communicators that are made from now on."""
+    """Make NCCL use sockets for communicators created from now on."""
     if not _env.nccl_socket_interfaces():
         raise RuntimeError("NCCL_SOCKET_IFNAME was not set: it names the network interfaces of NCCL's sockets")
     _env.set_nccl_network("Socket")
 
 
 def init_nccl_net(group: Any) -> None:
-    """Makes the group's communicator now, under the present environment, by a first all-reduce."""
+    """Create the group's communicator under the current environment, by a first all-reduce."""
     dist.all_reduce(torch.zeros(1, dtype=torch.float32, device="cuda"), group=group)
     torch.cuda.synchronize()
 
 
 def new_nccl_ib_group(ranks: Sequence[int]) -> Any:
-    """A group of NCCL that talks over InfiniBand."""
+    """Return a new NCCL group that uses InfiniBand."""
     with _environment_restored():
         set_nccl_ib_envs()
         return _new_group_used_once(ranks)
 
 
 def new_nccl_socket_group(ranks: Sequence[int]) -> Any:
-    """A group of NCCL that talks over sockets."""
+    """Return a new NCCL group that uses sockets."""
     with _environment_restored():
         set_nccl_socket_envs()
         return _new_group_used_once(ranks)
 
 
 def new_process_group(ranks: Sequence[int], backend: str | None) -> Any:
-    """A group with `backend`, the default group's where that is None, on the network that reaches all of its ranks."""
+    """Return a new group with `backend` (default: the default group's), on a network that reaches all of its ranks."""
     block = _env.gpus_per_infiniband_block()
     if block is None or (backend or dist.get_backend()) != "nccl":
         return make_group(ranks, backend=backend)
@@ -67,8 +67,8 @@ def _new_group_used_once(ranks: Sequence[int]) -> Any:
 
 @contextlib.contextmanager
 def _environment_restored() -> Iterator[None]:
-    before = _env.nccl_network()
+    previous = _env.nccl_network()
     try:
         yield
     finally:
-        _env.set_nccl_network(before)
+        _env.set_nccl_network(previous)

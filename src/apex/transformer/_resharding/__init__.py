@@ -1,1 +1,1 @@
-"""What `apex.transformer.checkpoint` is made of: names and places in the whole model, state of optimizers."""
+"""Parts of `apex.transformer.checkpoint`: names and locations of parameters in the whole model, and optimizer state."""

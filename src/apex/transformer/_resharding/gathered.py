@@ -1,7 +1,7 @@
-"""Whole tensors of a split model in the host's memory, and the parts of them that a process has.
+"""Conversion between whole tensors in host memory and the parts of them that a process holds.
 
-Parameters may be sharded (DTensors of FSDP2), divided among tensor-parallel ranks (`tensor_model_parallel`,
-`partition_dim`, `partition_stride`), or in another pipeline stage.
+Parameters may be sharded (DTensors of FSDP2), split over tensor-parallel ranks (`tensor_model_parallel`,
+`partition_dim`, `partition_stride`), or on another pipeline stage.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._failures import explained
+from ..._distributed.collectives import gather_objects
 from ...ops._host import HOST
 from .. import parallel_state
 
 
 def _tensor_group(param: Any) -> Any:
-    """The processes among which a parameter is divided; None where it is not."""
+    """Return the processes over which a parameter is split, or None if it is not split."""
     if parallel_state.is_unitialized() or parallel_state.get_tensor_model_parallel_world_size() == 1:
         return None
     return parallel_state.get_tensor_model_parallel_group() if getattr(param, "tensor_model_parallel", False) else None
 
 
 def pipeline_group() -> Any:
-    """The processes that have the stages of a model; None where there is one."""
+    """Return the processes that hold the stages of a model, or None if there is only one stage."""
     if parallel_state.is_unitialized() or parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return None
     return parallel_state.get_pipeline_model_parallel_group()
 
 
-def of_all_stages(value: Any) -> list[Any]:
-    """What each stage of the pipeline has given, in their order."""
+def gather_from_stages(value: Any) -> list[Any]:
+    """Return the values that all pipeline stages passed, ordered by stage."""
     group = pipeline_group()
     if group is None:
         return [value]
-    stages: list[Any] = [None] * dist.get_world_size(group)
-    with explained("telling other pipeline stages what this one holds"):
-        dist.all_gather_object(stages, value, group=group)
-    return stages
+    return gather_objects(value, "telling other pipeline stages what this one holds", group)
 
 
-def whole(value: Tensor, param: Any, copies: bool) -> Tensor:
-    """A tensor that is laid out like a parameter, or is it, in the host's memory; all processes call it."""
+def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
+    """Return the whole tensor in host memory, gathered from all ranks' parts; all processes call it.
+
+    `value` is this process's part, laid out like `param`. With `copies` the result never shares memory with `value`.
+    """
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.to(value.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
@@ -52,15 +52,15 @@ def whole(value: Tensor, param: Any, copies: bool) -> Tensor:
         value = value.to(param.device)
         gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, value.contiguous(), group=group)
-        # A part of stride s is s blocks; in the whole the first blocks of all ranks come before the second ones.
-        blocks = [each.chunk(param.partition_stride, param.partition_dim) for each in gathered]
+        # A part of stride s has s blocks. In the whole, the first blocks of all ranks come before the second blocks.
+        blocks = [part.chunk(param.partition_stride, param.partition_dim) for part in gathered]
         value = torch.cat([block for turn in zip(*blocks, strict=True) for block in turn], param.partition_dim)
     moved = value.to(HOST)
     return moved.clone() if copies and moved is value else moved
 
 
-def whole_shape(like: Any, param: Any) -> torch.Size:
-    """Return the shape of the whole tensor that `like`, laid out as a parameter is, is this process's part of."""
+def full_shape(like: Any, param: Any) -> torch.Size:
+    """Return the shape of the whole tensor; `like`, laid out like `param`, is this process's part of it."""
     shape = list(like.shape)
     group = _tensor_group(param)
     if group is not None and shape:
@@ -68,8 +68,8 @@ def whole_shape(like: Any, param: Any) -> torch.Size:
     return torch.Size(shape)
 
 
-def part(value: Tensor, like: Any, param: Any) -> Tensor:
-    """What this process has of a whole tensor, as `like` has it."""
+def local_part(value: Tensor, like: Any, param: Any) -> Tensor:
+    """Return this process's part of a whole tensor, laid out like `like`."""
     group = _tensor_group(param)
     if group is not None and value.dim():
         size = dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Random numbers that go on after a checkpoint was loaded."""
+"""Random number states in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..tensor_parallel.random import _RandomState, model_parallel_cuda_manual_se
 
 logger = logging.getLogger("apex.transformer")
 
-# Between the seeds of ranks that are no tensor-parallel neighbours, whose own streams have consecutive seeds.
-_SEEDS = 1 << 16
+# Distance between the seeds of ranks. Tensor-parallel neighbours have consecutive seeds within it.
+_SEED_STRIDE = 1 << 16
 
 
 def layout(chunks: int) -> dict[str, Any]:
-    """What processes there are, and where parameters lie: random numbers go on where it is the same."""
-    found = dict(zip(("pipeline", "data", "context", "tensor"), (size for size, _ in _places()), strict=True))
-    return {**found, "chunks": chunks, "device": parameter_device().type}
+    """Return the sizes of all dimensions, the number of chunks and the device; random states resume if all match."""
+    sizes = dict(zip(("pipeline", "data", "context", "tensor"), (size for size, _ in _coordinates()), strict=True))
+    return {**sizes, "chunks": chunks, "device": parameter_device().type}
 
 
-def _places() -> list[tuple[int, int]]:
-    """(how many, which) of this process among stages, replicas, parts of a sequence and parts of layers."""
+def _coordinates() -> list[tuple[int, int]]:
+    """Return (size, rank) of this process in the pipeline, data, context and tensor dimensions."""
     if not parallel_state.is_unitialized():
         groups = (
             parallel_state.get_pipeline_model_parallel_group(),
@@ -41,36 +41,38 @@ def _places() -> list[tuple[int, int]]:
 
 
 def key() -> str:
-    """The name of this process's states in a checkpoint."""
-    return "random." + ".".join(str(rank) for _, rank in _places())
+    """Return the name of this process's random states in a checkpoint."""
+    return "random." + ".".join(str(rank) for _, rank in _coordinates())
 
 
 def states() -> dict[str, Any]:
-    """The states of all streams of random numbers of this process."""
-    found = _RandomState()
-    return {**vars(found), "seeds": sorted(found.seeds)}
+    """Return the states of all random number streams of this process."""
+    state = _RandomState()
+    return {**vars(state), "seeds": sorted(state.seeds)}
 
 
 def seed_from(saved: dict[str, Any]) -> int:
-    """A seed that depends on the states alone."""
+    """Return a seed that depends only on the saved states."""
     return zlib.crc32(saved["host"].numpy().tobytes())
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Goes on from what `states` gave."""
-    found = _RandomState()
-    vars(found).update({**saved, "seeds": set(saved["seeds"])})
-    found.restore()
+    """Restore the random number streams from the result of `states`."""
+    state = _RandomState()
+    vars(state).update({**saved, "seeds": set(saved["seeds"])})
+    state.restore()
 
 
-def seed_anew(seed: int, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Seeds all streams, and says so."""
-    place = 0
-    for size, rank in _places()[:-1]:
-        place = place * size + rank
-    seed += _SEEDS * place
+def seed_anew(seed: int, saved_layout: dict[str, Any], layout: dict[str, Any]) -> None:
+    """Seed all streams anew, and log a warning."""
+    index = 0
+    for size, rank in _coordinates()[:-1]:
+        index = index * size + rank
+    seed += _SEED_STRIDE * index
     torch.default_generator.manual_seed(seed)
     if not parallel_state.is_unitialized():
         model_parallel_cuda_manual_seed(seed)
     if is_first():
-        logger.warning("random numbers begin anew from seed %d: the checkpoint is of %s, not %s", seed, then, now)
+        logger.warning(
+            "random numbers begin anew from seed %d: the checkpoint is of %s, not %s", seed, saved_layout, layout
+        )

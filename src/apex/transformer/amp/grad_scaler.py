@@ -1,4 +1,4 @@
-"""Loss scaling that agrees over all processes that hold a part of the model, or a shard of the optimizer's state."""
+"""Loss scaling whose decisions agree on all processes that hold a part of the model or of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -17,51 +17,54 @@ from .._groups.device import parameter_device
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for a split model: an overflow in one process skips the step in all.
 
-    What was found is added up on the device, over the model-parallel group and over the replicas, whose optimizer may
-    have divided the gradients among them (ZeRO). Nobody waits for the device unless the optimizer wants to know. The
-    arguments are PyTorch's without the device: `init_scale`, `growth_factor`, `backoff_factor`, `growth_interval` and
-    `enabled`.
+    Overflow flags are summed on the device over the model-parallel group and over the replicas, because their optimizer
+    may have divided the gradients among them (ZeRO). The host waits for the device only if the optimizer reads the
+    flag. The arguments are PyTorch's without the device: `init_scale`, `growth_factor`, `backoff_factor`,
+    `growth_interval` and `enabled`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(parameter_device().type, *args, **kwargs)
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
-        """Makes the scale in a pipeline stage that has no loss, and so has called `scale` for nothing."""
+        """Create the scale in a pipeline stage without a loss, which never calls `scale`."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(parameter_device())  # type: ignore[attr-defined]
         return super()._check_scale_growth_tracker(funcname)  # type: ignore[misc]
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        """What overflowed in any process; `unscale_` calls this, and `step` for optimizers that unscale themselves."""
+        """Unscale gradients and return the overflow flags summed over all processes.
+
+        `unscale_` calls this method; so does `step` for optimizers that unscale themselves.
+        """
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
-            found = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
+            flags = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
         else:
-            # PyTorch copies both to gradients in the host's memory (FSDP2 with offload) without waiting for the copy.
+            # PyTorch copies both flags to host gradients (FSDP2 with offload) without waiting for the copy.
             gradients = (param.grad for group in optimizer.param_groups for param in group["params"])
             waits = any(gradient is not None and on_host(gradient) for gradient in gradients)
-            flags = (inv_scale.to(HOST), found_inf.to(HOST)) if waits else (inv_scale, found_inf)
-            found = super()._unscale_grads_(optimizer, *flags, allow_fp16)
-        # One flag for however many devices gradients are on; a frozen stage of a pipeline has none and takes part.
+            arguments = (inv_scale.to(HOST), found_inf.to(HOST)) if waits else (inv_scale, found_inf)
+            flags = super()._unscale_grads_(optimizer, *arguments, allow_fp16)
+        # One flag for all devices. A frozen pipeline stage has no gradients and still takes part in the sum.
         total = torch.zeros_like(found_inf)
-        for flag in found.values():
+        for flag in flags.values():
             total += flag.to(total.device).reshape(total.shape)
-        agreed(total)
-        return {device: total.to(device) for device in found or [total.device]}
+        sum_over_model(total)
+        return {device: total.to(device) for device in flags or [total.device]}
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """A step, unless gradients of any process overflowed.
+        """Run the optimizer's step unless gradients of any process overflowed.
 
-        An optimizer that divides its gradients among processes (ZeRO), left to itself, would ask these and no others.
+        A ZeRO optimizer on its own would only ask the processes that share its state.
         """
         if not self._enabled or not getattr(optimizer, "_custom_amp_unscale_grads", False):
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        elif state["stage"] is OptState.UNSCALED:  # by the optimizer, perhaps
+        elif state["stage"] is OptState.UNSCALED:  # possibly by the optimizer itself
             state["found_inf_per_device"] = {
-                device: agreed(flag) for device, flag in state["found_inf_per_device"].items()
+                device: sum_over_model(flag) for device, flag in state["found_inf_per_device"].items()
             }
         else:
             raise RuntimeError("step() has already been called since the last update().")
@@ -73,8 +76,8 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
 
 
-def agreed(flag: torch.Tensor) -> torch.Tensor:
-    """The sum of a flag over all processes that must take the same decision, in place."""
+def sum_over_model(flag: torch.Tensor) -> torch.Tensor:
+    """Sum a flag in place over all processes that must take the same decision, and return it."""
     if parallel_state.model_parallel_is_initialized():
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         for group in (parallel_state.get_model_parallel_group(), replicas):

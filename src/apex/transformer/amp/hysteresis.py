@@ -1,4 +1,4 @@
-"""A loss scale that forgives single overflows."""
+"""A loss scale that tolerates single overflows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .grad_scaler import GradScaler
 
 
 class HysteresisScaler(GradScaler):
-    """A loss scale that is lowered after `hysteresis` overflows since it last grew, not after each.
+    """A loss scale that is lowered after `hysteresis` overflows since its last growth, not after each overflow.
 
-    It stays between `min_scale` and `max_scale`. The count of overflows is part of its state, as the count of steps
-    without one is.
+    The scale stays between `min_scale` and `max_scale`. The count of overflows is part of the state dict, like the
+    count of steps without overflow.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class HysteresisScaler(GradScaler):
         flags = [
             flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
         ]
-        if new_scale is not None or self._scale is None or not flags:  # PyTorch says what is missing
+        if new_scale is not None or self._scale is None or not flags:  # PyTorch sets the scale or raises
             super().update(new_scale)
             return
         scale = self._scale
-        found = torch.stack([flag.to(scale.device).reshape(()) for flag in flags]).amax() > 0
-        before = scale.clone()
+        overflowed = torch.stack([flag.to(scale.device).reshape(()) for flag in flags]).amax() > 0
+        old_scale = scale.clone()
         super().update()
         if self._overflows is None:
             self._overflows = torch.full((), self._first_overflows, dtype=torch.int32, device=scale.device)
-        self._overflows += found
-        waits = found & (self._overflows < self.hysteresis)
-        scale.copy_(torch.where(waits, before, scale).clamp(self.min_scale, self.max_scale))
-        has_grown = ~found & (self._growth_tracker == 0).reshape(())  # type: ignore[union-attr]
+        self._overflows += overflowed
+        keeps_scale = overflowed & (self._overflows < self.hysteresis)
+        scale.copy_(torch.where(keeps_scale, old_scale, scale).clamp(self.min_scale, self.max_scale))
+        has_grown = ~overflowed & (self._growth_tracker == 0).reshape(())  # type: ignore[union-attr]
         self._overflows *= ~has_grown
-        if self.verbose and bool(found):  # waits for the device, as messages must
+        if self.verbose and bool(overflowed):  # waits for the device, because the message needs the value
             get_dist_logger().info(f"gradients overflowed; the step was skipped, the loss scale is {scale.item()}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from ...amp._amp_state import _amp_state
 from ...amp.scaler import LossScaler
-from .grad_scaler import agreed
+from .grad_scaler import sum_over_model
 
 
-class _AgreeingScaler(LossScaler):
-    """A loss scaler that lowers its scale, and skips the step, where any process overflowed."""
+class _ModelParallelScaler(LossScaler):
+    """A loss scaler that lowers its scale and skips the step if any process overflowed."""
 
     def update_scale(self) -> bool:
-        agreed(self._overflow_buf)
+        sum_over_model(self._overflow_buf)
         return super().update_scale()
 
 
 def agree_on_overflows() -> None:
-    """Has the scalers that `amp.initialize` made ask all processes of the split model."""
+    """Make the loss scalers of `amp.initialize` share overflows with all processes of the split model."""
     for scaler in _amp_state.loss_scalers:
-        scaler.__class__ = _AgreeingScaler
+        scaler.__class__ = _ModelParallelScaler

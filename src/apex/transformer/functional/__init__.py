@@ -1,4 +1,4 @@
-"""Fused functions of transformers."""
+"""Fused rotary embeddings and softmax functions."""
 
 from .fused_rope import (
     fused_apply_rotary_pos_emb,

@@ -1,8 +1,8 @@
-"""Rotary position embeddings of whole tensors in one pass: sequences, packed sequences, images.
+"""Rotary position embeddings of sequences, packed sequences and images, each in one pass.
 
-s: tokens of a sequence, b: batch, h: heads, d: channels of a head, r: rotated channels (even, at most d; the others are
-copied). Channel i of the first r/2 is rotated against channel i of the second r/2. The arithmetic is float32 whatever
-the dtype of the input, which is also that of the result. Angles, cosines and sines get no gradient.
+s: tokens of a sequence, b: batch, h: heads, d: channels of a head, r: rotated channels (even, at most d; the remaining
+channels are copied). Channel i of the first r/2 is rotated against channel i of the second r/2. The arithmetic is
+float32; the result has the dtype of the input. Angles, cosines and sines get no gradient.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import Tensor
 from ...ops._checks import check_tensors
 from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
 
-# ROCm's variant says here whether it calls the AITER library; there is one implementation here, and it does not.
+# ROCm's variant sets this to True if it calls the AITER library. This implementation never does.
 AITER_ROPE_BACKEND = False
 
 
 def check_if_rocm_pytorch() -> bool:
-    """Whether this PyTorch was built for AMD GPUs."""
+    """Return True if PyTorch was built for AMD GPUs."""
     return torch.version.hip is not None
 
 
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
 ) -> Tensor:
-    """Rotates `t`, [s, b, h, d], by the angles `freqs`, [s, 1, 1, r].
+    """Rotate `t`, [s, b, h, d], by the angles `freqs`, [s, 1, 1, r].
 
-    With `transpose_output_memory` the result's first two dimensions are swapped in memory, so that
-    `result.transpose(0, 1)` is contiguous. `tensor_format="bshd"` takes and returns [b, s, h, d].
+    With `transpose_output_memory` the result's first two dimensions are swapped in memory, so that `result.transpose(0,
+    1)` is contiguous. `tensor_format="bshd"` takes and returns [b, s, h, d].
     """
     return rotate(t, (freqs,), _sequences(tensor_format, transpose_output_memory))
 
@@ -36,17 +36,17 @@ def fused_apply_rotary_pos_emb(
 def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
 ) -> Tensor:
-    """`fused_apply_rotary_pos_emb` with the cosines and sines of the angles, [s, 1, 1, r] each, of any float dtype."""
+    """Rotate `t` as `fused_apply_rotary_pos_emb` does, by given cosines and sines, [s, 1, 1, r], of any float dtype."""
     return rotate(t, (cos_, sin_), _sequences(tensor_format, transpose_output_memory))
 
 
 def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
-    """Rotates packed sequences `t`, [tokens of all sequences, h, d], by the angles `freqs`, [positions, 1, 1, r].
+    """Rotate packed sequences `t`, [tokens of all sequences, h, d], by the angles `freqs`, [positions, 1, 1, r].
 
     `cu_seqlens` holds the index of each sequence's first token, then the number of all tokens. Tokens of no sequence
-    are copied. On a GPU nothing waits for the values of `cu_seqlens`, so a sequence that is longer than `freqs` cannot
-    raise an error there: its tokens beyond come out as NaN. Indices that fall or begin below zero are an error on a
-    CPU; on a GPU they read nothing outside of `freqs`, but the result means nothing.
+    are copied. On a GPU the host does not read `cu_seqlens`, so a sequence longer than `freqs` raises no error; its
+    tokens beyond `freqs` become NaN. On a CPU, decreasing or negative indices are an error. On a GPU they read nothing
+    outside `freqs`, but the result is undefined.
     """
     return rotate(t, (freqs,), RopeSpec("thd"), cu_seqlens)
 
@@ -54,9 +54,10 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
 def fused_apply_rotary_pos_emb_2d(
     t: Tensor, img_h: int, img_w: int, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor
 ) -> Tensor:
-    """Rotates images `t`, [b, img_h * img_w, h, d]: the first d/2 channels by row, the others by column of a token.
+    """Rotate images `t`, [b, img_h * img_w, h, d]: the first d/2 channels by a token's row, the others by its column.
 
-    Cosines and sines of the rows, `cos_h` and `sin_h`, are [1, at least img_h, 1, d/2]; those of the columns likewise.
+    `cos_h` and `sin_h`, for the rows, are [1, at least img_h, 1, d/2]. `cos_w` and `sin_w`, for the columns, are [1, at
+    least img_w, 1, d/2].
     """
     return rotate(t, (cos_h, sin_h, cos_w, sin_w), _image(t, img_h, img_w))
 
@@ -122,7 +123,7 @@ class FusedRoPE2DFunc(torch.autograd.Function):
         return *backward_from_saved(ctx, grad_output), None, None, None, None, None, None
 
 
-# ROCm's variant has two implementations of each; here both names mean the one that there is.
+# ROCm's variant has two implementations of each function. Here both names refer to the same one.
 FusedRoPEFuncApex = FusedRoPEFuncAiter = FusedRoPEFunc
 FusedRoPECachedFuncApex = FusedRoPECachedFuncAiter = FusedRoPECachedFunc
 FusedRoPETHDFuncApex = FusedRoPETHDFuncAiter = FusedRoPETHDFunc

@@ -1,8 +1,8 @@
 """Softmax of attention scores, scaled and masked in one pass.
 
-Scores are [b, np, sq, sk]: batch, heads, queries, keys. A mask is bool or uint8, nonzero where a key is hidden, and is
-broadcast to the scores, usually from [b, 1, sq, sk] or [1, 1, sq, sk]; a floating-point mask is added to the scaled
-scores. Rows whose every key is hidden give zeros. Under autocast scores are cast to its dtype first, as upstream does.
+Scores are [b, np, sq, sk]: batch, heads, queries, keys. A bool or uint8 mask is nonzero for hidden keys. It is
+broadcast to the scores, usually from [b, 1, sq, sk] or [1, 1, sq, sk]. A floating-point mask is added to the scaled
+scores. Rows whose keys are all hidden give zeros. Under autocast, scores are first cast to its dtype, as upstream does.
 """
 
 from __future__ import annotations
@@ -68,36 +68,39 @@ class ScaledSoftmax(torch.autograd.Function):
 
 
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
-    """Causal softmax of `scale` * `inputs`: query i sees key j where j <= i + sk - sq. Ignores its second argument."""
+    """Return the causal softmax of `scale` * `inputs`: query i sees key j if j <= i + sk - sq.
+
+    The second argument is ignored.
+    """
     check_floats(inputs=inputs)
     (inputs,) = _cast_if_autocast_enabled(inputs)
     return softmax.masked_softmax(inputs, scale=float(scale), causal=True)
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax of `scale` * `inputs` under `mask`, which may be None."""
+    """Return the softmax of `scale` * `inputs` under `mask`, which may be None."""
     check_floats(inputs=inputs)
     (inputs,) = _cast_if_autocast_enabled(inputs)
     return softmax.masked_softmax(inputs, mask, scale=float(scale))
 
 
 def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The same as `scaled_masked_softmax`, which has no limits on lengths either."""
+    """Return `scaled_masked_softmax(inputs, mask, scale)`; neither function limits the lengths."""
     return scaled_masked_softmax(inputs, mask, scale)
 
 
 def scaled_softmax(inputs: Tensor, scale: float) -> Tensor:
-    """Softmax of `scale` * `inputs`."""
+    """Return the softmax of `scale` * `inputs`."""
     return scaled_masked_softmax(inputs, None, scale)
 
 
 class FusedScaleMaskSoftmax(nn.Module):
-    """Softmax of attention scores: fused for half-precision scores, in PyTorch operators with `mask_func` otherwise.
+    """Softmax of attention scores: fused for half-precision scores, otherwise PyTorch operators with `mask_func`.
 
-    `input_in_fp16` / `input_in_bf16` say which half precision the scores have, if any. `attn_mask_type` is padding (the
-    mask given to `forward`) or causal. `scaled_masked_softmax_fusion` allows the fused form. `mask_func(scores, mask)`
-    masks the scores of the other form, `softmax_in_fp32` lets that one compute in float32. `scale` is a factor of the
-    scores or None.
+    `input_in_fp16` / `input_in_bf16` declare that the scores have this half precision. `attn_mask_type` is padding (the
+    mask given to `forward`) or causal. `scaled_masked_softmax_fusion` allows the fused form. The unfused form masks
+    scores with `mask_func(scores, mask)` and computes in float32 if `softmax_in_fp32`. `scale` is a factor of the
+    scores, or None.
     """
 
     fused_softmax_func: Callable[[Tensor, Tensor | None, float], Tensor]
@@ -134,7 +137,7 @@ class FusedScaleMaskSoftmax(nn.Module):
                 raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
-        """Probabilities of scores [b, np, sq, sk], in their dtype where it is the one that was announced."""
+        """Return the probabilities of scores [b, np, sq, sk]; they have the scores' dtype if it is the declared one."""
         check_floats(input=input)
         check_optional_tensors(mask=mask)
         if input.dim() != 4:
@@ -144,7 +147,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         return self.forward_torch_softmax(input, mask)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether `forward` takes the fused form: where it was allowed, for half-precision scores of any size."""
+        """Return True if `forward` uses the fused form: it is allowed and the scores have half precision."""
         return bool(self.scaled_masked_softmax_fusion and self.input_in_float16)
 
     def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
@@ -165,13 +168,13 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """Rows that upstream's kernel takes per block of 128 threads; nothing here depends on it."""
+        """Return the rows per block of 128 threads of upstream's kernel; nothing here depends on it."""
         padded = 1 << max(0, sk - 1).bit_length()
         return 128 // min(padded, 32) * (2 if padded <= 128 else 1)
 
 
 class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
-    """The form for a mask of padding that is fused in any precision."""
+    """A `FusedScaleMaskSoftmax` with a padding mask that is fused in any precision."""
 
     def __init__(
         self,
@@ -193,5 +196,5 @@ class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
         )
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether `forward` takes the fused form: wherever it was allowed."""
+        """Return True if `forward` uses the fused form, that is, if it is allowed."""
         return bool(self.scaled_masked_softmax_fusion)

@@ -1,4 +1,4 @@
-"""Norms whose parameters say whether they see a part of the sequence only."""
+"""Norms that mark their parameters for sequence parallelism."""
 
 from .layer_norm import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm
 

@@ -1,7 +1,7 @@
 """Layer norms for models with sequence parallelism.
 
-Where each tensor-parallel rank normalises its part of the sequence, the gradients of weight and bias must be summed
-over the ranks; `sequence_parallel_enabled` on the parameters says so to `finalize_model_grads`.
+If each tensor-parallel rank normalises its part of the sequence, the gradients of weight and bias must be summed over
+the ranks. The attribute `sequence_parallel_enabled` of a parameter tells `finalize_model_grads` to do this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
 
 
 class _SequenceParallel(torch.nn.Module):
-    """Notes `sequence_parallel_enabled` on a norm and its parameters; other arguments are those of the norm."""
+    """A mixin that sets `sequence_parallel_enabled` on a norm and its parameters."""
 
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,15 +26,15 @@ class _SequenceParallel(torch.nn.Module):
 
 
 class FusedLayerNorm(_SequenceParallel, OrigFusedLayerNorm):
-    """`apex.normalization.FusedLayerNorm` that notes `sequence_parallel_enabled` on itself and its parameters."""
+    """`apex.normalization.FusedLayerNorm` with `sequence_parallel_enabled` on itself and its parameters."""
 
 
 class MixedFusedLayerNorm(_SequenceParallel, OrigMixedFusedLayerNorm):
-    """`FusedLayerNorm` for the norm whose output has the weight's dtype."""
+    """`apex.normalization.MixedFusedLayerNorm` with `sequence_parallel_enabled` on itself and its parameters."""
 
 
 class FastLayerNorm(_SequenceParallel, OrigFastLayerNorm):
-    """`apex.contrib.layer_norm.FastLayerNorm` that notes `sequence_parallel_enabled` on itself and its parameters."""
+    """`apex.contrib.layer_norm.FastLayerNorm` with `sequence_parallel_enabled` on itself and its parameters."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False) -> None:
         super().__init__(hidden_size, eps, sequence_parallel_enabled=sequence_parallel_enabled)

@@ -1,4 +1,4 @@
-"""Models divided into stages, each on a rank of its own, through which microbatches pass one behind the other."""
+"""Pipeline parallelism: a model is divided into stages on different ranks, and microbatches flow through the stages."""
 
 from . import p2p_communication, utils
 from .schedules import forward_backward_zero_bubble, get_forward_backward_func

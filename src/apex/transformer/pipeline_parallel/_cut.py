@@ -1,4 +1,4 @@
-"""Stages of a model whose layers follow each other."""
+"""Division of an `nn.Sequential` into pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 
 class CutSequential(nn.Module):
-    """A stage of an `nn.Sequential`, whose layers keep their names.
+    """One pipeline stage of an `nn.Sequential`; its layers keep their names.
 
-    `layers_per_stage` has the number of layers of each stage; by default stages have about as many parameters.
+    `layers_per_stage` lists the number of layers of each stage. By default all stages have about the same number of
+    parameters.
     """
 
     def __init__(
@@ -40,15 +41,21 @@ class CutSequential(nn.Module):
 
 
 def _even_bounds(model: nn.Sequential, stages: int) -> list[int]:
-    """Return where stages begin, and the number of layers, so that stages have about as many parameters."""
+    """Return the index of each stage's first layer and, at the end, the number of layers.
+
+    Stages are chosen to have about the same number of parameters.
+    """
     if len(model) < stages:
         raise ValueError(f"a Sequential of {len(model)} layers cannot be cut into {stages} stages")
     sizes = [sum(param.numel() for param in layer.parameters()) + 1 for layer in model]
-    bounds, passed = [0], 0
+    bounds, parameters_before = [0], 0
     for index, layer_size in enumerate(sizes):
-        passed += layer_size
-        left = stages - len(bounds)
-        # A stage ends where its share is reached, or where the layers that are left are needed for those to come.
-        if left and (passed >= sum(sizes) * len(bounds) / stages or len(model) - index - 1 == left):
+        parameters_before += layer_size
+        stages_left = stages - len(bounds)
+        # End a stage when it has its share of the parameters, or when each remaining stage needs one of the remaining
+        # layers.
+        if stages_left and (
+            parameters_before >= sum(sizes) * len(bounds) / stages or len(model) - index - 1 == stages_left
+        ):
             bounds.append(index + 1)
     return [*bounds, len(model)]

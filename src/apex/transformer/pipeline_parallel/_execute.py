@@ -1,8 +1,8 @@
-"""Runs a list of actions: one executor for every pipeline schedule.
+"""Execution of pipeline schedules: one executor runs the list of actions of any schedule.
 
-Forward and backward passes are the caller's step function and autograd; messages are posted when their action comes
-and waited for when a pass needs them. The first message between two stages is preceded by the shapes and dtypes of its
-tensors; later ones must be the same.
+Forward passes call the user's step function, backward passes call autograd. A message is posted when the executor
+reaches its action, and waited for when a pass needs it. Before the first message between two stages, the sender
+announces the shapes and dtypes of its tensors. All later messages must have the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..._distributed.comparison import check_settings
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
-from ._gradient_sync import GradientSync
+from ._gradient_sync import PipelineGradientSync
 from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
-from ._schedule import Action, Kind, schedule
+from ._schedule import Action, ActionKind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
 from .utils import get_kth_microbatch, get_model_type, get_num_microbatches
@@ -33,19 +33,22 @@ Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 
 
 class StepOptions(TypedDict, total=False):
-    """What the functions of `schedules` take by keyword. Each says what it uses; the rest has no effect there.
+    """Keyword options of the functions in `schedules`.
 
-    - `tensor_shape`: the shape of a microbatch between stages, checked where it is given and found out where it is not;
-      an encoder's where there is a decoder, too, with `decoder_sequence_length` for the decoder's. With
-      `sequence_parallel_enabled` each rank has its part of the sequence.
-    - `dtype`: float16 or bfloat16 turns autocast on, unless `disable_autocast`. `grad_scaler` scales the loss.
-    - `deallocate_pipeline_outputs`: gives back the memory of outputs once they are sent.
-    - `custom_sync_context_handler`: a context in which gradients are not reduced; `custom_grad_sync_func` is called
-      after it. Modules in DistributedDataParallel need neither.
-    - `num_micro_batches_with_partial_activation_checkpoints`: how many of the microbatches that a stage has in flight
-      are checkpointed only in part; `forward_step_func` gets a third argument, False for these.
+    Each function documents the options that it uses and ignores the others.
 
-    Messages never wait for a whole device: the last four, and others of upstream's, change nothing anywhere.
+    - `tensor_shape`: shape of a microbatch between stages; if it is given, sender and receiver check it. For an
+      encoder-decoder it is the encoder's shape, and `decoder_sequence_length` gives the decoder's length. With
+      `sequence_parallel_enabled` each rank holds a part of the sequence.
+    - `dtype`: float16 or bfloat16 enables autocast, unless `disable_autocast` is set. `grad_scaler` scales the loss.
+    - `deallocate_pipeline_outputs`: frees the memory of outputs after they have been sent.
+    - `custom_sync_context_handler`: makes a context that suppresses gradient reduction; `custom_grad_sync_func` is
+      called after it. Modules in DistributedDataParallel need neither.
+    - `num_micro_batches_with_partial_activation_checkpoints`: how many of the microbatches in flight on a stage are
+      checkpointed only in part. `forward_step_func` then gets a third argument, which is False for these microbatches.
+
+    The last four options are accepted for compatibility and have no effect, because messages never synchronize the
+    device.
     """
 
     tensor_shape: Sequence[int] | None
@@ -65,27 +68,27 @@ class StepOptions(TypedDict, total=False):
     batch_p2p_comm: bool
 
 
-class Options:
-    """What passes and messages need of what a schedule was told.
+class PassSettings:
+    """Settings of a step that its passes and messages read.
 
-    `shapes(stage)` are the shapes that a stage sends, where they are known beforehand. A rank that has n forward passes
-    in flight, over all its chunks, checkpoints `partial_checkpoints` of every n only in part. `param_sync` is called
-    with the parameters of a chunk before the preceding chunk runs for the first time.
+    `shapes(stage)` returns the shapes that a stage sends, if the caller has declared them. If a rank has n forward
+    passes in flight over all its chunks, `partial_checkpoints` of every n are checkpointed only in part. `param_sync`
+    is called with the parameters of a chunk before the preceding chunk runs for the first time.
     """
 
-    def __init__(self, forward_only: bool, given: StepOptions, shapes: Shapes | None = None) -> None:
+    def __init__(self, forward_only: bool, options: StepOptions, shapes: Shapes | None = None) -> None:
         self.forward_only = forward_only
-        self.dtype = given.get("dtype")
-        self.grad_scaler = given.get("grad_scaler")
-        self.disable_autocast = given.get("disable_autocast", False)
-        self.deallocate = given.get("deallocate_pipeline_outputs", False)
+        self.dtype = options.get("dtype")
+        self.grad_scaler = options.get("grad_scaler")
+        self.disable_autocast = options.get("disable_autocast", False)
+        self.deallocate = options.get("deallocate_pipeline_outputs", False)
         self.shapes = shapes
         self.partial_checkpoints: int | None = None
         self.param_sync: Callable[[list[Tensor]], Any] | None = None
 
 
 class Step:
-    """A training step of one rank, or a forward pass alone: a schedule, and what it is run on."""
+    """A training step, or a forward pass alone, of one rank."""
 
     def __init__(
         self,
@@ -93,8 +96,8 @@ class Step:
         forward_step_func: FwdStepFunc,
         batch: Batch,
         model: Sequence[nn.Module],
-        options: Options,
-        sync: GradientSync,
+        options: PassSettings,
+        sync: PipelineGradientSync,
     ) -> None:
         self.microbatches, ranks, self.rank = get_num_microbatches(), 1, 0
         self.link: Link | None = None
@@ -107,7 +110,7 @@ class Step:
         self.placement, actions = schedule(name, ranks, len(model), self.microbatches, options.forward_only)
         self.actions = actions[self.rank]
         passes = (action.kind for action in self.actions if action.kind in _PASSES)
-        self.under_way = len(list(itertools.takewhile(lambda kind: kind is Kind.FORWARD, passes)))
+        self.forwards_in_flight = len(list(itertools.takewhile(lambda kind: kind is ActionKind.FORWARD, passes)))
         self.forwards = itertools.count()
         self.forward_step_func, self.batch, self.model = forward_step_func, batch, model
         self.options, self.sync = options, sync
@@ -115,26 +118,26 @@ class Step:
         self.losses: list[Any] = []
         if self.link is not None:
             self._start_communicator()
-        # By (microbatch, chunk): inputs and gradients, received or on their way, and what the backward pass needs.
-        self.incoming: dict[tuple[Kind, int, int], list[Tensor | Transfer]] = {}
+        # Tensors by (microbatch, chunk). `incoming` holds received inputs and gradients, or their transfers.
+        self.incoming: dict[tuple[ActionKind, int, int], list[Tensor | Transfer]] = {}
         self.inputs: dict[tuple[int, int], list[Tensor | None]] = {}
         self.outputs: dict[tuple[int, int], list[Tensor]] = {}
         self.gradients: dict[tuple[int, int], list[Tensor]] = {}
         self.weight_passes: dict[tuple[int, int], tuple[Callable[[], None], Tensor | None]] = {}
-        self.specs: dict[int, list[TensorSpec]] = {}  # what a stage sends forward
+        self.specs: dict[int, list[TensorSpec]] = {}  # shapes and dtypes that each stage sends forward
         self.synchronized: set[int] = set()
         self.backwards_left = Counter(
-            action.chunk for action in self.actions if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            action.chunk for action in self.actions if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
         )
 
     def run(self, leave_sync_before: Action | None = None) -> list[Any]:
-        """Does everything in the list; what the loss function returned beside the losses, in the last stage.
+        """Run all actions and return the second results of the loss function, which only the last stage has.
 
-        If anything fails, all ranks of the pipeline fail, and no context stays entered.
+        If anything fails, all ranks of the pipeline fail, and every context is left.
         """
         virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
         try:
-            get_kth_microbatch(self.batch, self.microbatches - 1)  # raises for a batch that is too short
+            get_kth_microbatch(self.batch, self.microbatches - 1)  # raises if the batch is too short
             with torch.no_grad() if self.options.forward_only else self.sync.step():
                 for action in self.actions:
                     if action == leave_sync_before:
@@ -151,10 +154,10 @@ class Step:
         return self.losses
 
     def _compare(self, schedule_name: str, chunks: int, forward_only: bool) -> None:
-        """Raise, in all ranks of the pipeline, if they are about to run different steps: they would wait forever.
+        """Raise in all ranks of the pipeline if their steps differ, because the ranks would wait forever.
 
-        Done in every step on Gloo. On other backends, whose answers have to come back from the device, only in the
-        first step of a group.
+        On Gloo every step is compared. Other backends must read the result back from the device, so they compare only
+        the first step of a group.
         """
         assert self.link is not None
         if self.link.backend != dist.Backend.GLOO and self.link.group in _compared:
@@ -169,7 +172,7 @@ class Step:
         check_settings(settings, "pipeline steps", self.link.group)
 
     def _start_communicator(self) -> None:
-        """NCCL makes a communicator when a group is first used, for which all its ranks are needed at once."""
+        """Start NCCL's communicator, which NCCL creates at the first use of a group by all of its ranks at once."""
         assert self.link is not None
         if self.link.backend == dist.Backend.NCCL:
             dist.all_reduce(
@@ -177,7 +180,7 @@ class Step:
             )
 
     def act(self, action: Action) -> None:
-        """Does one thing of the list."""
+        """Execute one action of the schedule."""
         kind, microbatch, chunk = action
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
@@ -185,14 +188,12 @@ class Step:
             self.link.flush()
         getattr(self, kind.name.lower())(microbatch, chunk)
 
-    # Passes ----------------------------------------------------------------------------------------------------------
-
     def forward(self, microbatch: int, chunk: int) -> None:
         stage = self.placement.stage(self.rank, chunk)
         self._synchronize_parameters(chunk)
         inputs: list[Tensor | None] = [None]
         if stage:
-            inputs = self._received(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            inputs = self._received(ActionKind.RECEIVE_FORWARD, microbatch, chunk)
             if not self.options.forward_only:
                 for tensor in inputs:
                     if tensor is not None and tensor.is_floating_point():
@@ -206,12 +207,12 @@ class Step:
             self.losses,
             self.options.dtype,
             self.options.disable_autocast,
-            None if partial is None else next(self.forwards) % self.under_way >= partial,
+            None if partial is None else next(self.forwards) % self.forwards_in_flight >= partial,
             last_stage=stage == self.placement.stages - 1,
             num_microbatches=self.microbatches,
         )
         self.inputs[microbatch, chunk], self.outputs[microbatch, chunk] = inputs, outputs
-        sent = self._hand_over(Kind.RECEIVE_FORWARD, stage + 1, microbatch, outputs)
+        sent = self._hand_over(ActionKind.RECEIVE_FORWARD, stage + 1, microbatch, outputs)
         if self.options.forward_only:
             del self.inputs[microbatch, chunk]
             if not sent:
@@ -220,7 +221,7 @@ class Step:
     def backward(self, microbatch: int, chunk: int) -> None:
         inputs, outputs, gradients = self._for_backward(microbatch, chunk)
         with self._last_backward(chunk, outputs[0]):
-            found = backward_step(
+            input_gradients = backward_step(
                 inputs,
                 outputs,
                 gradients,
@@ -228,20 +229,20 @@ class Step:
                 grad_scaler=self.options.grad_scaler,
                 deallocate_pipeline_outputs=self.options.deallocate,
             )
-        self._keep_gradients(microbatch, chunk, inputs, found)
+        self._keep_gradients(microbatch, chunk, inputs, input_gradients)
 
     def backward_input(self, microbatch: int, chunk: int) -> None:
         if self.placement.stage(self.rank, chunk) == 0:
-            self.backward(microbatch, chunk)  # no gradient of an input: there is nothing to be first
+            self.backward(microbatch, chunk)  # the first stage sends no input gradient
             return
         inputs, (output, *_), (gradient, *_) = self._for_backward(microbatch, chunk)
         if gradient is None and self.options.grad_scaler is not None:
             output = self.options.grad_scaler.scale(output)
         tensors = [tensor for tensor in inputs if tensor is not None]
-        found, weight_pass = backward_input(output, gradient, tensors)
+        input_gradients, weight_pass = backward_input(output, gradient, tensors)
         last = microbatch == self.microbatches - 1
         self.weight_passes[microbatch, chunk] = weight_pass, output if last else None
-        self._keep_gradients(microbatch, chunk, inputs, found)
+        self._keep_gradients(microbatch, chunk, inputs, input_gradients)
 
     def backward_weight(self, microbatch: int, chunk: int) -> None:
         if (microbatch, chunk) in self.weight_passes:
@@ -251,7 +252,7 @@ class Step:
 
     @contextlib.contextmanager
     def _last_backward(self, chunk: int, output: Tensor | None) -> Iterator[None]:
-        """Counts the passes that add to the gradients of a chunk; they are reduced in the last one."""
+        """Count the backward passes of a chunk, and reduce its gradients in the last one."""
         self.backwards_left[chunk] -= 1
         with contextlib.nullcontext() if self.backwards_left[chunk] else self.sync.last_backward(chunk, output):
             yield
@@ -260,31 +261,31 @@ class Step:
         inputs, outputs = self.inputs.pop((microbatch, chunk)), self.outputs.pop((microbatch, chunk))
         gradients: list[Any] = [None]
         if self.placement.stage(self.rank, chunk) + 1 < self.placement.stages:
-            gradients = self._received(Kind.RECEIVE_BACKWARD, microbatch, chunk)
+            gradients = self._received(ActionKind.RECEIVE_BACKWARD, microbatch, chunk)
         return inputs, outputs, gradients
 
-    def _keep_gradients(self, microbatch: int, chunk: int, inputs: list[Any], found: list[Tensor | None]) -> None:
-        """Gradients for the stage before; an input that had no part in the output has zeros."""
+    def _keep_gradients(
+        self, microbatch: int, chunk: int, inputs: list[Any], input_gradients: list[Tensor | None]
+    ) -> None:
+        """Keep the input gradients for the previous stage; an input without a gradient gets zeros."""
         stage = self.placement.stage(self.rank, chunk)
         if stage == 0:
             return
-        whole = [
+        gradients = [
             torch.zeros_like(tensor) if gradient is None else gradient
-            for tensor, gradient in zip(inputs, found, strict=True)
+            for tensor, gradient in zip(inputs, input_gradients, strict=True)
         ]
-        if self._hand_over(Kind.RECEIVE_BACKWARD, stage - 1, microbatch, whole):
-            self.gradients[microbatch, chunk] = whole
+        if self._hand_over(ActionKind.RECEIVE_BACKWARD, stage - 1, microbatch, gradients):
+            self.gradients[microbatch, chunk] = gradients
 
     def _synchronize_parameters(self, chunk: int) -> None:
-        for each in range(chunk, min(chunk + 2, len(self.model))):
-            if self.options.param_sync is not None and each not in self.synchronized:
-                self.options.param_sync(list(self.model[each].parameters()))
-                self.synchronized.add(each)
+        for chunk_index in range(chunk, min(chunk + 2, len(self.model))):
+            if self.options.param_sync is not None and chunk_index not in self.synchronized:
+                self.options.param_sync(list(self.model[chunk_index].parameters()))
+                self.synchronized.add(chunk_index)
 
-    # Messages --------------------------------------------------------------------------------------------------------
-
-    def _hand_over(self, kind: Kind, stage: int, microbatch: int, tensors: Sequence[Any]) -> bool:
-        """Passes tensors to a stage of this same rank; whether they are for another, to be sent by a later action."""
+    def _hand_over(self, kind: ActionKind, stage: int, microbatch: int, tensors: Sequence[Any]) -> bool:
+        """Pass tensors to a stage on this rank. Return True if the stage is on another rank and they must be sent."""
         if stage == self.placement.stages:
             return False
         rank, chunk = self.placement.holder(stage)
@@ -292,42 +293,48 @@ class Step:
             self.incoming[kind, microbatch, chunk] = [tensor.detach() for tensor in tensors]
         return rank != self.rank
 
-    def _received(self, kind: Kind, microbatch: int, chunk: int) -> list[Any]:
+    def _received(self, kind: ActionKind, microbatch: int, chunk: int) -> list[Any]:
         tensors = self.incoming.pop((kind, microbatch, chunk))
-        return [each.wait() if isinstance(each, Transfer) else each for each in tensors]
+        return [tensor.wait() if isinstance(tensor, Transfer) else tensor for tensor in tensors]
 
-    def _route(self, kind: Kind, microbatch: int, chunk: int) -> tuple[int, int, str]:
-        """The global rank at a message's other end, its tag, after which come its tensors', and what errors call it."""
-        stage, sending = self.placement.stage(self.rank, chunk), kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-        forward = kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    def _route(self, kind: ActionKind, microbatch: int, chunk: int) -> tuple[int, int, str]:
+        """Return a message's peer (global rank), its tag and its description for errors.
+
+        The tensors of the message use the tags that follow.
+        """
+        stage, sending = (
+            self.placement.stage(self.rank, chunk),
+            kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD),
+        )
+        forward = kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
         other = stage + 1 if forward == sending else stage - 1
         peer = dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), self.placement.holder(other)[0])
         verb, direction = ("sending", "to") if sending else ("receiving", "from")
-        what = ("output" if other > stage else "input") + ("" if forward else "'s gradient")
-        words = f"pipeline stage {stage}: {verb} the {what} of microbatch {microbatch} {direction} stage {other}"
+        description = ("output" if other > stage else "input") + ("" if forward else "'s gradient")
+        words = f"pipeline stage {stage}: {verb} the {description} of microbatch {microbatch} {direction} stage {other}"
         return peer, 8 * (2 * (microbatch * self.placement.stages + min(stage, other)) + forward), words
 
     def send_forward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
         stage, outputs = self.placement.stage(self.rank, chunk), self.outputs[microbatch, chunk]
-        peer, tag, what = self._route(Kind.SEND_FORWARD, microbatch, chunk)
+        peer, tag, description = self._route(ActionKind.SEND_FORWARD, microbatch, chunk)
         specs = [spec_of(tensor) for tensor in outputs]
         if stage not in self.specs:
             self.specs[stage] = specs
-            said = self.link.announce(specs, outputs[0].device, peer, tag, what)
+            announcement = self.link.announce(specs, outputs[0].device, peer, tag, description)
             self.link.flush()
             try:
                 self._check_shapes(stage, microbatch, specs)
             except RuntimeError:
-                said.wait()  # so that the receiver can say as much
+                announcement.wait()  # the receiver then raises the same error
                 raise
         elif specs != self.specs[stage]:
             raise RuntimeError(
                 f"pipeline stage {stage}, microbatch {microbatch}: the output is {_listed(specs)}, but that of earlier "
                 f"microbatches {_listed(self.specs[stage])}: all microbatches of a step must have the same shape"
             )
-        for place, tensor in enumerate(outputs, 1):
-            self.link.send(tensor, peer, tag + place, what)
+        for index, tensor in enumerate(outputs, 1):
+            self.link.send(tensor, peer, tag + index, description)
         free_output_tensor(outputs, self.options.deallocate)
         if self.options.forward_only:
             del self.outputs[microbatch, chunk]
@@ -336,23 +343,24 @@ class Step:
         assert self.link is not None
         stage = self.placement.stage(self.rank, chunk) - 1
         if stage not in self.specs:
-            coming = self.link.receive_announcement(
-                parameter_device(), *self._route(Kind.RECEIVE_FORWARD, microbatch, chunk)
+            announcement = self.link.receive_announcement(
+                parameter_device(), *self._route(ActionKind.RECEIVE_FORWARD, microbatch, chunk)
             )
             self.link.flush()
-            self.specs[stage] = read_announcement(coming)
+            self.specs[stage] = read_announcement(announcement)
             self._check_shapes(stage, microbatch, self.specs[stage])
-        self._receive(Kind.RECEIVE_FORWARD, microbatch, chunk, self.specs[stage])
+        self._receive(ActionKind.RECEIVE_FORWARD, microbatch, chunk, self.specs[stage])
 
-    def _receive(self, kind: Kind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
+    def _receive(self, kind: ActionKind, microbatch: int, chunk: int, specs: list[TensorSpec]) -> None:
         assert self.link is not None
-        peer, tag, what = self._route(kind, microbatch, chunk)
+        peer, tag, description = self._route(kind, microbatch, chunk)
         self.incoming[kind, microbatch, chunk] = [
-            self.link.receive(each, parameter_device(), peer, tag + place, what) for place, each in enumerate(specs, 1)
+            self.link.receive(spec, parameter_device(), peer, tag + index, description)
+            for index, spec in enumerate(specs, 1)
         ]
 
     def _check_shapes(self, stage: int, microbatch: int, specs: list[TensorSpec]) -> None:
-        """At both ends: what a stage sends has the shapes that the caller said it would have."""
+        """Raise if a stage's output does not have the declared shapes; runs in the sender and in the receiver."""
         shapes = None if self.options.shapes is None else self.options.shapes(stage)
         if shapes is not None and shapes != [spec.shape for spec in specs]:
             raise RuntimeError(
@@ -362,18 +370,18 @@ class Step:
 
     def send_backward(self, microbatch: int, chunk: int) -> None:
         assert self.link is not None
-        peer, tag, what = self._route(Kind.SEND_BACKWARD, microbatch, chunk)
-        for place, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
-            self.link.send(tensor, peer, tag + place, what)
+        peer, tag, description = self._route(ActionKind.SEND_BACKWARD, microbatch, chunk)
+        for index, tensor in enumerate(self.gradients.pop((microbatch, chunk)), 1):
+            self.link.send(tensor, peer, tag + index, description)
 
     def receive_backward(self, microbatch: int, chunk: int) -> None:
         specs = self.specs[self.placement.stage(self.rank, chunk)]
-        self._receive(Kind.RECEIVE_BACKWARD, microbatch, chunk, specs)
+        self._receive(ActionKind.RECEIVE_BACKWARD, microbatch, chunk, specs)
 
 
-# Groups of pipelines whose first step has been compared.
+# Pipeline groups whose first step has been compared.
 _compared: WeakSet[Any] = WeakSet()
-_PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_PASSES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def _listed(specs: Sequence[TensorSpec]) -> str:

@@ -1,9 +1,9 @@
-"""When gradients are reduced over replicas: once per step, in the backward pass that completes them.
+"""Timing of gradient reduction over replicas: once per step, in the backward pass that completes the gradients.
 
-Modules in torch's or apex's DistributedDataParallel are kept from reducing until the last backward pass of each chunk.
-A context of the caller's (`custom_sync_context_handler`), such as a ZeRO optimizer's `no_sync`, is held as long as the
-schedule's interface says. It may also be a module's own `no_sync`: what the context says about such a module is
-overruled in that last pass. A module whose `no_sync` was entered before the step does not reduce in it at all.
+Modules in torch's or apex's DistributedDataParallel do not reduce before the last backward pass of their chunk. The
+caller's context (`custom_sync_context_handler`), for example a ZeRO optimizer's `no_sync`, is held as long as the
+schedule documents. If it is the `no_sync` of such a module, the module still reduces in the last backward pass. A
+module whose `no_sync` was entered before the step does not reduce during the step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 Handler = Callable[[], Any]
 
 
-class GradientSync:
-    """Contexts in which nothing is reduced; `last_backward` surrounds a chunk's last backward pass.
+class PipelineGradientSync:
+    """Contexts that suppress gradient reduction during a step; `last_backward` wraps a chunk's last backward pass.
 
-    Where `per_chunk`, the caller's context is left for each chunk: during its last backward pass or, where there is a
-    `grad_sync`, after it, to call that with the chunk's parameters. Else it is left once: before the last backward pass
-    where `early`, or when all is done, to call `grad_sync()`.
+    With `per_chunk`, the caller's context is left for each chunk during its last backward pass. If `grad_sync` is
+    given, the context is left after that pass, and `grad_sync` is called with the chunk's parameters. Without
+    `per_chunk` the context is left once: before the last backward pass if `early`, otherwise at the end of the step,
+    where `grad_sync()` is called.
     """
 
     def __init__(
@@ -39,27 +40,27 @@ class GradientSync:
         self._chunks, self._handler, self._grad_sync = chunks, handler, grad_sync
         self._per_chunk, self._early = per_chunk, early
         self._held = contextlib.ExitStack()
-        self._kept_back: set[int] = set()
+        self._never_reducing: set[int] = set()
 
     def _enter(self) -> None:
         if self._handler is not None:
             self._held.enter_context(self._handler())
 
     def leave(self) -> None:
-        """Leaves the caller's context, if it is held."""
+        """Leave the caller's context, if it is held."""
         self._held.close()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """A step, at whose end, an exception included, no context is held any more."""
+        """Hold the contexts during a step; all of them are left at its end, also after an exception."""
         with contextlib.ExitStack() as modules:
             for number, chunk in enumerate(self._chunks):
                 reduces = getattr(chunk, "require_backward_grad_sync", not getattr(chunk, "_disable_allreduce", False))
-                self._kept_back |= set() if reduces else {number}
+                self._never_reducing |= set() if reduces else {number}
                 if isinstance(chunk, DistributedDataParallel):
                     if chunk.static_graph:
                         raise ValueError("pipelines need DistributedDataParallel(static_graph=False), got True")
-                    chunk.require_forward_param_sync = True  # buffers take the first rank's values, once per step
+                    chunk.require_forward_param_sync = True  # broadcasts buffers once per step
                     modules.enter_context(chunk.no_sync())
                 elif isinstance(chunk, ApexDistributedDataParallel):
                     modules.enter_context(chunk.no_sync())
@@ -71,13 +72,16 @@ class GradientSync:
 
     @contextlib.contextmanager
     def last_backward(self, chunk: int, output: Tensor | None) -> Iterator[None]:
-        """The backward pass that completes the gradients of a chunk, of whose last microbatch this is the output."""
-        after = self._per_chunk and self._grad_sync is not None
-        if self._early and not after:
+        """Reduce the gradients of a chunk in the backward pass inside this context.
+
+        `output` is the chunk's output for the last microbatch.
+        """
+        calls_grad_sync = self._per_chunk and self._grad_sync is not None
+        if self._early and not calls_grad_sync:
             self.leave()
-        with contextlib.nullcontext() if chunk in self._kept_back else _reducing(self._chunks[chunk], output):
+        with contextlib.nullcontext() if chunk in self._never_reducing else _reducing(self._chunks[chunk], output):
             yield
-        if after:
+        if calls_grad_sync:
             self.leave()
             assert self._grad_sync is not None
             self._grad_sync(list(self._chunks[chunk].parameters()))
@@ -87,17 +91,17 @@ class GradientSync:
 
 @contextlib.contextmanager
 def _reducing(module: nn.Module, output: Tensor | None) -> Iterator[None]:
-    """Has a module reduce in the backward pass inside, whatever contexts say."""
+    """Make a module reduce gradients in the backward pass inside, even if its `no_sync` is held."""
     if isinstance(module, DistributedDataParallel):
-        # Torch decides in the forward pass, when later backward passes are yet to come: what that would do, now.
+        # Torch prepares the reduction in the forward pass. Here more backward passes followed, so prepare it now.
         module.reducer.prepare_for_backward([output] if module.find_unused_parameters and output is not None else [])
         yield
     elif isinstance(module, ApexDistributedDataParallel):
-        before, module._disable_allreduce = module._disable_allreduce, False
+        previous, module._disable_allreduce = module._disable_allreduce, False
         module._watch(output)
         try:
             yield
         finally:
-            module._disable_allreduce = before
+            module._disable_allreduce = previous
     else:
         yield

@@ -1,7 +1,8 @@
-"""Tensors sent from one pipeline stage to another, on any backend, without waiting before they are needed.
+"""Asynchronous messages between pipeline stages, on any backend.
 
-What is posted in a row is started as one batch. On NCCL all messages of a group then use one communicator, in the order
-in which both ends post them. On Gloo each message has a tag, and the tensors of a device go through the host's memory.
+Messages posted one after the other are started as one batch. On NCCL all messages of a group use one communicator, and
+both ends post them in the same order. On Gloo each message has a tag, and device tensors are copied through host
+memory.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from ..._failures import explained
 from ...ops._host import HOST, on_host
 from .._groups.device import parameter_device
 
-# Sends that may be under way before the oldest of them is waited for: Gloo does not say when one is done.
-SENDS_UNDER_WAY = 8
+# Maximum number of pending sends. Gloo does not report completed sends, so the oldest is waited for.
+MAX_PENDING_SENDS = 8
 
 _NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
 DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
-MOST_TENSORS, MOST_DIMENSIONS = 4, 8
+MAX_TENSORS, MAX_DIMENSIONS = 4, 8
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,31 +40,31 @@ class TensorSpec(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """A tensor's shape and dtype."""
+    """Return a tensor's shape and dtype."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
 
 class Transfer:
-    """A tensor on its way, from here or to here."""
+    """A tensor that is being sent or received."""
 
     def __init__(
-        self, link: Link, operation: Any, tensor: Tensor, buffer: Tensor, peer: int, tag: int, what: str
+        self, link: Link, operation: Any, tensor: Tensor, buffer: Tensor, peer: int, tag: int, description: str
     ) -> None:
-        # `buffer` is what is sent or received into: the tensor itself, or its copy in the host's memory.
-        self.tensor, self.buffer, self.what = tensor, buffer, what
+        # The backend reads or writes `buffer`: the tensor itself, or its copy in host memory.
+        self.tensor, self.buffer, self.description = tensor, buffer, description
         self.operation = dist.P2POp(operation, buffer, peer, link.group, tag)
         self.work: Any = None
         self._link = link
 
     def done(self) -> bool:
-        """Whether waiting would take no time, as far as the backend says."""
+        """Return True if the backend reports that the transfer is complete."""
         return self.work is not None and self.work.is_completed()
 
     def wait(self) -> Tensor:
-        """The tensor once it is there; on a device only the current stream waits."""
+        """Wait for the transfer and return the tensor; on a device only the current stream waits."""
         if self.work is None:
             self._link.flush()
-        with explained(self.what):
+        with explained(self.description):
             self.work.wait()
         if self.buffer is not self.tensor and self.operation.op is dist.irecv:
             self.tensor.detach().copy_(self.buffer)
@@ -71,7 +72,7 @@ class Transfer:
 
 
 class Link:
-    """The messages between this process and others of a group."""
+    """The messages between this process and the others of a group."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -80,73 +81,76 @@ class Link:
         self._sends: deque[Transfer] = deque()
 
     def _sends_directly(self, tensor: Tensor) -> bool:
-        """Whether the backend takes a tensor from where it is."""
+        """Return True if the backend can read the tensor on its device."""
         return on_host(tensor) or self.backend != dist.Backend.GLOO
 
-    def send(self, tensor: Tensor, peer: int, tag: int, what: str) -> Transfer:
-        """Posts a tensor for the global rank `peer`; it is kept until it has been sent."""
+    def send(self, tensor: Tensor, peer: int, tag: int, description: str) -> Transfer:
+        """Post a send to the global rank `peer`; the tensor stays alive until it is sent."""
         tensor = tensor.detach().contiguous()
         buffer = tensor if self._sends_directly(tensor) else tensor.to(HOST)
-        transfer = Transfer(self, dist.isend, tensor, buffer, peer, tag, what)
+        transfer = Transfer(self, dist.isend, tensor, buffer, peer, tag, description)
         self._posted.append(transfer)
         self._sends.append(transfer)
         return transfer
 
-    def receive(self, spec: TensorSpec, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
-        """Posts a place for a tensor of the global rank `peer`."""
+    def receive(self, spec: TensorSpec, device: torch.device, peer: int, tag: int, description: str) -> Transfer:
+        """Post a receive from the global rank `peer`."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         buffer = tensor if self._sends_directly(tensor) else torch.empty_like(tensor, device=HOST)
-        transfer = Transfer(self, dist.irecv, tensor, buffer, peer, tag, what)
+        transfer = Transfer(self, dist.irecv, tensor, buffer, peer, tag, description)
         self._posted.append(transfer)
         return transfer
 
     def flush(self) -> None:
-        """Starts what has been posted."""
+        """Start all posted messages."""
         posted, self._posted = self._posted, []
         if posted:
-            with explained(posted[0].what):
+            with explained(posted[0].description):
                 works = dist.batch_isend_irecv([transfer.operation for transfer in posted])
-            # NCCL has one for the whole batch.
+            # NCCL returns one work object for the whole batch.
             for transfer, work in zip(posted, works if len(works) == len(posted) else works * len(posted), strict=True):
                 transfer.work = work
-        while self._sends and (self._sends[0].done() or len(self._sends) > SENDS_UNDER_WAY):
+        while self._sends and (self._sends[0].done() or len(self._sends) > MAX_PENDING_SENDS):
             self._sends.popleft().wait()
 
     def finish(self) -> None:
-        """Starts what has been posted, and waits for all that is being sent."""
+        """Start all posted messages, and wait until all sends are complete."""
         self.flush()
         while self._sends:
             self._sends.popleft().wait()
 
-    # What tensors will come ------------------------------------------------------------------------------------------
-
-    def announce(self, specs: Sequence[TensorSpec], device: torch.device, peer: int, tag: int, what: str) -> Transfer:
-        """Says which tensors will be sent: a message of always the same size."""
-        if len(specs) > MOST_TENSORS or any(len(spec.shape) > MOST_DIMENSIONS for spec in specs):
+    def announce(
+        self, specs: Sequence[TensorSpec], device: torch.device, peer: int, tag: int, description: str
+    ) -> Transfer:
+        """Send the shapes and dtypes of the tensors that follow, as a message of fixed size."""
+        if len(specs) > MAX_TENSORS or any(len(spec.shape) > MAX_DIMENSIONS for spec in specs):
             raise ValueError(
-                f"{what}: at most {MOST_TENSORS} tensors of {MOST_DIMENSIONS} dimensions can be sent at once, got "
+                f"{description}: at most {MAX_TENSORS} tensors of {MAX_DIMENSIONS} dimensions can be sent at once, got "
                 f"{', '.join(map(str, specs))}"
             )
         numbers = [len(specs)]
         for spec in specs:
-            dimensions = [*spec.shape, *[0] * (MOST_DIMENSIONS - len(spec.shape))]
+            dimensions = [*spec.shape, *[0] * (MAX_DIMENSIONS - len(spec.shape))]
             numbers += [DTYPES.index(spec.dtype), len(spec.shape), *dimensions]
-        numbers += [0] * (_ANNOUNCED - len(numbers))
-        return self.send(torch.tensor(numbers, dtype=torch.int64, device=self._place(device)), peer, tag, what)
+        numbers += [0] * (_ANNOUNCEMENT_LENGTH - len(numbers))
+        return self.send(
+            torch.tensor(numbers, dtype=torch.int64, device=self._announcement_device(device)), peer, tag, description
+        )
 
-    def receive_announcement(self, device: torch.device, peer: int, tag: int, what: str) -> Transfer:
-        """Posts a place for such a message; `read_announcement` reads it."""
-        return self.receive(TensorSpec((_ANNOUNCED,), torch.int64), self._place(device), peer, tag, what)
+    def receive_announcement(self, device: torch.device, peer: int, tag: int, description: str) -> Transfer:
+        """Post a receive of an announcement; `read_announcement` decodes it."""
+        return self.receive(
+            TensorSpec((_ANNOUNCEMENT_LENGTH,), torch.int64), self._announcement_device(device), peer, tag, description
+        )
 
-    def _place(self, device: torch.device) -> torch.device:
+    def _announcement_device(self, device: torch.device) -> torch.device:
         return HOST if self.backend == dist.Backend.GLOO else device
 
-    # Failures --------------------------------------------------------------------------------------------------------
-
     def break_off(self) -> None:
-        """Has every process that waits for this one fail as well, now and not when its patience ends.
+        """Make every process that waits for this one fail at once instead of at its timeout.
 
-        Gloo closes all connections of a process in a group when one of its waits takes too long: one is made to.
+        Gloo closes all of a process's connections in a group when one wait times out, so this method provokes a
+        timeout.
         """
         self._posted, self._sends = [], deque()
         if dist.get_world_size(self.group) == 1:
@@ -158,19 +162,19 @@ class Link:
         for peer in dist.get_process_group_ranks(self.group):
             if peer != dist.get_rank():
                 with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8, device=HOST)
-                    work = dist.irecv(nothing, peer, group=self.group, tag=_NEVER_SENT)
+                    buffer = torch.empty(1, dtype=torch.uint8, device=HOST)
+                    work = dist.irecv(buffer, peer, group=self.group, tag=_NEVER_SENT)
                     assert work is not None
                     work.wait(timedelta(milliseconds=1))
 
 
-_ANNOUNCED = 1 + MOST_TENSORS * (2 + MOST_DIMENSIONS)
+_ANNOUNCEMENT_LENGTH = 1 + MAX_TENSORS * (2 + MAX_DIMENSIONS)
 _NEVER_SENT = 2**30
 
 
 def read_announcement(transfer: Transfer) -> list[TensorSpec]:
-    """Which tensors will come; waits for the message."""
+    """Wait for an announcement and return the shapes and dtypes of the tensors that follow."""
     count, *numbers = transfer.wait().tolist()
-    each = 2 + MOST_DIMENSIONS
-    specs = [numbers[index * each : (index + 1) * each] for index in range(count)]
+    length = 2 + MAX_DIMENSIONS
+    specs = [numbers[index * length : (index + 1) * length] for index in range(count)]
     return [TensorSpec(tuple(shape[:dimensions]), DTYPES[code]) for code, dimensions, *shape in specs]

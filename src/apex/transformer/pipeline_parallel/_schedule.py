@@ -1,12 +1,12 @@
-"""Pipeline schedules as data: what each rank computes, sends and receives, in which order.
+"""Pipeline schedules as data: the passes and messages of each rank, in order.
 
-A model is a sequence of stages; a rank holds one of them, or several as chunks. A schedule first says in which order a
-rank runs the forward and backward passes of its chunks. Messages are added to these orders by one rule for all of
-them: passes are put in the order of their ends on a clock, and a result that another rank needs is sent as soon as it
-is there. Since every message then has the same place among all messages at both of its ends, ranks that only follow
-their lists never wait for each other in a circle, whether messages are buffered or not.
+A model is a sequence of stages. Each rank holds one stage, or several as chunks. A schedule lists the forward and
+backward passes of each rank in order. `with_messages` then adds the messages, the same way for every schedule: it sorts
+all passes by their finish time on a simulated clock, and sends each result that another rank needs right after its
+pass. Every message therefore has the same position among all messages at both of its ends. Ranks that follow their
+lists never deadlock, whether messages are buffered or not.
 
-m: microbatch, c: chunk of a rank, s: stage. A microbatch passes the stages 0, 1, 2, ... forward.
+m: microbatch, c: chunk of a rank, s: stage. A forward pass goes through the stages 0, 1, 2, ...
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import NamedTuple
 from ._simulate import finish_times
 
 
-class Kind(Enum):
-    """What an action does."""
+class ActionKind(Enum):
+    """The kind of an action."""
 
     FORWARD = "F"
-    # Gradients of inputs and of parameters; the next two are its parts, for schedules that need them apart.
+    # A whole backward pass. The next two are its parts: gradients of inputs and gradients of parameters.
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
-    # The output of a forward pass, to the next stage; the input of one, from the stage before.
+    # Send the output of a forward pass to the next stage; receive an input from the previous stage.
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
-    # The gradient of an input, to the stage before; that of an output, from the next stage.
+    # Send the gradient of an input to the previous stage; receive the gradient of an output from the next stage.
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
 
 
 class Action(NamedTuple):
-    """Something that a rank does for one microbatch with one of its chunks."""
+    """A pass or message of a rank for one microbatch and one of its chunks."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int
 
 
 class Placement(NamedTuple):
-    """Which rank holds which stages.
+    """The assignment of stages to ranks.
 
-    In a loop stage s is chunk s // ranks of rank s % ranks. Folded (a V), two chunks per rank, the second half of the
-    stages lies on the ranks in reverse, so that the last stage is on the first rank.
+    By default stage s is chunk s // ranks of rank s % ranks. With `folded` (a V of two chunks per rank) the second half
+    of the stages is assigned to the ranks in reverse order, so the last stage is on the first rank.
     """
 
     ranks: int
@@ -56,45 +56,45 @@ class Placement(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Return the number of stages."""
         return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is a rank's chunk."""
+        """Return the stage that is the given chunk of a rank."""
         if self.folded and chunk:
             return self.stages - 1 - rank
         return chunk * self.ranks + rank
 
     def holder(self, stage: int) -> tuple[int, int]:
-        """The rank and the chunk that are a stage."""
+        """Return the rank and the chunk that hold a stage."""
         chunk, rank = divmod(stage, self.ranks)
         return (self.ranks - 1 - rank if self.folded and chunk else rank), chunk
 
 
 class Schedule(NamedTuple):
-    """The actions of each rank."""
+    """The placement of stages and the list of actions of each rank."""
 
     placement: Placement
     actions: list[list[Action]]
 
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
+F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 Orders = list[list[Action]]
 
 
 def forwards(placement: Placement, microbatches: int) -> Orders:
-    """Forward passes alone, in groups of as many microbatches as there are ranks."""
-    one = [
+    """Return the orders of forward passes alone; chunks alternate after as many microbatches as there are ranks."""
+    order = [
         Action(F, microbatch, chunk)
         for first in range(0, microbatches, placement.ranks)
         for chunk in range(placement.chunks)
         for microbatch in range(first, min(first + placement.ranks, microbatches))
     ]
-    return [list(one) for _ in range(placement.ranks)]
+    return [list(order) for _ in range(placement.ranks)]
 
 
 def one_after_the_other(placement: Placement, microbatches: int) -> Orders:
-    """No pipelining: each microbatch forward and backward through the chunks of the one rank."""
+    """Return the order without pipelining: each microbatch goes forward and backward through all chunks of one rank."""
     chunks = range(placement.chunks)
     return [
         [
@@ -109,12 +109,12 @@ def one_after_the_other(placement: Placement, microbatches: int) -> Orders:
 
 
 def warmup(ranks: int, rank: int, microbatches: int) -> int:
-    """How many forward passes a rank of the 1F1B schedule runs before its first backward pass follows one."""
+    """Return the number of warm-up forward passes of a rank in the 1F1B schedule."""
     return min(ranks - rank - 1, microbatches)
 
 
 def one_forward_one_backward(placement: Placement, microbatches: int) -> Orders:
-    """1F1B: after a warm-up each forward pass is followed by the backward pass of an earlier microbatch."""
+    """Return the 1F1B orders: after a warm-up, forward and backward passes alternate."""
     return [
         _alternating(
             [Action(F, microbatch, 0) for microbatch in range(microbatches)],
@@ -126,7 +126,7 @@ def one_forward_one_backward(placement: Placement, microbatches: int) -> Orders:
 
 
 def interleaved(placement: Placement, microbatches: int) -> Orders:
-    """1F1B over the chunks of each rank, which take turns after as many microbatches as there are ranks."""
+    """Return the interleaved 1F1B orders: chunks of a rank alternate after as many microbatches as there are ranks."""
     ranks, chunks = placement.ranks, placement.chunks
     if microbatches % ranks:
         raise RuntimeError(
@@ -149,9 +149,9 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 
 
 def zero_bubble_h1(placement: Placement, microbatches: int) -> Orders:
-    """ZB-H1: 1F1B whose gradients of parameters wait until a rank would be idle.
+    """Return the ZB-H1 orders: 1F1B whose weight gradients are computed when a rank would be idle.
 
-    Rank r lags r of them behind, so that it holds as many activations as the first rank does.
+    Rank r delays r of its weight passes, so that it holds as many activations as the first rank.
     """
     orders = []
     for rank in range(placement.ranks):
@@ -165,23 +165,23 @@ def zero_bubble_h1(placement: Placement, microbatches: int) -> Orders:
             if microbatch >= rank:
                 order.append(Action(W, done, 0))
                 done += 1
-        orders.append([*order, *(Action(W, left, 0) for left in range(done, microbatches))])
+        orders.append([*order, *(Action(W, microbatch, 0) for microbatch in range(done, microbatches))])
     return orders
 
 
 def zero_bubble_v(placement: Placement, microbatches: int) -> Orders:
-    """ZB-V: two chunks per rank in a V, so that the rank of the first stage has the first gradient as well.
+    """Return the ZB-V orders: two chunks per rank in a V, so that the first rank also computes the first gradient.
 
-    Few microbatches are the first ones of more: the order is that of at least 2 ranks - 1.
+    The order is made for at least 2 ranks - 1 microbatches; passes of surplus microbatches are then removed.
     """
     ranks = placement.ranks
     count = max(microbatches, 2 * ranks - 1)
     orders = []
     for rank in range(ranks):
         order: list[Action] = []
-        done: dict[tuple[Kind, int], int] = {(kind, chunk): 0 for kind in (F, I, W) for chunk in (0, 1)}
+        done: dict[tuple[ActionKind, int], int] = {(kind, chunk): 0 for kind in (F, I, W) for chunk in (0, 1)}
 
-        def run(*steps: tuple[Kind, int], order: list[Action] = order, done: dict = done) -> None:
+        def run(*steps: tuple[ActionKind, int], order: list[Action] = order, done: dict = done) -> None:
             for step in steps:
                 order.append(Action(step[0], done[step], step[1]))
                 done[step] += 1
@@ -214,17 +214,17 @@ ORDERS: dict[str, Callable[[Placement, int], Orders]] = {
 }
 
 
-# Every step of a training run asks for the same few.
+# Cached, because all steps of a training run use the same few schedules.
 @functools.lru_cache(maxsize=16)
 def schedule(name: str, ranks: int, chunks: int, microbatches: int, forward_only: bool = False) -> Schedule:
-    """The actions of all ranks, messages included; see ORDERS for names."""
+    """Return the actions of all ranks, messages included; `ORDERS` lists the names."""
     if name not in ORDERS:
         raise ValueError(f"schedule must be one of {', '.join(ORDERS)}, got {name!r}")
     if name == "no_pipelining" and ranks > 1:
         raise ValueError(f"no pipelining needs one pipeline rank, got {ranks}")
-    wanted = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name, chunks)
-    if chunks != wanted:
-        raise ValueError(f"the schedule {name} needs {wanted} model chunks per rank, got {chunks}")
+    required = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name, chunks)
+    if chunks != required:
+        raise ValueError(f"the schedule {name} needs {required} model chunks per rank, got {chunks}")
     placement = Placement(ranks, chunks, folded=name == "zb_v")
     orders = (forwards if forward_only and ranks > 1 else ORDERS[name])(placement, microbatches)
     if forward_only:
@@ -233,24 +233,24 @@ def schedule(name: str, ranks: int, chunks: int, microbatches: int, forward_only
 
 
 def with_messages(placement: Placement, orders: Orders) -> list[list[Action]]:
-    """The orders with a send after each pass whose result another rank needs, and a receive there at the same time."""
+    """Add a send after each pass whose result another rank needs, and the receive at the same position on that rank."""
     ends = [
         (end, rank, action)
         for rank, (order, times) in enumerate(zip(orders, finish_times(placement, orders), strict=True))
         for action, end in zip(order, times, strict=True)
     ]
-    # The sort keeps the order of passes of a rank that end at the same time: none does.
-    ends.sort(key=lambda each: each[:2])
+    # Passes of one rank never end at the same time, so (end, rank) is unique.
+    ends.sort(key=lambda item: item[:2])
     lists: list[list[Action]] = [[] for _ in orders]
     for _, rank, (kind, microbatch, chunk) in ends:
         lists[rank].append(Action(kind, microbatch, chunk))
         stage = placement.stage(rank, chunk)
         if kind is F and stage + 1 < placement.stages:
             other, other_chunk = placement.holder(stage + 1)
-            send, receive = Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD
+            send, receive = ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD
         elif kind in (B, I) and stage > 0:
             other, other_chunk = placement.holder(stage - 1)
-            send, receive = Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD
+            send, receive = ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD
         else:
             continue
         if other != rank:

@@ -1,4 +1,4 @@
-"""Pipeline schedules run on a clock instead of processes: when passes end, what is idle, what is held at most."""
+"""Simulation of pipeline schedules on a clock: finish times of passes, idle time, activations held."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-# How long passes take, by the letter of their kind; a whole backward pass is both of its parts.
+# Cost of each kind of pass. A whole backward pass (B) costs as much as its two parts (I and W).
 COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other."""
+    """Raised for an order of passes that makes ranks wait for each other."""
 
 
-class Report(NamedTuple):
-    """What a schedule costs each rank.
+class ScheduleReport(NamedTuple):
+    """The cost of a schedule.
 
-    `bubbles`: time between a rank's first and last pass in which it is idle. `span`: time until all is done.
-    `peaks`: the largest number of (microbatch, chunk) whose activations a rank holds at once.
+    `span`: time until all passes are done. `bubbles`: each rank's idle time between its first and last pass. `peaks`:
+    the largest number of (microbatch, chunk) pairs whose activations each rank holds at once.
     """
 
     span: float
@@ -27,30 +27,30 @@ class Report(NamedTuple):
 
 
 def finish_times(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, float] = COSTS) -> list[list]:
-    """When each pass of each rank ends, if ranks run them in their order and messages take no time."""
+    """Return the finish time of each pass of each rank, if passes run in order and messages take no time."""
     times: list[list[float]] = [[] for _ in orders]
     ended: dict[tuple[str, int, int], float] = {}
     waiting: dict[tuple[str, int, int], int] = {}
     ready = deque(range(len(orders)))
     while ready:
         rank = ready.popleft()
-        order, mine = orders[rank], times[rank]
-        while len(mine) < len(order):
-            kind, microbatch, chunk = order[len(mine)]
+        order, rank_times = orders[rank], times[rank]
+        while len(rank_times) < len(order):
+            kind, microbatch, chunk = order[len(rank_times)]
             letter, stage = kind.value, placement.stage(rank, chunk)
-            start = mine[-1] if mine else 0.0
-            needs = _needs(letter, microbatch, stage, placement.stages)
-            missing = next((need for need in needs if need not in ended), None)
+            start = rank_times[-1] if rank_times else 0.0
+            required = _needs(letter, microbatch, stage, placement.stages)
+            missing = next((requirement for requirement in required if requirement not in ended), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
-            end = max([start, *(ended[need] for need in needs)]) + costs[letter]
-            mine.append(end)
+            end = max([start, *(ended[requirement] for requirement in required)]) + costs[letter]
+            rank_times.append(end)
             for result in "BI" if letter == "B" else letter:
                 ended[result, microbatch, stage] = end
                 if (result, microbatch, stage) in waiting:
                     ready.append(waiting.pop((result, microbatch, stage)))
-    stuck = [rank for rank, mine in enumerate(times) if len(mine) < len(orders[rank])]
+    stuck = [rank for rank, rank_times in enumerate(times) if len(rank_times) < len(orders[rank])]
     if stuck:
         heads = ", ".join(f"rank {rank} at {orders[rank][len(times[rank])]}" for rank in stuck)
         raise Deadlock(f"the order of passes cannot be kept: {heads}")
@@ -58,7 +58,7 @@ def finish_times(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping
 
 
 def _needs(letter: str, microbatch: int, stage: int, stages: int) -> list[tuple[str, int, int]]:
-    """The passes whose results a pass needs."""
+    """Return the passes whose results a pass needs."""
     if letter == "F":
         return [("F", microbatch, stage - 1)] if stage else []
     if letter == "W":
@@ -66,8 +66,8 @@ def _needs(letter: str, microbatch: int, stage: int, stages: int) -> list[tuple[
     return [("F", microbatch, stage), *([("I", microbatch, stage + 1)] if stage + 1 < stages else [])]
 
 
-def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, float] = COSTS) -> Report:
-    """Bubbles and peaks of orders of passes; messages among them are left out."""
+def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, float] = COSTS) -> ScheduleReport:
+    """Return span, bubbles and peaks of the passes in `orders`; messages are ignored."""
     passes = [[action for action in order if action.kind.value in costs] for order in orders]
     times = finish_times(placement, passes, costs)
     bubbles, peaks = [], []
@@ -79,4 +79,4 @@ def report(placement: Any, orders: Sequence[Sequence[Any]], costs: Mapping[str, 
             held += {"F": 1, "B": -1, "W": -1}.get(action.kind.value, 0)
             peak = max(peak, held)
         peaks.append(peak)
-    return Report(max((ends[-1] for ends in times if ends), default=0.0), bubbles, peaks)
+    return ScheduleReport(max((ends[-1] for ends in times if ends), default=0.0), bubbles, peaks)

@@ -1,9 +1,9 @@
-"""A backward pass in two parts: the gradient of the input, which another stage waits for, and those of parameters.
+"""A backward pass in two parts: first the input gradient, which another stage waits for, later the parameter gradients.
 
-The graph of a stage has operations on the way from its output to its input. Those of them that parameters enter divide
-the work: when the gradient of the input is computed, the gradients that arrive at them are kept, and each computes the
-gradients of its parameters from these later. Nothing in between is computed twice. Where two of them share a parameter
-all gradients are computed at once, since autograd cannot keep the two apart.
+A node of the autograd graph is a "join" if it lies on a path from the stage's output to its input and parameters also
+enter it. While the input gradient is computed, the gradients that arrive at each join are kept. The second part starts
+at the joins and computes the gradients of their parameters, so nothing is computed twice. If two joins share a
+parameter, all gradients are computed at once, because autograd cannot separate the two contributions.
 """
 
 from __future__ import annotations
@@ -23,58 +23,60 @@ from ..tensor_parallel import backward_part
 def backward_input(
     output: Tensor, gradient: Tensor | None, inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], Callable[[], None]]:
-    """The gradients of the inputs, and a function that adds those of the parameters to their `grad`.
+    """Return the gradients of the inputs, and a function that adds the parameter gradients to their `grad`.
 
-    As with `torch.autograd.grad`, reentrant checkpoints cannot be on the way.
+    Reentrant checkpoints are not supported, as with `torch.autograd.grad`.
     """
     root = get_gradient_edge(output)
     sources = {get_gradient_edge(tensor).node for tensor in inputs}
     joins = _joins(root.node, sources)
     uses = Counter(leaf for leaves in joins.values() for leaf in leaves)
-    now: list[Tensor] = list(uses) if any(count > 1 for count in uses.values()) else []
+    computed_now: list[Tensor] = list(uses) if any(count > 1 for count in uses.values()) else []
     arrived: dict[Node, Any] = {}
 
-    def keep(node: Node) -> Any:
+    def record_gradients(node: Node) -> Any:
         return node.register_prehook(lambda gradients: arrived.__setitem__(node, gradients))
 
-    handles = [] if now else [keep(node) for node in joins]
-    given = None if gradient is None else [gradient]
+    handles = [] if computed_now else [record_gradients(node) for node in joins]
+    output_gradients = None if gradient is None else [gradient]
     try:
-        with contextlib.nullcontext() if now else backward_part.only("input"):
-            found = torch.autograd.grad([root], [*inputs, *now], given, retain_graph=True, allow_unused=True)
+        with contextlib.nullcontext() if computed_now else backward_part.only("input"):
+            results = torch.autograd.grad(
+                [root], [*inputs, *computed_now], output_gradients, retain_graph=True, allow_unused=True
+            )
     finally:
         for handle in handles:
             handle.remove()
-    total = {leaf: part for leaf, part in zip(now, found[len(inputs) :], strict=True) if part is not None}
+    total = {leaf: part for leaf, part in zip(computed_now, results[len(inputs) :], strict=True) if part is not None}
 
     def backward_weight() -> None:
         for node, gradients in arrived.items():
-            edges = [GradientEdge(node, place) for place, each in enumerate(gradients) if each is not None]
-            given = [each for each in gradients if each is not None]
+            edges = [GradientEdge(node, index) for index, gradient in enumerate(gradients) if gradient is not None]
+            output_gradients = [gradient for gradient in gradients if gradient is not None]
             with backward_part.only("weight"):
-                parts = torch.autograd.grad(edges, joins[node], given, retain_graph=True, allow_unused=True)
+                parts = torch.autograd.grad(edges, joins[node], output_gradients, retain_graph=True, allow_unused=True)
             total.update({leaf: part for leaf, part in zip(joins[node], parts, strict=True) if part is not None})
         arrived.clear()
         if total:
             torch.autograd.backward(list(total), list(total.values()))
 
-    return list(found[: len(inputs)]), backward_weight
+    return list(results[: len(inputs)]), backward_weight
 
 
 def _joins(root: Node, sources: set[Node]) -> dict[Node, list[Tensor]]:
-    """The operations between root and sources that parameters enter, each with these parameters."""
+    """Return the nodes between root and sources that parameters enter, each with its parameters."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
-    while stack:  # not recursive: graphs are deep
-        node, left = stack.pop()
-        if left:
+    while stack:  # iterative, because graphs can be deeper than the recursion limit
+        node, expanded = stack.pop()
+        if expanded:
             order.append(node)
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
             stack.extend((following, False) for following, _ in node.next_functions if following is not None)
-    # A node comes after everything that it leads to.
+    # `order` is topological: a node comes after all nodes that it leads to.
     leads: set[Node] = set()
     leaves: dict[Node, dict[Tensor, None]] = {}
     joins: dict[Node, list[Tensor]] = {}
@@ -86,8 +88,8 @@ def _joins(root: Node, sources: set[Node]) -> dict[Node, list[Tensor]]:
             if entering:
                 joins[node] = list(entering)
         else:
-            own = getattr(node, "variable", None)
-            leaves[node] = {own: None} if own is not None else {}
+            leaf_variable = getattr(node, "variable", None)
+            leaves[node] = {leaf_variable: None} if leaf_variable is not None else {}
             for other in following:
                 leaves[node].update(leaves[other])
     return joins

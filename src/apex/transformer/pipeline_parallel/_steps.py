@@ -1,4 +1,4 @@
-"""One forward and one backward pass of a pipeline stage, and the memory of what has been sent."""
+"""The forward and the backward pass of one microbatch through a pipeline stage, and the release of sent outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..enums import ModelType
 from .p2p_communication import FutureTensor
 from .utils import get_model_type, get_num_microbatches, unwrap_model
 
-Batch = Any  # a tensor, tensors in a list or tuple, or None where a stage needs none
+Batch = Any  # a tensor, tensors in a list or tuple, or None if a stage needs no data
 Model = nn.Module | list[nn.Module]  # a stage, or the list of a rank's chunks
 LossFunc = Callable[[Tensor], tuple[Tensor, Any]]
 FwdStepFunc = Callable[..., tuple[Tensor, LossFunc]]
@@ -25,12 +25,13 @@ _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def _listed(tensors: Any) -> list[Any]:
-    found = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
-    return [tensor.get() if isinstance(tensor, FutureTensor) else tensor for tensor in found]
+    """Return tensors as a list, after waiting for futures."""
+    items = list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
+    return [tensor.get() if isinstance(tensor, FutureTensor) else tensor for tensor in items]
 
 
 def _passes_encoder_on(model_type: ModelType) -> bool:
-    """Whether a stage sends the encoder's output on beside its own."""
+    """Return True if a stage forwards the encoder's output beside its own."""
     return model_type == ModelType.encoder_and_decoder and parallel_state.is_pipeline_stage_after_split()
 
 
@@ -47,12 +48,12 @@ def forward_step(
     last_stage: bool | None = None,
     num_microbatches: int | None = None,
 ) -> Any:
-    """Runs one microbatch through a stage; what the next stage is to get, or in the last one the loss.
+    """Run one microbatch through a stage and return its output for the next stage, or the loss in the last stage.
 
-    The model's `set_input_tensor` is given what came from the stage before, as a list. float16 or bfloat16 as `dtype`
-    turns autocast on. The last stage's loss is divided by the number of microbatches, and what `loss_func` returned
-    beside it is added to `losses_reduced`. The stages of a decoder behind an encoder return two tensors, the second of
-    which is the encoder's output; otherwise there is a list only where the input was one.
+    The model's `set_input_tensor` gets the inputs from the previous stage as a list. float16 or bfloat16 as `dtype`
+    enables autocast. The last stage divides the loss by the number of microbatches and appends the second result of
+    `loss_func` to `losses_reduced`. Decoder stages behind an encoder return two tensors: their output and the
+    encoder's. Other stages return a list only if `input_tensor` is a list.
     """
     inputs = _listed(input_tensor)
     module = unwrap_model(model)
@@ -80,9 +81,10 @@ def backward_step(
     grad_scaler: Any = None,
     deallocate_pipeline_outputs: bool = False,
 ) -> Any:
-    """The backward pass of one microbatch through a stage; the gradient of its input, as a list where that was one.
+    """Run the backward pass of one microbatch through a stage and return the gradient of its input.
 
-    Without a gradient of the output it is the last stage's loss, which `grad_scaler` scales.
+    The result is a list if `input_tensor` is a list. If `output_tensor_grad` is None, the output is the loss, which
+    `grad_scaler` scales.
     """
     inputs, outputs, gradients = _listed(input_tensor), _listed(output_tensor), _listed(output_tensor_grad)
     for tensor in inputs:
@@ -94,19 +96,19 @@ def backward_step(
     freed = gradients[0] is not None and output.shape != gradients[0].shape
     if deallocate_pipeline_outputs and freed:
         custom_backward(output, gradients[0])
-    elif gradients[0] is None or output.requires_grad:  # not so where all parameters of a first stage are frozen
+    elif gradients[0] is None or output.requires_grad:  # False if all parameters of a first stage are frozen
         torch.autograd.backward(output, grad_tensors=gradients[0])
-    found = [None if tensor is None else tensor.grad for tensor in inputs]
-    # Later decoder stages have used the encoder's output as well.
+    input_gradients = [None if tensor is None else tensor.grad for tensor in inputs]
+    # Add the gradient from later decoder stages, which also used the encoder's output.
     if _passes_encoder_on(model_type) and len(gradients) > 1 and gradients[1] is not None and inputs[-1] is not None:
-        found[-1] = gradients[1] if found[-1] is None else found[-1].add_(gradients[1])
-    return found if isinstance(input_tensor, list) else found[0]
+        input_gradients[-1] = gradients[1] if input_gradients[-1] is None else input_gradients[-1].add_(gradients[1])
+    return input_gradients if isinstance(input_tensor, list) else input_gradients[0]
 
 
 def free_output_tensor(output_tensors: Tensors, deallocate_pipeline_outputs: bool = False) -> None:
-    """Gives back the memory of outputs that have been sent: the backward pass needs only how they were made.
+    """Free the memory of outputs that have been sent; the backward pass only needs their autograd graph.
 
-    Views are left as they are, since the tensor behind them lives on.
+    Views are left unchanged, because the tensor that they belong to stays alive.
     """
     if not deallocate_pipeline_outputs:
         return
@@ -116,7 +118,7 @@ def free_output_tensor(output_tensors: Tensors, deallocate_pipeline_outputs: boo
 
 
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
-    """The backward pass of an output whose memory was given back, which `torch.autograd.backward` would not take."""
+    """Run the backward pass of an output whose memory was freed, which `torch.autograd.backward` would refuse."""
     assert output.numel() == 1, "output should be pseudo-'freed' in schedule, to optimize memory"
     assert isinstance(output, Tensor), f"output == {type(output).__name__}"
     assert isinstance(grad_output, (Tensor, type(None))), f"grad_output == {type(grad_output).__name__}"

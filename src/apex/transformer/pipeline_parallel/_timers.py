@@ -1,4 +1,4 @@
-"""Timers with names, for printing how long the parts of a training step take."""
+"""Named timers that print how long the parts of a training step take."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["_Timers"]
 
 
 def _wait_for_device() -> None:
-    """Times are of work that is done, so a started device is waited for."""
+    """Wait for the GPU, if it is in use, so that times include the work that was queued."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 class _Timer:
-    """The seconds between `start` and `stop`, added up."""
+    """A stopwatch that adds up the seconds between `start` and `stop`."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -28,26 +28,26 @@ class _Timer:
         self.start_time = 0.0
 
     def start(self) -> None:
-        """Starts, once what is queued is done."""
+        """Start the timer after all queued work is done."""
         assert not self.started_, f"timer {self.name_!r} has already been started"
         _wait_for_device()
         self.start_time = time.time()
         self.started_ = True
 
     def stop(self) -> None:
-        """Stops, once what is queued is done."""
+        """Stop the timer after all queued work is done."""
         assert self.started_, f"timer {self.name_!r} is not started"
         _wait_for_device()
         self.elapsed_ += time.time() - self.start_time
         self.started_ = False
 
     def reset(self) -> None:
-        """Forgets what has been counted."""
+        """Set the time to zero and stop the timer."""
         self.elapsed_ = 0.0
         self.started_ = False
 
     def elapsed(self, reset: bool = True) -> float:
-        """The seconds so far; a running timer goes on, from zero with `reset`."""
+        """Return the seconds so far. A running timer continues; with `reset` it continues from zero."""
         running = self.started_
         if running:
             self.stop()
@@ -71,13 +71,13 @@ class _Timers:
     def write(
         self, names: Sequence[str], writer: Any, iteration: int, normalizer: float = 1.0, reset: bool = False
     ) -> None:
-        """Writes seconds, divided by `normalizer`, as scalars `<name>-time` of a TensorBoard writer."""
+        """Write seconds divided by `normalizer` as scalars `<name>-time` to a TensorBoard writer."""
         assert normalizer > 0.0, f"normalizer must be positive, got {normalizer}"
         for name in names:
             writer.add_scalar(f"{name}-time", self(name).elapsed(reset=reset) / normalizer, iteration)
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Prints milliseconds, divided by `normalizer`, in the last process."""
+        """Print milliseconds divided by `normalizer` in the last process."""
         assert normalizer > 0.0, f"normalizer must be positive, got {normalizer}"
         words = "time (ms)"
         for name in names:

@@ -1,8 +1,8 @@
-"""Sending activations and their gradients to the neighbours in the pipeline, one exchange at a time.
+"""Exchanges of activations and gradients with the neighbours in the pipeline, for schedules that users write.
 
-The schedules run on lists of messages (`_execute.py`); these nine functions are for schedules of one's own. Every
-tensor is preceded by its shape and dtype, which the receiver compares with what it expects. With `async_comm` they
-return FutureTensors, with `overlap_p2p_comm` also a list of what to wait for.
+The built-in schedules do not use these functions; they run lists of messages (`_execute.py`). Every tensor is preceded
+by its shape and dtype, which the receiver compares with the expected ones. With `async_comm` the functions return
+FutureTensors, with `overlap_p2p_comm` they also return a list of handles to wait for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Shape: TypeAlias = "Sequence[int] | None"
 Dtype: TypeAlias = "torch.dtype | None"
 
 
-class Options(TypedDict, total=False):
-    """Options of all exchanges by keyword; `overlap_p2p_comm` only of those in which the pipeline is a ring.
+class ExchangeOptions(TypedDict, total=False):
+    """Keyword options of all exchanges; `overlap_p2p_comm` only applies to exchanges around a ring.
 
-    Without `dtype` it is the one that the sender announces. The last four are accepted and change nothing: nothing here
-    waits for a whole device, and tensors are never cut into parts on the way.
+    If `dtype` is None, the sender's dtype is used. The last four options are accepted for compatibility and have no
+    effect: exchanges never synchronize the device, and tensors are never split for sending.
     """
 
     dtype: Dtype
@@ -39,14 +39,14 @@ class Options(TypedDict, total=False):
 
 
 class FutureTensor:
-    """A tensor that is on its way; `get` waits for it."""
+    """A tensor that is being received; `get` waits for it."""
 
     def __init__(self, tensor: Tensor, waitfunc: Callable[[], Any] | None) -> None:
         self.tensor = tensor
         self.waitfunc = waitfunc
 
     def get(self) -> Tensor:
-        """The tensor, once it is there."""
+        """Wait for the tensor and return it."""
         if self.waitfunc is not None:
             self.waitfunc()
             self.waitfunc = None
@@ -54,7 +54,10 @@ class FutureTensor:
 
 
 class _Neighbour(NamedTuple):
-    """One side of an exchange: forward messages go to the next stage, backward ones to the stage before."""
+    """The peer, the tag and the description of one side of an exchange.
+
+    Forward messages go to the next stage, backward messages to the previous stage.
+    """
 
     rank: int
     tag: int
@@ -67,13 +70,13 @@ def _neighbour(forward: bool, sending: bool) -> _Neighbour:
     else:
         rank, side = parallel_state.get_pipeline_model_parallel_prev_rank(), "stage before"
     verb, direction = ("sending", "to") if sending else ("receiving", "from")
-    words = ("an output" if sending else "an input") if forward else "a gradient"
+    message = ("an output" if sending else "an input") if forward else "a gradient"
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    return _Neighbour(rank, 2 * int(forward), f"pipeline stage {stage}: {verb} {words} {direction} the {side}")
+    return _Neighbour(rank, 2 * int(forward), f"pipeline stage {stage}: {verb} {message} {direction} the {side}")
 
 
 class _PostedReceive:
-    """A receive that has been posted, and the announcement of the tensor's shape and dtype that precedes it."""
+    """A posted receive and the announcement of the tensor's shape and dtype, which precedes it."""
 
     def __init__(self, link: Link, forward: bool, shape: Shape, dtype: Dtype) -> None:
         if shape is None:
@@ -88,7 +91,7 @@ class _PostedReceive:
             self._transfer = link.receive(TensorSpec(self._shape, dtype), device, rank, tag + 1, words)
 
     def wait(self) -> Tensor:
-        """The tensor; an error where another shape or dtype comes than was asked for."""
+        """Return the received tensor; raise if its shape or dtype is not the expected one."""
         rank, tag, words = self._neighbour
         if self._announcement is not None:
             (coming,) = read_announcement(self._announcement)
@@ -102,21 +105,25 @@ class _PostedReceive:
         return self._transfer.wait()
 
     def future(self) -> FutureTensor:
-        """What to return before the tensor is there."""
-        if self._transfer is None:  # The dtype comes with the announcement.
+        """Return a FutureTensor for the tensor."""
+        if self._transfer is None:  # the dtype is known only after the announcement
             tensor = self.wait().requires_grad_(True)
             return FutureTensor(tensor, None)
         return FutureTensor(self._transfer.tensor.requires_grad_(True), self.wait)
 
 
 def _communicate(
-    tensor_shape: Shape, options: Options, sent: tuple[Tensor | None, Tensor | None], received: tuple[bool, bool]
+    tensor_shape: Shape,
+    options: ExchangeOptions,
+    sent: tuple[Tensor | None, Tensor | None],
+    received: tuple[bool, bool],
 ) -> tuple[Any, Any, list[Any]]:
-    """What comes from the stage before and from the next one, None where nothing was asked for, and what to wait for.
+    """Exchange tensors with both neighbours; return the tensors from the previous and the next stage, and the handles.
 
-    `sent` goes to the next stage and to the one before; `received` says whether something comes from the one before and
-    from the next. Everything is started at once. With `async_comm` both are FutureTensors, with `overlap_p2p_comm`
-    tensors to be waited for.
+    `sent` holds the tensors for the next and the previous stage. `received` says whether tensors are expected from the
+    previous and the next stage; the result is None where none is expected. All messages start at once. With
+    `async_comm` the results are FutureTensors, with `overlap_p2p_comm` they are tensors to wait for through the
+    handles.
     """
     async_comm = options.get("async_comm", False)
     link = Link(parallel_state.get_pipeline_model_parallel_group())
@@ -127,64 +134,66 @@ def _communicate(
             handles.append(link.announce([spec_of(tensor)], tensor.device, rank, tag, words))
             handles.append(link.send(tensor, rank, tag + 1, words))
     receives = [
-        _PostedReceive(link, forward, tensor_shape, options.get("dtype")) if wanted else None
-        for wanted, forward in zip(received, (True, False), strict=True)
+        _PostedReceive(link, forward, tensor_shape, options.get("dtype")) if expected else None
+        for expected, forward in zip(received, (True, False), strict=True)
     ]
     link.flush()
     if async_comm or options.get("overlap_p2p_comm", False):
         futures = [None if receive is None else receive.future() for receive in receives]
         handles += [receive for receive in receives if receive is not None]
-        _kept_until_sent(handles)
+        _keep_until_sent(handles)
         if async_comm:
             return futures[0], futures[1], handles
         tensors = [None if future is None else future.tensor for future in futures]
         return tensors[0], tensors[1], handles
-    found = [None if receive is None else receive.wait().requires_grad_(True) for receive in receives]
+    tensors = [None if receive is None else receive.wait().requires_grad_(True) for receive in receives]
     link.finish()
-    return found[0], found[1], []
+    return tensors[0], tensors[1], []
 
 
 _being_sent: list[Transfer] = []
 
 
-def _kept_until_sent(handles: list[Any]) -> None:
-    """Keeps tensors that nobody waits for from being freed while they are sent; the oldest are waited for."""
+def _keep_until_sent(handles: list[Any]) -> None:
+    """Keep tensors alive while they are being sent; if more than 16 are pending, wait for the oldest."""
     _being_sent.extend(handle for handle in handles if isinstance(handle, Transfer))
     while len(_being_sent) > 16 or (_being_sent and _being_sent[0].done()):
         _being_sent.pop(0).wait()
 
 
-def _overlaps(options: Options) -> bool:
-    """Whether the caller of an exchange in a ring waits for tensors itself."""
-    _check_names(options, Options.__optional_keys__)
+def _overlaps(options: ExchangeOptions) -> bool:
+    """Check the options of an exchange in a ring, and return True if the caller waits for the handles itself."""
+    _check_names(options, ExchangeOptions.__optional_keys__)
     return options.get("overlap_p2p_comm", False)
 
 
-def _check_names(options: Options, known: Set[str]) -> None:
+def _check_names(options: ExchangeOptions, known: Set[str]) -> None:
     unknown = sorted(options.keys() - known)
     if unknown:
         raise TypeError(f"got unexpected keyword arguments {', '.join(unknown)}")
 
 
-def _first(options: Options) -> bool:
-    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
+def _first(options: ExchangeOptions) -> bool:
+    """Check the options of an exchange, and return True in the first stage."""
+    _check_names(options, ExchangeOptions.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_first_stage()
 
 
-def _last(options: Options) -> bool:
-    _check_names(options, Options.__optional_keys__ - {"overlap_p2p_comm"})
+def _last(options: ExchangeOptions) -> bool:
+    """Check the options of an exchange, and return True in the last stage."""
+    _check_names(options, ExchangeOptions.__optional_keys__ - {"overlap_p2p_comm"})
     return parallel_state.is_pipeline_last_stage()
 
 
 def recv_forward(
-    tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[Options]
+    tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[ExchangeOptions]
 ) -> Any:
-    """The input from the stage before; None in the first stage."""
+    """Return the input from the previous stage, or None in the first stage."""
     return None if _first(options) else _communicate(tensor_shape, options, (None, None), (True, False))[0]
 
 
-def recv_backward(tensor_shape: Shape = None, **options: Unpack[Options]) -> Any:
-    """The gradient from the next stage; None in the last stage."""
+def recv_backward(tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> Any:
+    """Return the gradient from the next stage, or None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (None, None), (False, True))[1]
 
 
@@ -192,45 +201,47 @@ def send_forward(
     output_tensor: Tensor,
     override_scatter_gather_tensors_in_pipeline: bool = False,
     tensor_shape: Shape = None,
-    **options: Unpack[Options],
+    **options: Unpack[ExchangeOptions],
 ) -> None:
-    """Sends the output to the next stage; nothing in the last stage."""
+    """Send the output to the next stage; does nothing in the last stage."""
     if not _last(options):
         _communicate(tensor_shape, options, (output_tensor, None), (False, False))
 
 
-def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[Options]) -> None:
-    """Sends the gradient of the input to the stage before; nothing in the first stage."""
+def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> None:
+    """Send the gradient of the input to the previous stage; does nothing in the first stage."""
     if not _first(options):
         _communicate(tensor_shape, options, (None, input_tensor_grad), (False, False))
 
 
-def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
-    """Sends the output to the next stage and returns the gradient from there; None in the last stage."""
+def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]) -> Any:
+    """Send the output to the next stage and return the gradient from there, or None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (output_tensor, None), (False, True))[1]
 
 
-def send_backward_recv_forward(input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[Options]) -> Any:
-    """Sends the gradient of the input to the stage before and returns an input from there; None in the first stage."""
+def send_backward_recv_forward(
+    input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
+) -> Any:
+    """Send the input's gradient to the previous stage and return an input from there, or None in the first stage."""
     return None if _first(options) else _communicate(tensor_shape, options, (None, input_tensor_grad), (True, False))[0]
 
 
 def send_forward_recv_forward(
-    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[Options]
+    output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
-    """Sends an output to the next stage and returns an input from the stage before; the pipeline is a ring."""
+    """Send an output to the next stage and return an input from the previous stage; the pipeline is a ring."""
     overlaps = _overlaps(options)
-    found, _, handles = _communicate(tensor_shape, options, (output_tensor, None), (recv_prev, False))
-    return (found, handles) if overlaps else found
+    input_tensor, _, handles = _communicate(tensor_shape, options, (output_tensor, None), (recv_prev, False))
+    return (input_tensor, handles) if overlaps else input_tensor
 
 
 def send_backward_recv_backward(
-    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[Options]
+    input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
-    """Sends a gradient to the stage before and returns one from the next stage; the pipeline is a ring."""
+    """Send a gradient to the previous stage and return a gradient from the next stage; the pipeline is a ring."""
     overlaps = _overlaps(options)
-    _, found, handles = _communicate(tensor_shape, options, (None, input_tensor_grad), (False, recv_next))
-    return (found, handles) if overlaps else found
+    _, output_grad, handles = _communicate(tensor_shape, options, (None, input_tensor_grad), (False, recv_next))
+    return (output_grad, handles) if overlaps else output_grad
 
 
 def send_forward_backward_recv_forward_backward(
@@ -239,10 +250,10 @@ def send_forward_backward_recv_forward_backward(
     recv_prev: bool,
     recv_next: bool,
     tensor_shape: Shape,
-    **options: Unpack[Options],
+    **options: Unpack[ExchangeOptions],
 ) -> Any:
-    """All four at once: an output and a gradient are sent, an input and a gradient are returned."""
+    """Send an output and a gradient, and return an input and a gradient, all at once."""
     overlaps = _overlaps(options)
     sent, received = (output_tensor, input_tensor_grad), (recv_prev, recv_next)
-    before, after, handles = _communicate(tensor_shape, options, sent, received)
-    return (before, after, handles) if overlaps else (before, after)
+    from_previous, from_next, handles = _communicate(tensor_shape, options, sent, received)
+    return (from_previous, from_next, handles) if overlaps else (from_previous, from_next)

@@ -1,4 +1,4 @@
-"""Microbatches, timers and what training scripts print and average."""
+"""Microbatch sizes, model unwrapping, timers, printing and attention masks for training scripts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ _timers: _Timers | None = None
 _autoresume: Any = None
 
 
-# Microbatches --------------------------------------------------------------------------------------------------------
-
-
 def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """Set, once, the number of samples of a step and of a microbatch.
+    """Set the global batch size and the microbatch size, once.
 
-    Takes what `build_num_microbatches_calculator` of `apex.transformer.microbatches` does: rank, rampup_batch_size,
+    Takes the arguments of `apex.transformer.microbatches.build_num_microbatches_calculator`: rank, rampup_batch_size,
     global_batch_size, micro_batch_size and data_parallel_size.
     """
     assert _GLOBAL_NUM_MICROBATCHES_CALCULATOR is None, "num microbatches calculator is already initialized."
@@ -43,73 +40,70 @@ def setup_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
 
 
 def _reconfigure_microbatch_calculator(*args: Any, **kwargs: Any) -> None:
-    """Set the number of samples of a step and of a microbatch, whether or not they have been set before."""
+    """Set or replace the global batch size and the microbatch size."""
     global _GLOBAL_NUM_MICROBATCHES_CALCULATOR
     _GLOBAL_NUM_MICROBATCHES_CALCULATOR = build_num_microbatches_calculator(*args, **kwargs)
 
 
-def _calculated() -> Any:
+def _calculator() -> Any:
     calculator = _GLOBAL_NUM_MICROBATCHES_CALCULATOR
     assert calculator is not None, "num microbatches calculator is not set: call setup_microbatch_calculator first"
     return calculator
 
 
 def get_micro_batch_size() -> int:
-    """How many samples a microbatch has."""
-    return _calculated().micro_batch_size
+    """Return the number of samples of a microbatch."""
+    return _calculator().micro_batch_size
 
 
 def get_num_microbatches() -> int:
-    """How many microbatches a step has."""
-    return _calculated().get()
+    """Return the number of microbatches of a step."""
+    return _calculator().get()
 
 
 def get_current_global_batch_size() -> int:
-    """How many samples a step of all ranks has."""
-    return _calculated().get_current_global_batch_size()
+    """Return the number of samples that all ranks together process in a step."""
+    return _calculator().get_current_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
-    """Lets a growing batch grow: to be called before a step, with the number of samples seen so far."""
-    _calculated().update(consumed_samples, consistency_check)
+    """Update the number of microbatches of a growing batch before a step, given the number of samples seen so far."""
+    _calculator().update(consumed_samples, consistency_check)
 
 
 def get_kth_microbatch(batch: Any, k: int) -> Any:
-    """The k-th microbatch of every tensor of a list or tuple, as a list; anything else as it is."""
+    """Return the k-th microbatch of every tensor of a list or tuple, as a list; return other batches unchanged."""
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
-    found = []
+    slices = []
     for tensor in batch:
         assert tensor.shape[0] >= (k + 1) * size, (
             f"microbatch {k} of {size} samples needs a batch of {(k + 1) * size}, got {tensor.shape[0]}"
         )
-        found.append(tensor[k * size : (k + 1) * size])
-    return found
+        slices.append(tensor[k * size : (k + 1) * size])
+    return slices
 
 
 def _split_batch_into_microbatch(
     batch: list[Tensor], *, _micro_batch_size: int | None = None, _global_batch_size: int | None = None
 ) -> Any:
-    """The microbatches of a batch of tensors one after the other."""
+    """Yield the microbatches of a list of tensors in order."""
     size = get_micro_batch_size() if _micro_batch_size is None else _micro_batch_size
     samples = get_current_global_batch_size() if _global_batch_size is None else _global_batch_size
     for first in range(0, samples, size):
         yield [tensor[first : first + size] for tensor in batch]
 
 
-# Models --------------------------------------------------------------------------------------------------------------
-
-
 def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
-    """A list of model chunks, which may be one already."""
+    """Return a list of model chunks; a single module becomes a list of one."""
     return model if isinstance(model, list) else [model]
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """The module, or the modules of a list, inside of torch's and apex's DistributedDataParallel or the given types."""
+    """Remove torch's and apex's DistributedDataParallel, or the given wrappers, from a module or list of modules."""
     if isinstance(model, list):
-        return [unwrap_model(each, module_instances) for each in model]
+        return [unwrap_model(chunk, module_instances) for chunk in model]
     instances: Any = REPLICATED if module_instances is None else module_instances
     while isinstance(model, instances):
         model = model.module
@@ -117,36 +111,36 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
 
 
 def get_model_type(model: nn.Module) -> ModelType:
-    """Whether a module is an encoder or decoder, or both; `build_model` says so on the module."""
+    """Return the `model_type` that `build_model` set on the module; by default an encoder or decoder."""
     return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
 
 
 def param_is_not_shared(param: Tensor) -> bool:
-    """Whether a parameter is held by one pipeline stage only; copies are marked `shared` (or `shared_embedding`)."""
+    """Return True if only one pipeline stage holds the parameter; copies are marked `shared` or `shared_embedding`."""
     return not getattr(param, "shared", False) and not getattr(param, "shared_embedding", False)
 
 
 def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
     """Return the L2 norm of all parameters of the model, over all processes that hold parts of it.
 
-    It is computed in float32 whatever `bf16` says. A parameter that several stages hold counts in the first of them,
-    and each expert (`allreduce = False`) counts once.
+    The norm is computed in float32 for either value of `bf16`. A parameter that several stages hold counts once, in the
+    first stage, and each expert (`allreduce = False`) counts once.
     """
-    found = [
+    params = [
         param
         for chunk in listify_model(model)
         for param in chunk.parameters()
         if param_is_not_tensor_parallel_duplicate(param)
         and (param_is_not_shared(param) or parallel_state.is_pipeline_first_stage(ignore_virtual=True))
     ]
-    device = found[0].device if found else parameter_device()
+    device = params[0].device if params else parameter_device()
     total = 0.0
     for experts, group in (
         (False, parallel_state.get_model_parallel_group()),
         (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
     ):
         square = torch.zeros(1, dtype=torch.float32, device=device)
-        for param in found:
+        for param in params:
             if is_expert(param) == experts:
                 square += torch.linalg.vector_norm(param.detach(), dtype=torch.float32).square()
         collectives.all_reduce(square, group, "the norm of all parameters").wait()
@@ -155,7 +149,7 @@ def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """The means of some losses over the data-parallel ranks, as one vector."""
+    """Return the means of the given losses over the data-parallel ranks as one vector."""
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
@@ -163,56 +157,53 @@ def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tenso
     return averaged
 
 
-# What is printed -----------------------------------------------------------------------------------------------------
-
-
 def get_timers() -> _Timers:
-    """The timers that `_set_timers` made."""
+    """Return the timers that `_set_timers` made."""
     assert _timers is not None, "timers is not initialized."
     return _timers
 
 
 def _set_timers() -> None:
-    """Makes the timers."""
+    """Make the timers."""
     global _timers
     assert _timers is None, "timers is already initialized."
     _timers = _Timers()
 
 
 def get_autoresume() -> Any:
-    """Always None: there is no scheduler that asks jobs to end early."""
+    """Return None: auto-resume (a cluster's scheduler ends a job early) is not supported."""
     return _autoresume
 
 
 def is_last_rank() -> bool:
-    """Whether this is the last process."""
+    """Return True in the last process."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def print_rank_0(message: str) -> None:
-    """Prints in the first process, or where there is only one."""
+    """Print in the first process, or if there is only one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
 def print_rank_last(message: str) -> None:
-    """Prints in the last process, or where there is only one."""
+    """Print in the last process, or if there is only one."""
     if not dist.is_initialized() or is_last_rank():
         print(message, flush=True)
 
 
 def report_memory(name: str) -> None:
-    """Prints the memory of the device in use, in every data-parallel rank 0."""
+    """Print the device memory in use, on data-parallel rank 0 of each group."""
     words = f"{name} memory (MB)"
     if torch.cuda.is_available():
-        for what in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-            words += f" | {what.replace('memory_', '').replace('_', ' ')}: {getattr(torch.cuda, what)() / 2**20:.1f}"
+        for key in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            words += f" | {key.replace('memory_', '').replace('_', ' ')}: {getattr(torch.cuda, key)() / 2**20:.1f}"
     if parallel_state.is_unitialized() or parallel_state.get_data_parallel_rank() == 0:
         print(f"[rank {dist.get_rank() if dist.is_initialized() else 0}] {words}", flush=True)
 
 
 def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
-    """Prints minimum, maximum and L2 norm of every parameter of an optimizer, one process after the other."""
+    """Print minimum, maximum and L2 norm of every parameter of an optimizer, as one message per process."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     lines = ["iteration, rank, index, tensor-model-parallel, min, max, norm"]
     index = 0
@@ -225,31 +216,28 @@ def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
     print("\n".join(lines), flush=True)
 
 
-# Masks ---------------------------------------------------------------------------------------------------------------
-
-
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For token ids [batch, sequence]: attention mask, loss mask and positions of a left-to-right model.
+    """Return attention mask, loss mask and position ids of a left-to-right model for token ids [batch, sequence].
 
-    The attention mask, bool [1 or batch, 1, sequence, sequence], is True where nothing may be seen: what comes later
-    and, with `reset_attention_mask`, earlier documents, which end with `eod_token`. The loss mask, float32, is 0 at
-    `eod_token` with `eod_mask_loss`. Positions begin anew after it with `reset_position_ids`.
+    The attention mask, bool [1 or batch, 1, sequence, sequence], is True for hidden tokens: later ones and, with
+    `reset_attention_mask`, tokens of earlier documents, which end with `eod_token`. The loss mask, float32, is 0 at
+    `eod_token` if `eod_mask_loss`. With `reset_position_ids` positions restart after each `eod_token`.
     """
     batch, length = data.shape
-    places = torch.arange(length, dtype=torch.long, device=data.device)
+    indices = torch.arange(length, dtype=torch.long, device=data.device)
     ends = data == eod_token
-    # The number of ends before a token is its document; the token that ends one belongs to it.
+    # A token's document is the number of `eod_token`s before it; an `eod_token` belongs to the document that it ends.
     documents = ends.cumsum(1) - ends.long()
-    hidden = (places[None, :] > places[:, None])[None]
+    hidden = (indices[None, :] > indices[:, None])[None]
     if reset_attention_mask:
         hidden = hidden | (documents[:, None, :] != documents[:, :, None])
     loss_mask = torch.ones(data.shape, dtype=torch.float, device=data.device)
     if eod_mask_loss:
         loss_mask[ends] = 0.0
-    positions = places[None].expand(batch, length)
+    positions = indices[None].expand(batch, length)
     if reset_position_ids:
-        starts = torch.where(torch.roll(ends, 1, 1) & (places > 0), places, 0)
-        positions = places - starts.cummax(1).values
+        starts = torch.where(torch.roll(ends, 1, 1) & (indices > 0), indices, 0)
+        positions = indices - starts.cummax(1).values
     return hidden[:, None], loss_mask, positions.contiguous()

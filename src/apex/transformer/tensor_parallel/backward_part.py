@@ -1,8 +1,8 @@
-"""Which part of a backward pass is being run, for functions that cannot see it: autograd tells only its own.
+"""The part of a split backward pass that is running, for autograd functions that must know it.
 
-Pipeline schedules compute the gradients of inputs first and those of parameters later, from the same graph. A
-`torch.autograd.Function` is then called twice; one that adds to `main_grad`, or communicates, asks here what to leave
-out.
+Pipeline schedules compute the gradients of inputs first and the gradients of parameters later, from the same graph.
+Each `torch.autograd.Function` then runs twice. A function that adds to `main_grad` or communicates asks here which
+gradients to skip.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-# Not one per thread: autograd runs the functions of a device in a thread of its own.
+# Not thread-local, because autograd runs the functions of each device in a separate thread.
 _part: str | None = None
 
 
 @contextlib.contextmanager
 def only(part: str) -> Iterator[None]:
-    """The gradients of inputs alone ("input"), or those of parameters ("weight")."""
+    """Compute only the gradients of inputs ("input") or of parameters ("weight") inside this context."""
     global _part
-    before, _part = _part, part
+    outer, _part = _part, part
     try:
         yield
     finally:
-        _part = before
+        _part = outer
 
 
 def wanted(needs_input: bool, *needs_parameters: bool) -> tuple[bool, ...]:
-    """Which gradients to compute now, of those that are needed at all."""
+    """Return which of the needed gradients to compute in the current part of the backward pass."""
     return (needs_input and _part != "weight", *(need and _part != "input" for need in needs_parameters))

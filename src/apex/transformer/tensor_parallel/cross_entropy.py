@@ -14,15 +14,15 @@ from ..parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 
-# Targets of words that count for nothing, as in `torch.nn.functional.cross_entropy`.
+# Target of rows without a loss, as in `torch.nn.functional.cross_entropy`.
 _IGNORED = -100
 
 
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each row of logits [..., classes / ranks], in float32 (float64 for such logits), like `target`.
+    """Return the loss of each row of logits [..., classes / ranks], in the shape of `target`.
 
-    With smoothing a wrong class has the probability label_smoothing / (classes - 1), over all ranks' classes. Rows
-    whose target is -100 have no loss and no gradient.
+    The loss is float32, or float64 for float64 logits. With smoothing a wrong class has the probability label_smoothing
+    / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient.
     """
     ranks = get_tensor_model_parallel_world_size()
     if vocab_parallel_logits.shape[:-1] != target.shape:
@@ -44,46 +44,46 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """(1 - u) times the loss of the target plus u times the mean loss of all classes.
 
-    Each rank has, of its own classes, the largest logit, the sum of exponentials beside it, the target's logit or 0,
-    and the sum of logits. One exchange of these makes the loss. The probabilities are computed anew in the backward
-    pass: logits in half precision take half their memory.
+    Each rank computes four numbers per row for its own classes: the largest logit, the sum of exponentials relative to
+    it, the target's logit (0 if another rank has it) and the sum of logits. One all-gather of these numbers gives the
+    loss. The backward pass recomputes the probabilities from the logits, so no float32 copy of the logits is saved.
     """
 
     @staticmethod
     def forward(ctx, logits, target, uniform):  # type: ignore[override]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         size = logits.shape[-1]
-        here = target - size * get_tensor_model_parallel_rank()
-        foreign = (here < 0) | (here >= size)
-        here = here.masked_fill(foreign, 0)
+        local_target = target - size * get_tensor_model_parallel_rank()
+        not_local = (local_target < 0) | (local_target >= size)
+        local_target = local_target.masked_fill(not_local, 0)
         largest = wide.amax(-1)
-        # All classes of a rank may be excluded, those that fill up a vocabulary: then their sum is 0, not NaN.
+        # All classes of a rank may be masked out, as in a padded vocabulary. Their sum is then 0, not NaN.
         shift = largest.masked_fill(largest == -torch.inf, 0.0)
         exponentials = (wide - shift.unsqueeze(-1)).exp().sum(-1)
-        of_target = wide.gather(-1, here.unsqueeze(-1)).squeeze(-1).masked_fill(foreign, 0.0)
-        parts = [largest, exponentials, of_target, *([wide.sum(-1)] if uniform else [])]
+        target_logit = wide.gather(-1, local_target.unsqueeze(-1)).squeeze(-1).masked_fill(not_local, 0.0)
+        parts = [largest, exponentials, target_logit, *([wide.sum(-1)] if uniform else [])]
         group = get_tensor_model_parallel_group()
-        found = exchange.gather(torch.stack(parts).unsqueeze(0), group, "the exchange of a vocab-parallel loss")
-        all_largest = found[:, 0].amax(0)
-        total = (found[:, 1] * (found[:, 0] - all_largest).exp()).sum(0)
+        statistics = exchange.gather(torch.stack(parts).unsqueeze(0), group, "the exchange of a vocab-parallel loss")
+        all_largest = statistics[:, 0].amax(0)
+        total = (statistics[:, 1] * (statistics[:, 0] - all_largest).exp()).sum(0)
         log_sum = all_largest + total.log()
-        loss = log_sum - found[:, 2].sum(0)
+        loss = log_sum - statistics[:, 2].sum(0)
         if uniform:
-            mean = found[:, 3].sum(0) / (size * found.shape[0])
+            mean = statistics[:, 3].sum(0) / (size * statistics.shape[0])
             loss = (1 - uniform) * loss + uniform * (log_sum - mean)
         ignored = target == _IGNORED
-        ctx.save_for_backward(logits, log_sum, here, foreign, ignored)
-        ctx.uniform, ctx.classes = uniform, size * found.shape[0]
+        ctx.save_for_backward(logits, log_sum, local_target, not_local, ignored)
+        ctx.uniform, ctx.classes = uniform, size * statistics.shape[0]
         return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):  # type: ignore[override]
-        logits, log_sum, here, foreign, ignored = ctx.saved_tensors
+        logits, log_sum, local_target, not_local, ignored = ctx.saved_tensors
         gradient = (logits.to(log_sum.dtype) - log_sum.unsqueeze(-1)).exp()
         if ctx.uniform:
             gradient -= ctx.uniform / ctx.classes
-        of_target = torch.full_like(log_sum, ctx.uniform - 1).masked_fill(foreign, 0.0)
-        gradient.scatter_add_(-1, here.unsqueeze(-1), of_target.unsqueeze(-1))
+        target_gradient = torch.full_like(log_sum, ctx.uniform - 1).masked_fill(not_local, 0.0)
+        gradient.scatter_add_(-1, local_target.unsqueeze(-1), target_gradient.unsqueeze(-1))
         grad_loss = grad_loss.masked_fill(ignored, 0.0)
         return (gradient * grad_loss.unsqueeze(-1)).to(logits.dtype), None, None

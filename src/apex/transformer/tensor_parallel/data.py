@@ -1,4 +1,4 @@
-"""One batch for all tensor-parallel ranks: the first of them sends it to the others."""
+"""Broadcast of a batch from the first tensor-parallel rank to the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..parallel_state import (
     get_tensor_model_parallel_src_rank,
 )
 
-_MOST_DIMENSIONS = 15
+_MAX_DIMENSIONS = 15
 
 
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors under `keys`, all of type `datatype`, of the first rank, on every rank's device.
+    """Return the first rank's tensors under `keys`, all of type `datatype`, on every rank's device.
 
-    The other ranks may pass None. What lies under other keys is left alone.
+    The other ranks may pass None. Other keys are ignored.
     """
     sizes, numel, total = _build_key_size_numel_dictionaries(keys, data, datatype)
     flat = torch.empty(total, dtype=datatype, device=parameter_device())
@@ -34,7 +34,7 @@ def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datat
 
 
 def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dtype: torch.dtype) -> None:
-    """An AssertionError that names the tensor whose type is another."""
+    """Raise an AssertionError that names the tensor whose dtype is not `target_dtype`."""
     for key in keys:
         dtype = data[key].dtype
         assert dtype == target_dtype, f"{key} has data type {dtype} which is different than {target_dtype}"
@@ -43,11 +43,11 @@ def _check_data_types(keys: Sequence[str], data: Mapping[str, Tensor], target_dt
 def _build_key_size_numel_dictionaries(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype | None = None
 ) -> tuple[dict[str, torch.Size], dict[str, int], int]:
-    """The first rank's sizes by key, their numbers of elements, and the sum of these, on every rank.
+    """Return the first rank's sizes by key, the numbers of elements by key, and their sum, on every rank.
 
-    Where the first rank has nothing that can be sent, not of type `datatype` for one, all ranks raise.
+    If the first rank's tensors cannot be sent, for example because of their dtype, all ranks raise.
     """
-    header = torch.zeros(len(keys), 1 + _MOST_DIMENSIONS, dtype=torch.int64, device=parameter_device())
+    header = torch.zeros(len(keys), 1 + _MAX_DIMENSIONS, dtype=torch.int64, device=parameter_device())
     if get_tensor_model_parallel_rank() == 0:
         try:
             rows = _header_rows(keys, data, datatype)
@@ -66,19 +66,19 @@ def _build_key_size_numel_dictionaries(
 def _header_rows(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype | None
 ) -> list[list[int]]:
-    """The number of dimensions and the sizes of each tensor, all rows of the same length."""
+    """Return the number of dimensions and the sizes of each tensor, as rows of equal length."""
     assert data is not None, "the first tensor-parallel rank has no data to send"
     if datatype is not None:
         _check_data_types(keys, data, datatype)
     rows = []
     for key in keys:
         shape = list(data[key].shape)
-        assert len(shape) <= _MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions, at most {_MOST_DIMENSIONS} fit"
-        rows.append([len(shape), *shape, *[0] * (_MOST_DIMENSIONS - len(shape))])
+        assert len(shape) <= _MAX_DIMENSIONS, f"{key} has {len(shape)} dimensions, at most {_MAX_DIMENSIONS} fit"
+        rows.append([len(shape), *shape, *[0] * (_MAX_DIMENSIONS - len(shape))])
     return rows
 
 
 def _broadcast(tensor: Tensor) -> None:
-    group, what = get_tensor_model_parallel_group(), "the broadcast of a batch"
-    exchange.check_alike(tensor, group, what)
-    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, what)
+    group, description = get_tensor_model_parallel_group(), "the broadcast of a batch"
+    exchange.check_alike(tensor, group, description)
+    collectives.broadcast(tensor, get_tensor_model_parallel_src_rank(), group, description)

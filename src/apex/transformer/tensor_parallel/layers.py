@@ -43,12 +43,12 @@ _ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "par
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Whether this rank is the one that counts `param`: it is split, or this is the first of the ranks that have it."""
+    """Return True if this rank counts `param`: the parameter is split, or this is the first tensor-parallel rank."""
     return getattr(param, "tensor_model_parallel", False) or get_tensor_model_parallel_rank() == 0
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Notes on a parameter whether and how it is split; once."""
+    """Record on a parameter whether and how it is split; raise if that was recorded before."""
     for name in _ATTRIBUTE_DEFAULTS:
         assert not hasattr(tensor, name), f"the tensor has the attribute {name} already"
     for name, value in zip(_ATTRIBUTE_DEFAULTS, (is_parallel, dim, stride), strict=True):
@@ -56,14 +56,14 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Notes on a parameter that it is not split, where nothing is noted."""
+    """Record on a parameter that it is not split, unless something was recorded before."""
     for name, value in _ATTRIBUTE_DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Notes on one tensor what is noted on another."""
+    """Copy the attributes that record how a tensor is split."""
     for name in _ATTRIBUTE_DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
@@ -72,7 +72,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 def _initialize_affine_weight_gpu(
     weight: Tensor, init_method: Init, partition_dim: int, stride: int = 1, *, params_dtype: Any = None
 ) -> None:
-    """Fills this rank's part with random numbers of its own."""
+    """Initialize this rank's part of a weight with random numbers of its own."""
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     with get_cuda_rng_tracker().fork():
         init_method(weight)
@@ -90,20 +90,23 @@ def _initialize_affine_weight_cpu(
     *,
     params_dtype: torch.dtype = torch.float32,
 ) -> Tensor | None:
-    """Fills this rank's part from the whole weight, which every rank makes: the same for any number of ranks."""
+    """Initialize this rank's part from the whole weight, which every rank makes.
+
+    The result does not depend on the number of ranks.
+    """
     set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     master = torch.empty(output_size, input_size, dtype=torch.float32, device=HOST)
     init_method(master)
     master = master.to(params_dtype)
     parts = master.split(divide(per_partition_size, stride, "a rank's part over stride"), dim=partition_dim)
-    mine = parts[get_tensor_model_parallel_rank() :: get_tensor_model_parallel_world_size()]
+    own_parts = parts[get_tensor_model_parallel_rank() :: get_tensor_model_parallel_world_size()]
     with torch.no_grad():
-        weight.copy_(torch.cat(mine, dim=partition_dim))
+        weight.copy_(torch.cat(own_parts, dim=partition_dim))
     return master if return_master_weight else None
 
 
 class _SplitWeight(nn.Module):
-    """A weight [rows, columns] of which each rank has a part of one dimension."""
+    """A layer with a weight [rows, columns] that is split over the ranks along one dimension."""
 
     def _make_weight(
         self,
@@ -117,8 +120,8 @@ class _SplitWeight(nn.Module):
         keep_master_weight: bool = False,
     ) -> None:
         shape = [rows, columns]
-        what = f"{('output_size', 'input_size')[partition_dim]} over the tensor-parallel ranks"
-        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size(), what)
+        description = f"{('output_size', 'input_size')[partition_dim]} over the tensor-parallel ranks"
+        shape[partition_dim] = divide(shape[partition_dim], get_tensor_model_parallel_world_size(), description)
         device = HOST if use_cpu_initialization else parameter_device()
         self.weight = Parameter(torch.empty(shape, dtype=params_dtype, device=device))
         self.master_weight: Tensor | None = None
@@ -145,7 +148,7 @@ class _SplitWeight(nn.Module):
 
 
 class VocabParallelEmbedding(_SplitWeight):
-    """An embedding of which each rank has an equal part of the words."""
+    """An embedding whose vocabulary is split equally over the ranks."""
 
     def __init__(
         self,
@@ -167,23 +170,23 @@ class VocabParallelEmbedding(_SplitWeight):
         self._make_weight(num_embeddings, embedding_dim, 0, init_method, 1, params_dtype, use_cpu_initialization)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The embeddings of `input_`, words of the whole vocabulary."""
+        """Return the embeddings of `input_`, word indices of the whole vocabulary."""
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
-        foreign = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        found = F.embedding((input_ - self.vocab_start_index).masked_fill(foreign, 0), self.weight)
-        # Every word is in one rank's part: the sum has its embedding.
-        return reduce_from_tensor_model_parallel_region(found.masked_fill(foreign.unsqueeze(-1), 0.0))
+        not_local = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(not_local, 0), self.weight)
+        # Each word is in one rank's part and zero in the others, so the sum is its embedding.
+        return reduce_from_tensor_model_parallel_region(embedded.masked_fill(not_local.unsqueeze(-1), 0.0))
 
 
 class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
-    """A linear layer whose backward pass exchanges gradients while it computes others.
+    """A linear layer whose backward pass overlaps communication with computation.
 
-    With `sequence_parallel_enabled` the input is this rank's part of the sequence: the whole is gathered for the
-    products, and again in the backward pass, beside the product for the input's gradient, instead of being kept. The
-    input's gradient is summed over the ranks (`async_grad_allreduce`), or this rank's part of the sum is made, beside
-    the product for the weight's gradient. With `gradient_accumulation_fusion` that product is added to
-    `weight.main_grad`, and there is no other gradient of the weight.
+    With `sequence_parallel_enabled` the input is this rank's part of the sequence. The whole sequence is gathered for
+    the products and not saved; the backward pass gathers it again while it computes the input's gradient. While the
+    weight's gradient is computed, the input's gradient is summed over the ranks (`async_grad_allreduce`) or
+    reduce-scattered (`sequence_parallel_enabled`). With `gradient_accumulation_fusion` the weight's gradient is added
+    to `weight.main_grad`, and `weight.grad` is not set.
     """
 
     @staticmethod
@@ -197,21 +200,21 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         sequence_parallel_enabled,
         use_16bit_in_wgrad_accum_fusion=None,
     ):
-        in_dtype = _cast_if_autocast_enabled(input, weight, bias)
-        ctx.save_for_backward(in_dtype[0], in_dtype[1])
-        ctx.weight = weight  # has main_grad, where what is saved may be a copy in another dtype
+        cast = _cast_if_autocast_enabled(input, weight, bias)
+        ctx.save_for_backward(cast[0], cast[1])
+        ctx.weight = weight  # holds main_grad; the saved weight may be a copy in another dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.input_dtype = input.dtype
         ctx.fusion = gradient_accumulation_fusion
         ctx.half_sums = use_16bit_in_wgrad_accum_fusion
         ctx.all_reduce = async_grad_allreduce and get_tensor_model_parallel_world_size() > 1
         ctx.sequence_parallel = sequence_parallel_enabled and get_tensor_model_parallel_world_size() > 1
-        whole = in_dtype[0]
+        whole = cast[0]
         if ctx.sequence_parallel:
             group = get_tensor_model_parallel_group()
             whole = exchange.gather(whole, group, "the all-gather of a sequence")
         with autocast_off(input):
-            return F.linear(whole, in_dtype[1], in_dtype[2])
+            return F.linear(whole, cast[1], cast[2])
 
     @staticmethod
     @once_differentiable
@@ -227,11 +230,11 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         if needs_input:
             grad_input = grad_output @ weight
             if ctx.all_reduce:
-                what = "the all-reduce of an input's gradient"
-                grad_input, exchanged = exchange.start_sum_in_place(grad_input.contiguous(), group, what)
+                description = "the all-reduce of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_in_place(grad_input.contiguous(), group, description)
             elif ctx.sequence_parallel:
-                what = "the reduce-scatter of an input's gradient"
-                grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, what)
+                description = "the reduce-scatter of an input's gradient"
+                grad_input, exchanged = exchange.start_sum_of_part(grad_input, group, description)
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_weight:
             if gathered is not None:
@@ -271,10 +274,10 @@ def linear_with_grad_accumulation_and_async_allreduce(
     async_grad_allreduce: bool,
     sequence_parallel_enabled: bool,
 ) -> Tensor:
-    """The function of LinearWithGradAccumulationAndAsyncCommunication; autocast casts its arguments."""
-    alone = not (sequence_parallel_enabled or async_grad_allreduce)
-    if not gradient_accumulation_fusion and (alone or torch.compiler.is_compiling()):
-        # Exchanges that the compiler can trace, and overlaps itself.
+    """Apply LinearWithGradAccumulationAndAsyncCommunication; autocast casts its arguments."""
+    no_communication = not (sequence_parallel_enabled or async_grad_allreduce)
+    if not gradient_accumulation_fusion and (no_communication or torch.compiler.is_compiling()):
+        # Collectives that the compiler can trace and overlap itself.
         if sequence_parallel_enabled:
             input = gather_from_sequence_parallel_region(input)
         elif async_grad_allreduce:
@@ -292,13 +295,13 @@ def linear_with_grad_accumulation_and_async_allreduce_in16bit(
     async_grad_allreduce: bool,
     sequence_parallel_enabled: bool,
 ) -> Tensor:
-    """`linear_with_grad_accumulation_and_async_allreduce` with `weight.main_grad` in half precision."""
+    """Apply LinearWithGradAccumulationAndAsyncCommunication with `weight.main_grad` in half precision."""
     settings = (gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel_enabled)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, True)
 
 
 class LinearOptions(TypedDict, total=False):
-    """Options of both linear layers by keyword, with the defaults that `_ParallelLinear` has."""
+    """Keyword options of both linear layers; `_ParallelLinear` has their defaults."""
 
     params_dtype: torch.dtype
     use_cpu_initialization: bool
@@ -308,7 +311,7 @@ class LinearOptions(TypedDict, total=False):
 
 
 class _ParallelLinear(_SplitWeight):
-    """What both linear layers have; `split` is the dimension of the weight that is divided over the ranks."""
+    """Base of both linear layers; `split` is the dimension of the weight that is split over the ranks."""
 
     def __init__(
         self,
@@ -341,15 +344,15 @@ class _ParallelLinear(_SplitWeight):
             )
             self.sequence_parallel_enabled = False
         init_method, stride, keep_master_weight = initialization
-        making = (params_dtype, use_cpu_initialization, keep_master_weight)
-        self._make_weight(output_size, input_size, split, init_method, stride, *making)
+        weight_options = (params_dtype, use_cpu_initialization, keep_master_weight)
+        self._make_weight(output_size, input_size, split, init_method, stride, *weight_options)
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """y = x A^T + b of which each rank has an equal part of the outputs; returns (y, b where it was not added).
+    """y = x A^T + b with the outputs split equally over the ranks; returns (y, b or None).
 
-    `gather_output` gives all outputs to every rank. The input is whole, or this rank's part of the sequence with
-    `sequence_parallel_enabled`.
+    b is returned if `skip_bias_add` leaves its addition to the caller. `gather_output` gives all outputs to every rank.
+    The input is whole or, with `sequence_parallel_enabled`, this rank's part of the sequence.
     """
 
     def __init__(
@@ -382,7 +385,7 @@ class ColumnParallelLinear(_ParallelLinear):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The outputs, and the bias where `skip_bias_add` leaves it to the caller."""
+        """Return the outputs, and the bias if `skip_bias_add` leaves its addition to the caller."""
         assert not (self.gather_output and self.sequence_parallel_enabled), (
             "gather_output cannot be used with sequence_parallel_enabled"
         )
@@ -402,10 +405,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """y = x A^T + b of which each rank has an equal part of the inputs; returns (y, b where it was not added).
+    """y = x A^T + b with the inputs split equally over the ranks; returns (y, b or None).
 
-    The input is this rank's part with `input_is_parallel`, else whole. The output is whole, or with
-    `sequence_parallel_enabled` this rank's part of the sequence.
+    b is returned if `skip_bias_add` leaves its addition to the caller. With `input_is_parallel` the input is this
+    rank's part, otherwise it is whole. The output is whole or, with `sequence_parallel_enabled`, this rank's part of
+    the sequence.
     """
 
     def __init__(
@@ -431,9 +435,9 @@ class RowParallelLinear(_ParallelLinear):
             self.bias.sequence_parallel_enabled = self.sequence_parallel_enabled  # type: ignore[attr-defined]
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The outputs, and the bias where `skip_bias_add` leaves it to the caller."""
+        """Return the outputs, and the bias if `skip_bias_add` leaves its addition to the caller."""
         part = input_ if self.input_is_parallel else scatter_to_tensor_model_parallel_region(input_)
-        # One rank has the whole sum: the product adds the bias, which saves a pass over the output.
+        # A single rank has the whole sum, so the product adds the bias and saves a pass over the output.
         bias = self.bias if self.tensor_model_parallel_size == 1 and not self.skip_bias_add else None
         output = self._linear(part, self.weight, bias, self.gradient_accumulation_fusion, False, False)
         if self.sequence_parallel_enabled:

@@ -1,7 +1,7 @@
-"""Ways of a tensor into and out of the layers that tensor-parallel ranks share.
+"""Differentiable collectives around tensor-parallel layers.
 
-Each is one exchange forward and another one backward, and each one's backward pass is the forward pass of another, so
-that derivatives of derivatives are right too. With one rank they return their input.
+Each mapping does one collective in the forward pass and another in the backward pass. The backward pass of each is the
+forward pass of another, so second derivatives are right too. With one rank a mapping returns its input.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from ..._distributed import exchange
 from ..parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_world_size
 
 
-def _over_ranks(run: Callable[..., Tensor], input_: Tensor, what: str, *dim: int) -> Tensor:
+def _over_ranks(run: Callable[..., Tensor], input_: Tensor, description: str, *dim: int) -> Tensor:
     if get_tensor_model_parallel_world_size() == 1:
         return input_
-    return run(input_, get_tensor_model_parallel_group(), what, *dim)
+    return run(input_, get_tensor_model_parallel_group(), description, *dim)
 
 
 def _reduce(input_: Tensor) -> Tensor:
-    """The sum over the ranks."""
+    """Return the sum over the ranks."""
     return _over_ranks(exchange.sum_over, input_, "the all-reduce of a tensor-parallel layer")
 
 
 def _split_along_last_dim(input_: Tensor) -> Tensor:
-    """This rank's part of the last dimension."""
+    """Return this rank's part of the last dimension."""
     return _over_ranks(exchange.part, input_, "splitting the last dimension", -1)
 
 
 def _split_along_first_dim(input_: Tensor) -> Tensor:
-    """This rank's part of the first dimension, the sequence."""
+    """Return this rank's part of the first dimension, the sequence."""
     return _over_ranks(exchange.part, input_, "splitting the sequence", 0)
 
 
 def _gather_along_last_dim(input_: Tensor) -> Tensor:
-    """All parts of the last dimension."""
+    """Return all ranks' parts, concatenated along the last dimension."""
     return _over_ranks(exchange.gather, input_, "the all-gather of a last dimension", -1)
 
 
 def _gather_along_first_dim(input_: Tensor) -> Tensor:
-    """All parts of the first dimension, the sequence."""
+    """Return all ranks' parts, concatenated along the first dimension, the sequence."""
     return _over_ranks(exchange.gather, input_, "the all-gather of a sequence", 0)
 
 
 def _reduce_scatter_along_first_dim(input_: Tensor) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the ranks."""
+    """Return this rank's part, along the first dimension, of the sum over the ranks."""
     return _over_ranks(exchange.sum_of_part, input_, "the reduce-scatter of a sequence")
 
 
 def _mapping(name: str, run: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
-    """An autograd function that is `run` forward and the mapping `backward` backward."""
+    """Return an autograd function with `run` as forward pass and the mapping `backward` as backward pass."""
     methods = {
         "forward": staticmethod(lambda ctx, input_: run(input_)),
         "backward": staticmethod(lambda ctx, gradient: backward(gradient)),
@@ -68,35 +68,35 @@ def _mapped(function: Any, input_: Tensor) -> Tensor:
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """The input itself; its gradient is summed over the ranks."""
+    """Return the input; the backward pass sums its gradient over the ranks."""
     return _mapped(_CopyToModelParallelRegion, input_)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """The sum over the ranks; its gradient is handed on as it is."""
+    """Return the sum over the ranks; the backward pass passes the gradient on unchanged."""
     return _mapped(_ReduceFromModelParallelRegion, input_)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the last dimension; gradients are gathered."""
+    """Return this rank's part of the last dimension; the backward pass gathers the gradients."""
     return _mapped(_ScatterToModelParallelRegion, input_)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """All parts of the last dimension; this rank gets its part of the gradient."""
+    """Gather the last dimension; the backward pass returns this rank's part of the gradient."""
     return _mapped(_GatherFromModelParallelRegion, input_)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the first dimension; gradients are gathered."""
+    """Return this rank's part of the first dimension; the backward pass gathers the gradients."""
     return _mapped(_ScatterToSequenceParallelRegion, input_)
 
 
 def gather_from_sequence_parallel_region(input_: Tensor, to_model_parallel: bool = True) -> Tensor:
-    """All parts of the first dimension.
+    """Gather the first dimension.
 
-    Each rank gets its part of the gradient: of the sum over the ranks where they compute different things with the
-    whole (`to_model_parallel`), else of its own.
+    With `to_model_parallel` the ranks compute different results from the whole, and the backward pass returns this
+    rank's part of the gradient's sum over the ranks. Otherwise it returns this rank's part of its own gradient.
     """
     if to_model_parallel:
         return _mapped(_GatherFromSequenceParallelRegion, input_)
@@ -104,7 +104,7 @@ def gather_from_sequence_parallel_region(input_: Tensor, to_model_parallel: bool
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the ranks; gradients are gathered."""
+    """Return this rank's part, along the first dimension, of the sum; the backward pass gathers the gradients."""
     return _mapped(_ReduceScatterToSequenceParallelRegion, input_)
 
 
@@ -112,11 +112,11 @@ def _gather_whole_sequence(input_: Tensor) -> Tensor:
     return gather_from_sequence_parallel_region(input_, to_model_parallel=False)
 
 
-def _itself(input_: Tensor) -> Tensor:
+def _identity(input_: Tensor) -> Tensor:
     return input_.view_as(input_)
 
 
-_CopyToModelParallelRegion = _mapping("_CopyToModelParallelRegion", _itself, reduce_from_tensor_model_parallel_region)
+_CopyToModelParallelRegion = _mapping("_CopyToModelParallelRegion", _identity, reduce_from_tensor_model_parallel_region)
 _ReduceFromModelParallelRegion = _mapping(
     "_ReduceFromModelParallelRegion", _reduce, copy_to_tensor_model_parallel_region
 )

@@ -1,4 +1,4 @@
-"""Memory that is allocated once and handed out as tensors again and again."""
+"""Memory that is allocated once and reused for tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _buffers: dict[str, MemoryBuffer] = {}
 
 
 def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
-    """A new buffer of `numel` elements under a name that no other has."""
+    """Allocate a buffer of `numel` elements under a new name."""
     assert name not in _buffers, f"memory buffer {name} already allocated."
     _buffers[name] = MemoryBuffer(name, numel, dtype, track_usage)
     return _buffers[name]
 
 
 def get_mem_buff(name: str) -> MemoryBuffer:
-    """The buffer of this name."""
+    """Return the buffer with this name."""
     return _buffers[name]
 
 
 class MemoryBuffer:
-    """A vector from whose beginning tensors are given out until `reset`."""
+    """A flat buffer that hands out tensors from its start until `reset`."""
 
     def __init__(self, name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
         self.name = name
@@ -34,27 +34,27 @@ class MemoryBuffer:
         self.data = torch.empty(numel, dtype=dtype, device=parameter_device())
         self._start = 0
         self.track_usage = track_usage
-        # Elements handed out between resets, and elements that there were: their quotient is the average usage.
+        # Sums over all resets of used and of available elements; their quotient is the average usage.
         self.in_use_value = 0.0
         self.total_value = 0.0
 
     def reset(self) -> None:
-        """Takes all memory back."""
+        """Mark all memory as free."""
         if self.track_usage:
             self.in_use_value += float(self._start)
             self.total_value += float(self.numel)
         self._start = 0
 
     def is_in_use(self) -> bool:
-        """Whether any memory is handed out."""
+        """Return True if any memory is in use."""
         return self._start > 0
 
     def numel_in_use(self) -> int:
-        """How many elements are handed out."""
+        """Return the number of elements in use."""
         return self._start
 
     def add(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` in this memory."""
+        """Return a copy of `tensor` in this buffer."""
         assert tensor.dtype == self.dtype, f"memory buffer {self.name} has {self.dtype}, the tensor {tensor.dtype}"
         count, left = tensor.numel(), self.numel - self._start
         assert count <= left, f"memory buffer {self.name} has {left} elements left, not {count}"
@@ -65,18 +65,18 @@ class MemoryBuffer:
         return copy
 
     def get_data(self) -> Tensor:
-        """All that is handed out, as a vector."""
+        """Return the used part of the buffer as a 1-D view."""
         return self.data[: self._start]
 
     def print_average_usage(self) -> None:
-        """Logs how much of the memory was handed out on average, in percent."""
+        """Log the average usage of the buffer in percent."""
         assert self.track_usage, "You need to enable track usage."
         percent = 100.0 * self.in_use_value / self.total_value if self.total_value else 0.0
         logging.getLogger(__name__).info("usage of %s memory buffer: %.2f %%", self.name, percent)
 
 
 class RingMemBuffer:
-    """Several buffers that take turns."""
+    """Several buffers that are used in turn."""
 
     def __init__(self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
         self.num_buffers = num_buffers
@@ -84,7 +84,7 @@ class RingMemBuffer:
         self._index = -1
 
     def get_next_buffer(self) -> MemoryBuffer:
-        """The next buffer, of which nothing may be handed out."""
+        """Return the next buffer, which must not be in use."""
         self._index = (self._index + 1) % self.num_buffers
         buffer = self.buffers[self._index]
         assert not buffer.is_in_use(), "buffer is already in use."

@@ -1,4 +1,4 @@
-"""Random numbers that tensor-parallel ranks share or do not, and activations that are computed anew with the same."""
+"""Random number streams of tensor-parallel ranks, and activation checkpoints that reproduce random numbers."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
-# Far enough from the seeds of data-parallel ranks, which are consecutive.
+# Far from the seeds of data-parallel ranks, which are consecutive.
 _MODEL_PARALLEL_SEED_OFFSET = 2718
 
 _activations: MemoryBuffer | None = None
 
 
 def _generator(device: Any = -1) -> torch.Generator:
-    """The default generator of a device: the one where parameters lie for -1."""
+    """Return the default generator of a device; -1 means the device of the parameters."""
     device = parameter_device() if device == -1 else torch.device(device)
-    if device.type in (HOST.type, "meta"):  # where nothing is drawn
+    if device.type in (HOST.type, "meta"):  # nothing is drawn on meta
         return torch.default_generator
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
-    """Sets the state of a device's random numbers."""
+    """Set the state of a device's random number generator."""
     _generator(device).set_state(new_state)
 
 
 class CudaRNGStatesTracker:
-    """Streams of random numbers under names, beside the default one of the device."""
+    """Named random number streams beside the device's default stream."""
 
     def __init__(self) -> None:
         self.states_: dict[str, Tensor] = {}
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forgets all streams."""
+        """Remove all streams."""
         self.states_ = {}
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, Tensor]:
-        """The state of each stream."""
+        """Return the state of each stream."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replaces all streams by these."""
+        """Replace all streams."""
         self.states_ = dict(states)
         self.seeds_ = set()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream; neither its name nor its seed may have another one."""
+        """Add a stream; raise if another stream has its name or its seed."""
         if seed in self.seeds_:
             raise Exception(f"seed {seed} already exists")
         if name in self.states_:
@@ -68,7 +68,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Random numbers inside come from the stream `name`; outside all goes on as if nothing had been drawn."""
+        """Draw random numbers from the stream `name` inside this context; the default stream does not advance."""
         if name not in self.states_:
             raise Exception(f"cuda rng state {name} is not added: call model_parallel_cuda_manual_seed first")
         generator = _generator()
@@ -85,15 +85,15 @@ _tracker = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The streams of this process."""
+    """Return the random number streams of this process."""
     return _tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the default stream, the same on all tensor-parallel ranks, and one that is another on each of them.
+    """Seed the default stream equally on all tensor-parallel ranks, and a second stream differently on each.
 
-    The first is for what all ranks compute alike, dropout outside of split layers; the second, `fork()`, for their own
-    parts.
+    The default stream serves computations that all ranks repeat, such as dropout outside of split layers. The second
+    stream, used inside `fork()`, serves each rank's own part.
     """
     _generator().manual_seed(seed)
     _tracker.reset()
@@ -110,24 +110,24 @@ def init_checkpointed_activations_memory_buffer(
     checkpoint_num_layers: int,
     fp16: bool,
 ) -> None:
-    """Allocates memory for what `checkpoint(..., distribute_saved_activations=True)` keeps of all layers."""
+    """Allocate the buffer for activations of all layers with `checkpoint(..., distribute_saved_activations=True)`."""
     global _activations
     assert num_layers % checkpoint_num_layers == 0, "number of layers is not divisible by checkpoint-num-layers"
-    each = micro_batch_size * max_position_embeddings * hidden_size // tensor_model_parallel_size
-    numel = each * (num_layers // checkpoint_num_layers)
+    numel_per_layer = micro_batch_size * max_position_embeddings * hidden_size // tensor_model_parallel_size
+    numel = numel_per_layer * (num_layers // checkpoint_num_layers)
     dtype = torch.half if fp16 else torch.float
     assert _activations is None, "checkpointed activations memory buffer is already allocated."
     _activations = allocate_mem_buff("checkpointed activations", numel, dtype, track_usage=False)
 
 
 def reset_checkpointed_activations_memory_buffer() -> None:
-    """Takes that memory back, once per iteration."""
+    """Mark the memory of checkpointed activations as free; call it once per iteration."""
     if _activations is not None:
         _activations.reset()
 
 
 class _RandomState:
-    """All streams of random numbers as they are now."""
+    """A snapshot of all random number streams."""
 
     def __init__(self) -> None:
         self.host = torch.get_rng_state()
@@ -143,9 +143,9 @@ class _RandomState:
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """Runs a function without keeping what its backward pass needs, and runs it again for that.
+    """A function that saves only its inputs and runs again in the backward pass.
 
-    With `distribute_saved_activations` each tensor-parallel rank keeps only its part of the first argument.
+    With `distribute_saved_activations` each tensor-parallel rank saves only its part of the first argument.
     """
 
     @staticmethod
@@ -160,30 +160,30 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.shape = args[0].shape if distribute_saved_activations else None
         with torch.no_grad():
             outputs = run_function(*args)
-        kept = list(args)
+        saved = list(args)
         if distribute_saved_activations:
             part = split_tensor_into_1d_equal_chunks(args[0].detach())
-            kept[0] = part.clone() if _activations is None else _activations.add(part)
-        ctx.tensor_places = [place for place, value in enumerate(kept) if isinstance(value, Tensor)]
-        ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
-        ctx.save_for_backward(*[kept[place] for place in ctx.tensor_places])
-        ctx.needs = [isinstance(value, Tensor) and value.requires_grad for value in args]
+            saved[0] = part.clone() if _activations is None else _activations.add(part)
+        ctx.tensor_indices = [index for index, value in enumerate(saved) if isinstance(value, Tensor)]
+        ctx.plain_arguments = [None if isinstance(value, Tensor) else value for value in saved]
+        ctx.save_for_backward(*[saved[index] for index in ctx.tensor_indices])
+        ctx.tensors_require_grad = [isinstance(value, Tensor) and value.requires_grad for value in args]
         return outputs
 
     @staticmethod
     def backward(ctx, *args):  # type: ignore[override]
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("checkpoint works with backward() alone, not with torch.autograd.grad")
-        inputs = list(ctx.others)
-        for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
-            inputs[place] = tensor
+        inputs = list(ctx.plain_arguments)
+        for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
+            inputs[index] = tensor
         if ctx.shape is not None:
             inputs[0] = gather_split_1d_tensor(inputs[0]).view(ctx.shape)
         inputs = [
             value.detach().requires_grad_(needed) if isinstance(value, Tensor) else value
-            for value, needed in zip(inputs, ctx.needs, strict=True)
+            for value, needed in zip(inputs, ctx.tensors_require_grad, strict=True)
         ]
-        now = _RandomState()
+        current = _RandomState()
         ctx.random_state.restore()
         try:
             with contextlib.ExitStack() as stack:
@@ -192,7 +192,7 @@ class CheckpointFunction(torch.autograd.Function):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, cache))
                 outputs = ctx.run_function(*inputs)
         finally:
-            now.restore()
+            current.restore()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [
             (output, gradient)
@@ -204,8 +204,8 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """`function(*args)`, whose activations are computed anew in the backward pass, with the same random numbers.
+    """Return `function(*args)`; the backward pass recomputes its activations with the same random numbers.
 
-    As with PyTorch's reentrant checkpoints, one of the arguments must need a gradient.
+    One of the arguments must require a gradient, as for PyTorch's reentrant checkpoints.
     """
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)

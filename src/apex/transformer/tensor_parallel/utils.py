@@ -1,4 +1,4 @@
-"""Parts of tensors and of vocabularies."""
+"""Splitting of tensors and vocabularies into equal parts."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ..utils import divide
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """The tensor in equal parts along its last dimension: views, or copies if they are to be contiguous."""
+    """Split a tensor into equal parts along its last dimension; parts are views, or copies if contiguous."""
     size = divide(tensor.shape[-1], num_partitions, "the last dimension over num_partitions")
     parts = tensor.split(size, dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class VocabUtility:
-    """Which words of a vocabulary a rank has: from the first to before the last."""
+    """The range [first, end) of vocabulary indices that a rank holds."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range where each rank has `per_partition_vocab_size` words."""
+        """Return the range if each rank holds `per_partition_vocab_size` words."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """The range where all ranks together have `global_vocab_size` words."""
-        each = divide(global_vocab_size, world_size, "words of the vocabulary over the tensor-parallel ranks")
-        return VocabUtility.vocab_range_from_per_partition_vocab_size(each, rank, world_size)
+        """Return the range if all ranks together hold `global_vocab_size` words."""
+        words_per_rank = divide(global_vocab_size, world_size, "words of the vocabulary over the tensor-parallel ranks")
+        return VocabUtility.vocab_range_from_per_partition_vocab_size(words_per_rank, rank, world_size)

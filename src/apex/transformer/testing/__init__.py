@@ -1,1 +1,1 @@
-"""What tests of split models share: small models, Megatron's command line, bases of tests in several processes."""
+"""Helpers for tests of split models: small models, Megatron's command line, base classes for multi-process tests."""

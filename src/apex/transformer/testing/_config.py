@@ -1,4 +1,4 @@
-"""Sizes and choices of a standalone model, and which of its layers a stage has."""
+"""The configuration of a standalone model, and the layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from . import global_vars
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes and choices of a model.
+    """The sizes and options of a model.
 
     - `position_embedding`: "learned", or "rope", which rotates queries and keys.
     - `activation`: "gelu" (tanh form) or "swiglu".
-    - `attention`: "softmax", with the scores in memory and the fused softmax, or "sdpa", PyTorch's.
-    - `recompute`: None, "selective" (attention alone) or "full" (whole layers: `recompute_num_layers` at a time with
-      the method "uniform", so many of a stage with "block").
-    - `distribute_saved_activations`: each tensor-parallel rank keeps its part of what full recomputation starts from.
+    - `attention`: "softmax" (materialised scores and the fused softmax) or "sdpa" (PyTorch's).
+    - `recompute`: None, "selective" (attention only) or "full" (whole layers). With the method "uniform", full
+      recomputation checkpoints `recompute_num_layers` layers at a time; with "block" it recomputes that many layers of
+      a stage.
+    - `distribute_saved_activations`: each tensor-parallel rank saves only its part of the inputs of full recomputation.
     """
 
     num_layers: int
@@ -68,29 +69,32 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Channels of an attention head."""
+        """Return the number of channels of an attention head."""
         return self.kv_channels or divide(self.hidden_size, self.num_attention_heads)
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether tensor-parallel ranks have parts of the sequence between split layers."""
+        """Return True if tensor-parallel ranks hold parts of the sequence between split layers."""
         return self.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
 
     def generator(self, layer: int) -> torch.Generator:
-        """Random numbers for the weights of a layer, counted from 0; -1 is the embedding, `num_layers` the head."""
+        """Return the random number generator for the weights of a layer.
+
+        Layers count from 0; -1 is the embedding and `num_layers` the head.
+        """
         return torch.Generator(HOST).manual_seed(self.seed + 1 + layer)
 
     def column(self) -> dict[str, Any]:
-        """Options of layers that split their outputs."""
+        """Return the options of layers that split their outputs."""
         return {
             **self.row(),
             "gather_output": False,
-            # The sums of sequence-parallel layers are reduce-scatters: there is no all-reduce to make asynchronous.
+            # Sequence-parallel layers use reduce-scatters, so no all-reduce can be made asynchronous.
             "no_async_tensor_model_parallel_allreduce": self.splits_sequence,
         }
 
     def row(self) -> dict[str, Any]:
-        """Options of layers that split their inputs."""
+        """Return the options of layers that split their inputs."""
         return {
             "params_dtype": self.params_dtype,
             "use_cpu_initialization": True,
@@ -99,13 +103,13 @@ class TransformerConfig:
         }
 
     def norm(self) -> FusedLayerNorm:
-        """A layer norm."""
+        """Return a new layer norm."""
         return FusedLayerNorm(
             self.hidden_size, self.layernorm_epsilon, sequence_parallel_enabled=self.splits_sequence
         ).to(self.params_dtype)
 
 
-# What Megatron's command line and the configuration call alike.
+# Options with the same name in Megatron's command line and in the configuration.
 _SAME_NAMES = """
 num_layers hidden_size num_attention_heads max_position_embeddings ffn_hidden_size kv_channels layernorm_epsilon
 hidden_dropout attention_dropout init_method_std seed params_dtype sequence_parallel gradient_accumulation_fusion
@@ -114,7 +118,7 @@ recompute_num_layers distribute_saved_activations
 
 
 def config_from_args(args: Any = None) -> TransformerConfig:
-    """The model that Megatron's command line describes; `args.padded_vocab_size` must have been set."""
+    """Return the configuration of Megatron's command line; `args.padded_vocab_size` must be set."""
     args = global_vars.get_args() if args is None else args
     return TransformerConfig(
         vocab_size=args.padded_vocab_size,
@@ -125,7 +129,7 @@ def config_from_args(args: Any = None) -> TransformerConfig:
 
 
 def stage_layers(config: TransformerConfig, folded: bool = False) -> range:
-    """The numbers of the layers of this rank's stage, or of the chunk of it that is being built.
+    """Return the layer numbers of this rank's stage, or of the chunk that is being built.
 
     `folded` is for chunks of `build_model(..., placement="v")`.
     """

@@ -1,4 +1,4 @@
-"""Megatron's command line: its options, as tables, and what follows from them."""
+"""Megatron's command line: tables of its options, and the values that are derived from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ... import _env
 
-# Options of each type, "name" or "name=default"; without a default they are None.
+# Options of each type, "name" or "name=default"; the default is None if omitted.
 _INTEGERS = """
 num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels max-position-embeddings num-experts
 make-vocab-size-divisible-by=128 tensorboard-log-interval=1 tensorboard-queue-size=1000
@@ -37,7 +37,7 @@ _TEXTS = """
 tensorboard-dir save load vocab-file merge-file ict-load bert-load titles-data-path evidence-data-path
 block-data-path embedding-path distributed-backend=nccl
 """
-# Options without a value: False, and True where they are given.
+# Options without a value: True if given, otherwise False.
 _FLAGS = """
 apply-residual-connection-post-layernorm openai-gelu log-params-norm log-num-zeros-in-grad log-timers-to-tensorboard
 log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard
@@ -48,9 +48,9 @@ accumulate-allreduce-grads-in-fp32 fp16-lm-cross-entropy standalone-embedding-st
 reset-attention-mask eod-mask-loss adlr-autoresume biencoder-shared-query-context-model use-one-sent-docs
 retriever-score-scaling vision-pretraining dino-norm-last-layer cpu-offload
 """
-# Those that `defaults` may turn on: None until they are given.
+# Flags that `defaults` may set: True if given, otherwise None.
 _UNSET_FLAGS = "no-save-optim no-save-rng no-load-optim no-load-rng use-cpu-initialization onnx-safe lazy-mpu-init"
-# Options that turn something off, which has another name.
+# Options that turn off a setting of another name.
 _OFF = {
     "bert-no-binary-head": "bert_binary_head",
     "no-log-learnig-rate-to-tensorboard": "log_learning_rate_to_tensorboard",
@@ -65,7 +65,7 @@ _OFF = {
     "no-scatter-gather-tensors-in-pipeline": "scatter_gather_tensors_in_pipeline",
     "no-data-sharding": "data_sharding",
 }
-# Default, then all that is accepted.
+# The default, then all accepted values.
 _CHOICES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "weight-decay-incr-style": ("constant", ("constant", "linear", "cosine")),
     "recompute-granularity": (None, ("full", "selective")),
@@ -82,7 +82,7 @@ _CHOICES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "swin-backbone-type": ("tiny", ("tiny", "base", "h3")),
     "mask-type": ("random", ("random", "row")),
 }
-# Options of earlier versions, and what to write instead.
+# Options of earlier versions and their replacements.
 _REPLACED = {
     "batch_size": "--micro-batch-size",
     "warmup": "--lr-warmup-fraction",
@@ -97,10 +97,10 @@ def parse_args(
     override_args: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
 ) -> argparse.Namespace:
-    """Megatron's options from the command line, with all that follows from them: sizes of groups, batches, dtypes.
+    """Return Megatron's options from the command line, with derived values: group sizes, batch sizes, dtypes.
 
-    `extra_args_provider` adds options to the parser. `defaults` are taken where an option is None, `override_args`
-    whatever the command line says. A ValueError says which options contradict each other.
+    `extra_args_provider` adds options to the parser. `defaults` replace options that are None; `override_args` replace
+    the command line's values. A ValueError says which options contradict each other.
     """
     parser = _parser()
     if extra_args_provider is not None:
@@ -110,7 +110,7 @@ def parse_args(
     for name, value in (override_args or {}).items():
         setattr(args, name, value)
     for name, instead in _REPLACED.items():
-        _demand(getattr(args, name) is None, f"--{name.replace('_', '-')} is no longer valid, use {instead} instead")
+        _require(getattr(args, name) is None, f"--{name.replace('_', '-')} is no longer valid, use {instead} instead")
         delattr(args, name)
     for name, value in (defaults or {}).items():
         if getattr(args, name) is None:
@@ -130,9 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         for entry in table.split():
             name, _, default = entry.partition("=")
             parser.add_argument(f"--{name}", type=kind, default=kind(default) if default else None)
-    for unless_given, table in ((False, _FLAGS), (None, _UNSET_FLAGS)):
+    for value_if_absent, table in ((False, _FLAGS), (None, _UNSET_FLAGS)):
         for name in table.split():
-            parser.add_argument(f"--{name}", action="store_true", default=unless_given)
+            parser.add_argument(f"--{name}", action="store_true", default=value_if_absent)
     for name, turned_off in _OFF.items():
         parser.add_argument(f"--{name}", action="store_false", dest=turned_off)
     for name, (default, accepted) in _CHOICES.items():
@@ -144,24 +144,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demand(condition: Any, message: str) -> None:
+def _require(condition: Any, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
 def _settle_groups(args: argparse.Namespace) -> None:
-    """Set the sizes of groups, with a warning if one is more than there are processes."""
-    asked = {name: getattr(args, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
+    """Set the group sizes, with a warning if one is larger than the number of processes."""
+    requested = {name: getattr(args, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     tensor = args.tensor_model_parallel_size = min(args.tensor_model_parallel_size, args.world_size)
     stages = args.pipeline_model_parallel_size = min(args.pipeline_model_parallel_size, args.world_size // tensor)
-    for name, size in asked.items():
+    for name, size in requested.items():
         if size > getattr(args, name):
             warnings.warn(
                 f"--{name.replace('_', '-')} {size} is more than fits into {args.world_size} processes: "
                 f"{getattr(args, name)} is used instead",
                 stacklevel=3,
             )
-    _demand(
+    _require(
         args.world_size % (tensor * stages) == 0,
         f"world size ({args.world_size}) is not divisible by tensor model parallel size ({tensor}) times pipeline "
         f"model parallel size ({stages})",
@@ -169,15 +169,15 @@ def _settle_groups(args: argparse.Namespace) -> None:
     args.data_parallel_size = args.world_size // (tensor * stages)
     args.transformer_pipeline_model_parallel_size = stages - (1 if args.standalone_embedding_stage else 0)
     split = args.pipeline_model_parallel_split_rank
-    _demand(
+    _require(
         stages == 1 or split is None or split < stages,
         f"--pipeline-model-parallel-split-rank ({split}) must be below pipeline model parallel size ({stages})",
     )
     args.virtual_pipeline_model_parallel_size = None
     chunk = args.num_layers_per_virtual_pipeline_stage
     if chunk is not None:
-        _demand(stages > 1, f"interleaving needs at least 2 pipeline stages, got {stages}")
-        _demand(
+        _require(stages > 1, f"interleaving needs at least 2 pipeline stages, got {stages}")
+        _require(
             args.num_layers is not None and args.num_layers % (stages * chunk) == 0,
             f"--num-layers ({args.num_layers}) is not divisible by {stages} stages times "
             f"--num-layers-per-virtual-pipeline-stage ({chunk})",
@@ -188,67 +188,67 @@ def _settle_groups(args: argparse.Namespace) -> None:
 def _settle_batches(args: argparse.Namespace) -> None:
     """Set the global batch size and the data loader from the microbatch size, which has no default, as upstream."""
     micro = args.micro_batch_size
-    _demand(micro is not None, "--micro-batch-size is required: the samples of a microbatch, such as 2")
-    _demand(micro > 0, f"--micro-batch-size must be positive, got {micro}")
+    _require(micro is not None, "--micro-batch-size is required: the samples of a microbatch, such as 2")
+    _require(micro > 0, f"--micro-batch-size must be positive, got {micro}")
     if args.global_batch_size is None:
         args.global_batch_size = micro * args.data_parallel_size
-    _demand(args.global_batch_size > 0, f"--global-batch-size must be positive, got {args.global_batch_size}")
+    _require(args.global_batch_size > 0, f"--global-batch-size must be positive, got {args.global_batch_size}")
     args.dataloader_type = args.dataloader_type or "single"
     args.consumed_train_samples = args.consumed_valid_samples = 0
 
 
 def _settle_precision(args: argparse.Namespace) -> None:
-    _demand(not (args.fp16 and args.bf16), "--fp16 and --bf16 cannot be given together")
+    _require(not (args.fp16 and args.bf16), "--fp16 and --bf16 cannot be given together")
     args.params_dtype = torch.half if args.fp16 else torch.bfloat16 if args.bf16 else torch.float
-    # Sums of gradients in bfloat16 would lose most of what they add.
+    # Sums of gradients in bfloat16 would lose most of the added digits.
     args.accumulate_allreduce_grads_in_fp32 |= args.bf16
     if args.accumulate_allreduce_grads_in_fp32:
         message = "gradients in float32 need --DDP-impl local and its contiguous buffers"
-        _demand(args.DDP_impl == "local" and args.use_contiguous_buffers_in_local_ddp, message)
+        _require(args.DDP_impl == "local" and args.use_contiguous_buffers_in_local_ddp, message)
     else:
         args.gradient_accumulation_fusion = False
     args.use_contiguous_buffers_in_local_ddp &= args.DDP_impl != "torch"
-    _demand(args.fp16 or not args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy needs --fp16")
+    _require(args.fp16 or not args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy needs --fp16")
     halves = args.fp16 or args.bf16
-    _demand(halves or not args.fp32_residual_connection, "--fp32-residual-connection needs --fp16 or --bf16")
+    _require(halves or not args.fp32_residual_connection, "--fp32-residual-connection needs --fp16 or --bf16")
 
 
 def _settle_schedules(args: argparse.Namespace) -> None:
-    """Lengths and rates are counted either in iterations or in samples."""
+    """Check the schedule options: lengths and rates are counted in iterations or in samples, not in both."""
     for counted, other in (("iters", "samples"), ("samples", "iters")):
         if not getattr(args, f"train_{counted}"):
             continue
         for name in (f"train_{other}", f"lr_decay_{other}", f"lr_warmup_{other}"):
-            _demand(not getattr(args, name), f"--{name.replace('_', '-')} cannot be used with --train-{counted}")
+            _require(not getattr(args, name), f"--{name.replace('_', '-')} cannot be used with --train-{counted}")
         warmups = args.lr_warmup_fraction is not None and getattr(args, f"lr_warmup_{counted}")
-        _demand(not warmups, f"only one of --lr-warmup-fraction and --lr-warmup-{counted} can be given")
-    _demand(not (args.train_iters and args.rampup_batch_size), "--rampup-batch-size needs --train-samples")
-    _demand(args.lr is None or args.min_lr <= args.lr, f"--min-lr ({args.min_lr}) is above --lr ({args.lr})")
-    _demand(args.save is None or args.save_interval is not None, "--save needs --save-interval")
+        _require(not warmups, f"only one of --lr-warmup-fraction and --lr-warmup-{counted} can be given")
+    _require(not (args.train_iters and args.rampup_batch_size), "--rampup-batch-size needs --train-samples")
+    _require(args.lr is None or args.min_lr <= args.lr, f"--min-lr ({args.min_lr}) is above --lr ({args.lr})")
+    _require(args.save is None or args.save_interval is not None, "--save needs --save-interval")
     ends = (args.start_weight_decay, args.end_weight_decay)
     if args.weight_decay_incr_style == "constant":
-        _demand(ends == (None, None), "--start-weight-decay and --end-weight-decay need another increment style")
+        _require(ends == (None, None), "--start-weight-decay and --end-weight-decay need another increment style")
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
     else:
         message = f"--weight-decay-incr-style {args.weight_decay_incr_style} needs both ends of the weight decay"
-        _demand(None not in ends, message)
+        _require(None not in ends, message)
 
 
 def _settle_network(args: argparse.Namespace) -> None:
     for name in _REQUIRED:
-        _demand(getattr(args, name) is not None, f"--{name.replace('_', '-')} is required")
+        _require(getattr(args, name) is not None, f"--{name.replace('_', '-')} is required")
     args.ffn_hidden_size = args.ffn_hidden_size or 4 * args.hidden_size
     if args.kv_channels is None:
         message = f"--hidden-size ({args.hidden_size}) is not divisible by {args.num_attention_heads} attention heads"
-        _demand(args.hidden_size % args.num_attention_heads == 0, message)
+        _require(args.hidden_size % args.num_attention_heads == 0, message)
         args.kv_channels = args.hidden_size // args.num_attention_heads
     lengths = [args.seq_length, args.encoder_seq_length]
-    _demand(lengths.count(None) == 1, "exactly one of --seq-length and --encoder-seq-length is needed")
+    _require(lengths.count(None) == 1, "exactly one of --seq-length and --encoder-seq-length is needed")
     args.seq_length = args.encoder_seq_length = lengths[0] or lengths[1]
     for length in (args.seq_length, args.decoder_seq_length):
         message = f"--max-position-embeddings ({args.max_position_embeddings}) is below a sequence's length ({length})"
-        _demand(length is None or args.max_position_embeddings >= length, message)
-    # The sums that the one makes asynchronous are reduce-scatters with the other.
+        _require(length is None or args.max_position_embeddings >= length, message)
+    # With sequence parallelism the all-reduces that could be asynchronous are reduce-scatters.
     args.async_tensor_model_parallel_allreduce &= not args.sequence_parallel
 
 
@@ -259,8 +259,8 @@ def _settle_recomputation(args: argparse.Namespace) -> None:
         args.recompute_granularity = "selective"
     del args.checkpoint_activations, args.recompute_activations
     if args.distribute_saved_activations:
-        whole = args.recompute_granularity == "full" and args.recompute_method is not None
+        recomputes_fully = args.recompute_granularity == "full" and args.recompute_method is not None
         message = "--distribute-saved-activations needs tensor parallelism, full recomputation and its method"
-        _demand(args.tensor_model_parallel_size > 1 and whole, message)
+        _require(args.tensor_model_parallel_size > 1 and recomputes_fully, message)
     message = "--recompute-method cannot be used with selective recomputation"
-    _demand(args.recompute_granularity != "selective" or args.recompute_method is None, message)
+    _require(args.recompute_granularity != "selective" or args.recompute_method is None, message)

@@ -1,4 +1,4 @@
-"""Small models, and the functions that give them to a schedule."""
+"""Small models and the step functions that run them in a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ class MyLayer(nn.Module):
         self.layer = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return self.layer(x)
 
 
 class _Stage(nn.Module):
-    """A stage of a pipeline: its input is what `set_input_tensor` gave it, or the argument if that is None.
+    """A pipeline stage whose input is the tensor of `set_input_tensor`, or the argument if that is None.
 
-    `build_model` says with `add_encoder` and `add_decoder` which part of a model it wants; these have but one.
+    `build_model` passes `add_encoder` and `add_decoder` for encoder-decoders. These models have only one part, so both
+    are ignored.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class _Stage(nn.Module):
         self.input_tensor: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the stage before has sent, alone or as the first of a list."""
+        """Set the input from the previous stage: a tensor, or a list whose first element is used."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def _input(self, x: Tensor | None) -> Tensor:
-        given = x if self.input_tensor is None else self.input_tensor
-        assert given is not None, "neither the stage before nor the caller has given an input"
-        return given
+        input_tensor = x if self.input_tensor is None else self.input_tensor
+        assert input_tensor is not None, "neither the stage before nor the caller has given an input"
+        return input_tensor
 
 
 class MyModel(_Stage):
@@ -76,7 +77,7 @@ class MyModel(_Stage):
         self.layer = MyLayer(hidden_size, pre_process, post_process)
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """The layer's output."""
+        """Return the layer's output."""
         return self.layer(self._input(x))
 
 
@@ -108,45 +109,48 @@ class ToyParallelMLP(_Stage):
         self.activation_func = nn.GELU()
 
     def forward(self, x: Tensor | None) -> Tensor:
-        """[sequence, batch, hidden] to the same; of the sequence this rank's part, if it is split."""
+        """Map [sequence, batch, hidden] to the same shape.
+
+        With sequence parallelism both are this rank's part of the sequence.
+        """
         hidden, bias = self.dense_h_to_4h(self._input(x))
         return self.dense_4h_to_h(self.activation_func(hidden + bias))[0]
 
 
 def model_provider_func(hidden_size: int, pre_process: bool, post_process: bool, **parts: bool) -> MyModel:
-    """A MyModel, as schedules ask for a stage."""
+    """Return a MyModel, as `build_model` calls for a stage."""
     return MyModel(hidden_size, pre_process, post_process, **parts)
 
 
 def mlp_provider_func(hidden_size: int, pre_process: bool, post_process: bool, **parts: bool) -> ToyParallelMLP:
-    """A ToyParallelMLP, as schedules ask for a stage; `sequence_parallel_enabled` as there."""
+    """Return a ToyParallelMLP, as `build_model` calls for a stage; takes `sequence_parallel_enabled` too."""
     return ToyParallelMLP(hidden_size, pre_process, post_process, **parts)
 
 
 def process_batch(batch: Any) -> Any:
-    """The first of a list, or the batch itself."""
+    """Return the first element of a list, or the batch itself."""
     return batch[0] if isinstance(batch, list) else batch
 
 
 def _sum_of_outputs(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the small models, and its mean over the replicas."""
+    """Return the loss of the small models, the sum of the output, and its mean over the replicas."""
     loss = output.sum()
     return loss, {"avg": average_losses_across_data_parallel_group([loss])}
 
 
 def fwd_step_func(batch: Any, model: nn.Module) -> tuple[Tensor, LossFunction]:
-    """The model's output, and the function that makes a loss of it: the sum."""
+    """Return the model's output and the loss function, which sums it."""
     return model(process_batch(batch)), _sum_of_outputs
 
 
 @dataclass(frozen=True)
 class ToyParallelMLPFwdBwdStepFunc:
-    """A forward step of a ToyParallelMLP with a batch [batch, sequence, hidden]; see `fwd_step_func`."""
+    """A forward step of a ToyParallelMLP for a batch [batch, sequence, hidden]; see `fwd_step_func`."""
 
     sequence_parallel_enabled: bool
 
     def __call__(self, batch: Any, model: nn.Module) -> tuple[Tensor, LossFunction]:
-        """The model's output for [sequence, batch, hidden], of which it may take a part, and the loss function."""
+        """Return the model's output for the transposed batch, and the loss function."""
         x = process_batch(batch)
         if isinstance(x, Tensor):
             x = x.transpose(0, 1).contiguous()
@@ -156,19 +160,19 @@ class ToyParallelMLPFwdBwdStepFunc:
 
 
 class IdentityLayer(nn.Module):
-    """A parameter of this size, whose values are the output."""
+    """A layer whose output is its parameter of the given size."""
 
     def __init__(self, size: Any, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(scale * torch.randn(size, dtype=torch.float32, device=parameter_device()))
 
     def forward(self) -> Tensor:
-        """The parameter."""
+        """Return the parameter."""
         return self.weight
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds Python's, NumPy's and PyTorch's random numbers, and those of the tensor-parallel ranks."""
+    """Seed Python's, NumPy's, PyTorch's and the tensor-parallel ranks' random numbers."""
     random.seed(seed)
     with contextlib.suppress(ImportError):
         import numpy
@@ -179,7 +183,10 @@ def set_random_seed(seed: int) -> None:
 
 
 def initialize_distributed(backend: str = "nccl") -> None:
-    """Starts the default process group from the launcher's environment, and takes a GPU; gloo where there is none."""
+    """Start the default process group from the launcher's environment and select a GPU.
+
+    Without GPUs, gloo replaces nccl.
+    """
     if backend == "ucc":
         parallel_state.check_torch_ucc_availability()
     rank, world_size = _env.rank_and_world_size()
@@ -198,7 +205,7 @@ def initialize_distributed(backend: str = "nccl") -> None:
 
 
 def print_separator(message: str) -> None:
-    """Prints a line with the message in its middle, on the first rank."""
+    """Print a line with the message in its middle, on the first rank."""
     if dist.get_rank() == 0:
         filler = "-" * ((78 - len(message)) // 2)
         print(f"\n{filler} {message} {filler}", flush=True)

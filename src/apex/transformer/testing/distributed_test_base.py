@@ -1,4 +1,4 @@
-"""The bases of tests in several processes, and whether UCC can be tested, under their names of `apex.transformer`."""
+"""Re-exports of the base classes of multi-process tests from `apex.distributed_testing`."""
 
 from ...distributed_testing.distributed_test_base import (
     HAS_TORCH_UCC,

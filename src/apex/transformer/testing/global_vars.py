@@ -1,4 +1,4 @@
-"""The parsed command line, timers and calculator of microbatches of a test or training script, set once."""
+"""Global variables of a test or training script: parsed command line, timers and microbatch calculator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def set_global_variables(
     override_args: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
 ) -> None:
-    """Parses the command line (see `parse_args`) and makes what depends on it; once, until `destroy_global_vars`."""
+    """Parse the command line (see `parse_args`) and set the global variables, once until `destroy_global_vars`."""
     global _variables
     assert _variables is None, "args is already initialized."
     args = parse_args(extra_args_provider, args_defaults, override_args, ignore_unknown_args)
@@ -44,46 +44,46 @@ def set_global_variables(
 
 
 def destroy_global_vars() -> None:
-    """Forgets everything, so that it can be set again."""
+    """Clear the global variables, so that they can be set again."""
     global _variables
     _variables = None
 
 
-def _set(what: str) -> _Variables:
-    assert _variables is not None, f"{what} is not initialized."
+def _initialized(name: str) -> _Variables:
+    assert _variables is not None, f"{name} is not initialized."
     return _variables
 
 
 def get_args() -> Any:
-    """The parsed command line."""
-    return _set("args").args
+    """Return the parsed command line."""
+    return _initialized("args").args
 
 
 def get_timers() -> _Timers:
-    """Stopwatches under names."""
-    return _set("timers").timers
+    """Return the named timers."""
+    return _initialized("timers").timers
 
 
 def get_tensorboard_writer() -> Any:
-    """The writer of TensorBoard, on the last rank with `--tensorboard-dir`; None elsewhere."""
+    """Return the TensorBoard writer on the last rank if `--tensorboard-dir` is given, otherwise None."""
     return None if _variables is None else _variables.tensorboard_writer
 
 
 def get_adlr_autoresume() -> None:
-    """None: there is no such service here."""
+    """Return None: auto-resume is not supported."""
     return
 
 
 def get_num_microbatches() -> int | None:
-    """How many microbatches a step has now."""
-    return _set("num microbatches calculator").microbatches.get()
+    """Return the current number of microbatches of a step."""
+    return _initialized("num microbatches calculator").microbatches.get()
 
 
 def get_current_global_batch_size() -> int | None:
-    """How many samples all ranks see in a step now."""
-    return _set("num microbatches calculator").microbatches.get_current_global_batch_size()
+    """Return the current number of samples that all ranks process in a step."""
+    return _initialized("num microbatches calculator").microbatches.get_current_global_batch_size()
 
 
 def update_num_microbatches(consumed_samples: int, *, consistency_check: bool = True) -> None:
-    """Sets both for the step after so many samples."""
-    _set("num microbatches calculator").microbatches.update(consumed_samples, consistency_check)
+    """Update the number of microbatches and the batch size, given the number of samples consumed so far."""
+    _initialized("num microbatches calculator").microbatches.update(consumed_samples, consistency_check)

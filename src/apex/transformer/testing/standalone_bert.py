@@ -1,4 +1,4 @@
-"""BERT on split layers, whole or as a stage of a pipeline."""
+"""BERT on split layers, as a whole or as a pipeline stage."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .standalone_transformer_lm import (
 
 
 def bert_extended_attention_mask(attention_mask: Tensor) -> Tensor:
-    """[b, s], nonzero for words and zero for padding, to [b, 1, s, s], True where either of two places is padding."""
-    kept = attention_mask.bool()
-    return (kept[:, None, :, None] & kept[:, None, None, :]).logical_not()
+    """Map a mask [b, s], zero for padding, to [b, 1, s, s], True where the query or the key is padding."""
+    is_word = attention_mask.bool()
+    return (is_word[:, None, :, None] & is_word[:, None, None, :]).logical_not()
 
 
 class BertLMHead(nn.Module):
-    """A linear layer, GELU and a norm, and the logits of all words with a bias."""
+    """The language-model head: a linear layer, GELU and a norm, then logits of all words with a bias."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -47,15 +47,18 @@ class BertLMHead(nn.Module):
         self.layernorm = config.norm()
 
     def forward(self, x: Tensor, weight: Tensor, parallel_output: bool) -> Tensor:
-        """[s, b, h] to the logits [s, b, words] of the embedding `weight`: this rank's where `parallel_output`."""
+        """Map [s, b, h] to logits [s, b, words] of the embedding `weight`.
+
+        With `parallel_output` they are this rank's words only.
+        """
         x = self.layernorm(F.gelu(self.dense(x), approximate="tanh"))
         return parallel_lm_logits(x, weight, parallel_output, self.bias, config=self.config)
 
 
 class BertModel(LanguageModelStage):
-    """Words to logits or losses, and with `add_binary_head` to two logits of each sequence.
+    """BERT: maps words to logits or losses and, with `add_binary_head`, each sequence to two logits.
 
-    Other arguments are those of `LanguageModelStage`, from `parallel_output` on.
+    Takes the arguments of `LanguageModelStage` from `parallel_output` on.
     """
 
     attn_mask_type = AttnMaskType.padding
@@ -78,10 +81,10 @@ class BertModel(LanguageModelStage):
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """[b, s] words, and a mask that is zero for padding, to what the next stage needs, or in the last one a pair.
+        """Run words [b, s] with a mask that is zero for padding through the stage.
 
-        It is the logits [b, s, words], or with `lm_labels` the losses [b, s], and the logits [b, 2] of the binary head
-        or None.
+        Returns the hidden state for the next stage. The last stage returns a pair: logits [b, s, words], or losses [b,
+        s] if `lm_labels` is given, and the binary head's logits [b, 2] or None.
         """
         with self._offloading():
             mask = bert_extended_attention_mask(attention_mask)
@@ -107,6 +110,6 @@ def bert_model_provider(
     add_binary_head: bool | None = None,
     **stage: Any,
 ) -> BertModel:
-    """A stage of BERT, as `build_model` asks for it, with a binary head if Megatron's command line says so."""
+    """Return a stage of BERT, as `build_model` calls it; `add_binary_head` defaults to Megatron's command line."""
     binary = global_vars.get_args().bert_binary_head if add_binary_head is None else add_binary_head
     return BertModel(2 if binary else 0, binary, True, pre_process, post_process, cpu_offload, **stage)

@@ -1,4 +1,4 @@
-"""GPT on split layers, whole or as a stage of a pipeline."""
+"""GPT on split layers, as a whole or as a pipeline stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .standalone_transformer_lm import LanguageModelStage, parallel_lm_logits
 
 
 class GPTModel(LanguageModelStage):
-    """Words to logits or losses; a stage of it takes and returns [sequence, batch, hidden] instead."""
+    """GPT: maps words to logits or losses; an inner pipeline stage maps [sequence, batch, hidden] to the same shape."""
 
     attn_mask_type = AttnMaskType.causal
 
@@ -29,10 +29,10 @@ class GPTModel(LanguageModelStage):
         reduction: str = "none",
         checkpoint_activations_micro_batch: bool | None = None,
     ) -> Tensor:
-        """[batch, sequence] words to logits [batch, sequence, words], or with `labels` to losses like them.
+        """Map words [batch, sequence] to logits [batch, sequence, words], or to losses [batch, sequence] with `labels`.
 
-        Without a mask attention is causal. `reduction="mean"` gives the mean of the losses, and where one rank has all
-        words the logits are then never all in memory.
+        Without a mask attention is causal. `reduction="mean"` returns the mean loss; if one rank holds all words, the
+        logits are then never materialised as a whole.
         """
         if reduction not in ("none", "mean"):
             raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')
@@ -44,8 +44,13 @@ class GPTModel(LanguageModelStage):
 
     def _head(self, x: Tensor, labels: Tensor | None, reduction: str) -> Tensor:
         weight = self.language_model.embedding.word_embeddings.weight
-        alone = parallel_state.get_tensor_model_parallel_world_size() == 1
-        if labels is not None and reduction == "mean" and alone and not self.config.gradient_accumulation_fusion:
+        holds_all_words = parallel_state.get_tensor_model_parallel_world_size() == 1
+        if (
+            labels is not None
+            and reduction == "mean"
+            and holds_all_words
+            and not self.config.gradient_accumulation_fusion
+        ):
             return linear_cross_entropy(x, weight, labels.transpose(0, 1).contiguous())
         logits = parallel_lm_logits(x, weight, self.parallel_output or labels is not None, config=self.config)
         if labels is None:
@@ -57,5 +62,5 @@ class GPTModel(LanguageModelStage):
 def gpt_model_provider(
     pre_process: bool = True, post_process: bool = True, cpu_offload: bool = False, **stage: Any
 ) -> GPTModel:
-    """A stage of GPT, as `build_model` asks for it; `folded=True` with its `placement="v"`."""
+    """Return a stage of GPT, as `build_model` calls it; pass `folded=True` with its `placement="v"`."""
     return GPTModel(0, True, pre_process, post_process, cpu_offload, **stage)

@@ -1,11 +1,12 @@
-"""A transformer language model on split layers: what `standalone_gpt` and `standalone_bert` share.
+"""A transformer language model on split layers, shared by `standalone_gpt` and `standalone_bert`.
 
-Shapes: s sequence (this rank's part of it between split layers where the sequence is split), b batch, h hidden size,
-n heads of this rank, d channels of a head. Activations are [s, b, h].
+Shapes: s sequence (this rank's part of it, between split layers with sequence parallelism), b batch, h hidden size, n
+heads of this rank, d channels of a head. Activations are [s, b, h].
 
-Weights are drawn on the host from one seed per layer, whole, and each rank keeps its part: any division of the model
-over processes starts with the same weights. Layers are named by their number in the whole model, and the embedding has
-the same name in the first stage and in the last, whose logits use it: parameters have the same names in any division.
+Weights are drawn on the host from one seed per layer, as a whole, and each rank keeps its part. Any division of the
+model over processes therefore starts with the same weights. Parameters also have the same names in any division: layers
+are named by their number in the whole model, and the embedding has the same name in the first stage and in the last,
+whose logits use it.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ Init = Callable[[Tensor], Tensor]
 
 
 def init_method_normal(sigma: float, generator: torch.Generator | None = None) -> Init:
-    """Fills a weight with normal numbers of standard deviation `sigma`."""
+    """Return a function that fills a weight with normal numbers of standard deviation `sigma`."""
     return lambda tensor: nn.init.normal_(tensor, mean=0.0, std=sigma, generator=generator)
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int, generator: torch.Generator | None = None) -> Init:
-    """Initial weights of layers that add to the residual: their sum over all layers has the size of one."""
+    """Return the initializer of layers that add to the residual, scaled down by the square root of 2 * `num_layers`."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers), generator)
 
 
 def get_linear_layer(rows: int, columns: int, init_method: Init) -> nn.Linear:
-    """A linear layer that every rank has whole, with a bias of zeros."""
+    """Return a linear layer that is not split, with a bias of zeros."""
     layer = nn.Linear(rows, columns, device=HOST, dtype=torch.float32)
     init_method(layer.weight)
     nn.init.zeros_(layer.bias)
@@ -71,7 +72,7 @@ def get_linear_layer(rows: int, columns: int, init_method: Init) -> nn.Linear:
 
 
 def _own_random_numbers(own: bool) -> contextlib.AbstractContextManager:
-    """Dropout of what each tensor-parallel rank has its own part of needs its own random numbers."""
+    """Return a context that draws this rank's own random numbers if `own`, for dropout of split activations."""
     return tensor_parallel.get_cuda_rng_tracker().fork() if own else contextlib.nullcontext()
 
 
@@ -83,13 +84,13 @@ def _dropout(x: Tensor, probability: float, training: bool, own: bool) -> Tensor
 
 
 class ParallelMLP(nn.Module):
-    """h to `ffn_hidden_size` and back, with GELU or SwiGLU between."""
+    """An MLP from h to `ffn_hidden_size` and back, with GELU or SwiGLU between."""
 
     def __init__(self, config: TransformerConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.gated = config.activation == "swiglu"
-        # One op for both layers, which keeps one of the two wide activations. Its backward pass cannot be divided, as
-        # zero-bubble pipelines do, and adds nothing to main_grad.
+        # One op for both layers, which saves one of the two wide activations. Its backward pass cannot be split, as
+        # zero-bubble pipelines need, and does not add to main_grad.
         split = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
@@ -101,7 +102,7 @@ class ParallelMLP(nn.Module):
             2 * width if self.gated else width,
             init_method=init_method_normal(config.init_method_std, generator),
             skip_bias_add=self.gated,
-            stride=2 if self.gated else 1,  # each rank has the values that belong to its gates
+            stride=2 if self.gated else 1,  # each rank holds the values that belong to its gates
             **config.column(),
         )
         self.dense_4h_to_h = tensor_parallel.RowParallelLinear(
@@ -113,9 +114,9 @@ class ParallelMLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to the same."""
+        """Map [s, b, h] to the same shape."""
         up, down = self.dense_h_to_4h, self.dense_4h_to_h
-        # Not where another product has taken the place of the layers', as after `fp8.convert`.
+        # Not if the layers' product was replaced, as by `fp8.convert`.
         if self.fused and up._linear is down._linear is linear_with_grad_accumulation_and_async_allreduce:
             return fused_dense_gelu_dense_function(x, up.weight, up.bias, down.weight, down.bias)
         hidden, bias = up(x)
@@ -131,11 +132,12 @@ class CoreAttention(nn.Module):
         self.config, self.causal = config, attn_mask_type == AttnMaskType.causal
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """[s, b, n, d] each, and a mask [1 or b, 1, s, s] that is True where a key is hidden, to [s, b, n * d].
+        """Map query, key and value [s, b, n, d] to [s, b, n * d].
 
-        With a mask causal attention takes that alone, which must hide what comes later; without one it is quicker.
+        The mask [1 or b, 1, s, s] is True for hidden keys. If a mask is given, causal attention uses only the mask,
+        which must hide later keys; without a mask it is faster.
         """
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         causal = self.causal and attention_mask is None
         dropout = self.config.attention_dropout if self.training else 0.0
         if self.config.attention == "sdpa":
@@ -153,7 +155,7 @@ class CoreAttention(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Self-attention of which each rank has a part of the heads."""
+    """Self-attention whose heads are split over the ranks."""
 
     def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType, generator: torch.Generator) -> None:
         super().__init__()
@@ -180,9 +182,9 @@ class ParallelAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[s, b, h] to the same."""
+        """Map [s, b, h] to the same shape."""
         mixed = self.query_key_value(x)[0]
-        # The rows of the weight are ordered by head, then query, key and value: ranks have whole heads.
+        # Rows of the weight are ordered by head, then query, key and value, so that ranks hold whole heads.
         query, key, value = mixed.view(*mixed.shape[:2], self.heads, -1).chunk(3, -1)
         if rotary is not None:
             query, key = rotary_embedding_pair(query, key, rotary)
@@ -195,7 +197,7 @@ class ParallelAttention(nn.Module):
 
 
 class ParallelTransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal
@@ -211,7 +213,7 @@ class ParallelTransformerLayer(nn.Module):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """[s, b, h] to the same."""
+        """Map [s, b, h] to the same shape."""
         x = x + self._dropout(self.self_attention(self.input_layernorm(x), attention_mask, rotary))
         return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
 
@@ -220,7 +222,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ParallelTransformer(nn.Module):
-    """Consecutive layers of a model, and the norm behind the last of all where `post_process`."""
+    """Consecutive layers of a model, followed by the final norm if `post_process`."""
 
     def __init__(
         self,
@@ -239,51 +241,51 @@ class ParallelTransformer(nn.Module):
     def forward(
         self, x: Tensor, attention_mask: Tensor | None = None, checkpoint_activations_micro_batch: bool | None = None
     ) -> Tensor:
-        """[s, b, h] to the same.
+        """Map [s, b, h] to the same shape.
 
-        With `checkpoint_activations_micro_batch` a pipeline schedule says that all layers are computed anew in the
-        backward pass of this microbatch, or none; otherwise the configuration does.
+        A pipeline schedule passes `checkpoint_activations_micro_batch`: True recomputes all layers in the backward pass
+        of this microbatch, False none. If it is None, the configuration decides.
         """
         rotary = self._rotary(x)
         layers = list(self.layers.values())
-        for first, last, again in self._parts(len(layers), checkpoint_activations_micro_batch):
+        for first, last, recompute in self._recompute_groups(len(layers), checkpoint_activations_micro_batch):
 
-            def run(x: Tensor, part: list[nn.Module] = layers[first:last]) -> Tensor:
-                for layer in part:
+            def run(x: Tensor, group: list[nn.Module] = layers[first:last]) -> Tensor:
+                for layer in group:
                     x = layer(x, attention_mask, rotary)
                 return x
 
-            if again and torch.is_grad_enabled():
+            if recompute and torch.is_grad_enabled():
                 x = tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, x)
             else:
                 x = run(x)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
-    def _parts(self, count: int, whole_microbatch: bool | None) -> list[tuple[int, int, bool]]:
-        """First layer, end, and whether they are computed anew."""
+    def _recompute_groups(self, count: int, whole_microbatch: bool | None) -> list[tuple[int, int, bool]]:
+        """Return (first layer, end, recompute) for each group of layers."""
         full = self.config.recompute == "full" if whole_microbatch is None else whole_microbatch
         if not full:
             return [(0, count, False)]
-        each = self.config.recompute_num_layers
+        group_size = self.config.recompute_num_layers
         if self.config.recompute_method == "block" and whole_microbatch is None:
-            several = min(each, count)
-            return [*((index, index + 1, True) for index in range(several)), (several, count, False)]
-        return [(first, min(first + each, count), True) for first in range(0, count, each)]
+            recomputed = min(group_size, count)
+            return [*((index, index + 1, True) for index in range(recomputed)), (recomputed, count, False)]
+        return [(first, min(first + group_size, count), True) for first in range(0, count, group_size)]
 
     def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines [s, 1, 1, d] of the whole sequence, in float32: half precision has too few digits."""
+        """Return cosines and sines [s, 1, 1, d] of the whole sequence, in float32: half precision is too coarse."""
         if self.config.position_embedding != "rope":
             return None
         ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.splits_sequence else 1
-        like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+        options: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         half = self.config.head_size // 2
-        speeds = 10000.0 ** (-torch.arange(half, **like) / half)
-        angles = torch.outer(torch.arange(ranks * x.shape[0], **like), speeds).repeat(1, 2)[:, None, None]
+        frequencies = 10000.0 ** (-torch.arange(half, **options) / half)
+        angles = torch.outer(torch.arange(ranks * x.shape[0], **options), frequencies).repeat(1, 2)[:, None, None]
         return angles.cos(), angles.sin()
 
 
 class Embedding(nn.Module):
-    """Words, learned positions and types of tokens; words alone in a last stage, for its logits."""
+    """Embeddings of words, learned positions and token types; a last stage has only the words, for its logits."""
 
     def __init__(self, config: TransformerConfig, num_tokentypes: int = 0, words_only: bool = False) -> None:
         super().__init__()
@@ -297,7 +299,7 @@ class Embedding(nn.Module):
             params_dtype=config.params_dtype,
             use_cpu_initialization=True,
         )
-        # finalize_model_grads adds the gradients of both ends; norms over all parameters count the first one alone.
+        # finalize_model_grads adds the gradients of both copies; norms over all parameters count only the first copy.
         self.word_embeddings.weight.shared_embedding = True  # type: ignore[attr-defined]
         self.word_embeddings.weight.shared = words_only  # type: ignore[attr-defined]
         self.position_embeddings: nn.Embedding | None = None
@@ -315,7 +317,7 @@ class Embedding(nn.Module):
         return table.to(self.config.params_dtype)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None) -> Tensor:
-        """Map [b, s] words, positions and types of tokens to [s, b, h]. Without `position_ids` they count from 0."""
+        """Map words [b, s], positions and token types to [s, b, h]. Without `position_ids`, positions count from 0."""
         types = 0 if self.tokentype_embeddings is None else self.tokentype_embeddings.num_embeddings
         if types and tokentype_ids is None:
             raise ValueError(
@@ -338,13 +340,13 @@ class Embedding(nn.Module):
         return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
 
     def _positions(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """Return the embeddings of positions, or raise a ValueError that names the first one that has none."""
+        """Return the position embeddings, or raise a ValueError that names the positions out of range."""
         assert self.position_embeddings is not None
         length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
         if position_ids is not None:
             try:
                 return self.position_embeddings(position_ids)
-            except IndexError as error:  # on a CPU; a GPU is not asked
+            except IndexError as error:  # on a CPU; a GPU raises no IndexError
                 lowest, highest = (int(end) for end in position_ids.aminmax())
                 raise ValueError(
                     f"position_ids has positions from {lowest} to {highest}; 0 to {limit - 1} are accepted, because "
@@ -359,7 +361,7 @@ class Embedding(nn.Module):
 
 
 class Pooler(nn.Module):
-    """A linear layer and tanh of one position."""
+    """A linear layer and tanh at one position."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -368,14 +370,14 @@ class Pooler(nn.Module):
         self.dense = get_linear_layer(config.hidden_size, config.hidden_size, init_method).to(config.params_dtype)
 
     def forward(self, x: Tensor, position: int = 0) -> Tensor:
-        """[s, b, h] to [b, h]."""
-        if self.splits_sequence:  # every rank computes the same from here on
+        """Map [s, b, h] to [b, h]."""
+        if self.splits_sequence:  # from here on every rank computes the same
             x = tensor_parallel.gather_from_sequence_parallel_region(x, to_model_parallel=False)
         return torch.tanh(self.dense(x[position]))
 
 
 class TransformerLanguageModel(nn.Module):
-    """Embedding where `pre_process`, the layers of a stage, and with `add_pooler` a pooler where `post_process`."""
+    """The layers of a stage, with an embedding if `pre_process` and a pooler if `add_pooler` and `post_process`."""
 
     def __init__(
         self,
@@ -401,7 +403,7 @@ class TransformerLanguageModel(nn.Module):
         self.pooler = Pooler(config) if add_pooler and post_process else None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the stage before has sent, alone or as the first of a list."""
+        """Set the input from the previous stage: a tensor, or a list whose first element is used."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(
@@ -412,7 +414,7 @@ class TransformerLanguageModel(nn.Module):
         tokentype_ids: Tensor | None = None,
         checkpoint_activations_micro_batch: bool | None = None,
     ) -> Tensor:
-        """[b, s] words, or what the stage before has sent, to [s, b, h]."""
+        """Map words [b, s], or the input from the previous stage, to [s, b, h]."""
         x = self.embedding(input_ids, position_ids, tokentype_ids) if self.pre_process else self.input_tensor
         if x is None:
             raise RuntimeError("a stage without an embedding needs set_input_tensor before it is called")
@@ -420,10 +422,10 @@ class TransformerLanguageModel(nn.Module):
 
 
 class LanguageModelStage(nn.Module):
-    """What a whole GPT or BERT and a stage of one have in common.
+    """Base of GPT and BERT, as whole models or as pipeline stages.
 
-    Without `config` it is what Megatron's command line says. `layers` are the numbers of the layers to have, by default
-    those of this rank's place in the pipeline. `cpu_offload` keeps what the backward pass needs on the host.
+    If `config` is None, it is made from Megatron's command line. `layers` are the numbers of the layers to build, by
+    default this rank's part of the pipeline. `cpu_offload` keeps tensors saved for the backward pass on the host.
     """
 
     attn_mask_type: AttnMaskType
@@ -451,7 +453,7 @@ class LanguageModelStage(nn.Module):
         )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """What the stage before has sent, alone or as the first of a list."""
+        """Set the input from the previous stage: a tensor, or a list whose first element is used."""
         self.language_model.set_input_tensor(input_tensor)
 
     def _offloading(self) -> contextlib.AbstractContextManager:
@@ -461,7 +463,7 @@ class LanguageModelStage(nn.Module):
 def parallel_lm_logits(
     x: Tensor, weight: Tensor, parallel_output: bool, bias: Tensor | None = None, *, config: TransformerConfig
 ) -> Tensor:
-    """[s, b, h] to the logits [s, b, words] of the embedding `weight`: this rank's words where `parallel_output`."""
+    """Map [s, b, h] to logits [s, b, words] of the embedding `weight`, only this rank's words if `parallel_output`."""
     ranks, sequence = parallel_state.get_tensor_model_parallel_world_size(), config.splits_sequence
     logits = linear_with_grad_accumulation_and_async_allreduce(
         x, weight, bias, config.gradient_accumulation_fusion, ranks > 1 and not sequence, sequence

@@ -20,7 +20,7 @@ logger = logging.getLogger("apex.contrib.optimizers")
 # Memory pools that are registered with NCCL, one for each buffer, for as long as its process group lives.
 _pools: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
-# Parameters start at multiples of so many bytes in every buffer.
+# Parameters start at multiples of this many bytes in every buffer.
 ALIGNMENT = 128
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class Dtypes(NamedTuple):
     """Dtypes of the optimizer's state, and of gradients and parameters while they are sent.
 
-    Parameters may travel as integers: of each its most significant bytes, as many as the integer has.
+    If `parameters` is an integer dtype, that many of the most significant bytes of each parameter are sent.
     """
 
     state: torch.dtype
@@ -38,7 +38,7 @@ class Dtypes(NamedTuple):
     parameters: torch.dtype
 
     def check(self) -> Dtypes:
-        """These dtypes; raises for combinations that are not supported."""
+        """Return the dtypes; raise an error if one is not supported."""
         for name, value in zip(("dtype", "grad_sync_dtype", "param_sync_dtype"), self, strict=True):
             if value not in _FLOATS and not (name == "param_sync_dtype" and value in _INTEGERS):
                 more = ", and integers of 8 to 64 bits" if name == "param_sync_dtype" else ""
@@ -47,12 +47,11 @@ class Dtypes(NamedTuple):
 
 
 class Arena:
-    """Some parameters of one device and set of dtypes, their layout, and the flat buffers of this rank.
+    """Parameters of one device and dtype that are laid out together, and this rank's flat buffers for them.
 
-    A flat buffer of the whole layout has `layout.size` elements, `bucket(buffer, number)` is one bucket of it. A flat
-    shard has `layout.shard_size` elements, `shard(buffer, number)` is this rank's shard of one bucket of it. `owned`
-    says which elements of which parameters lie where in a flat shard, bucket by bucket; `parts` says the same with
-    neighbours merged.
+    A whole buffer has `layout.size` elements; `bucket(buffer, number)` is a bucket of it. A flat shard has
+    `layout.shard_size` elements; `shard(buffer, number)` is this rank's shard of a bucket. `owned` lists the pieces of
+    parameters in a flat shard, bucket by bucket; `parts` lists them with neighbours merged.
 
     `group_of` has the index of each parameter's parameter group. `outgoing` has, for each bucket, the shard of updated
     parameters that `ParameterSync` sends; an optimizer sets it.
@@ -67,11 +66,11 @@ class Arena:
         bucket_bytes: float | None,
         allocate: Callable[..., Tensor] = torch.zeros,
     ) -> None:
-        """A bucket of gradients has at most `bucket_bytes`; `allocate` makes buffers that are sent."""
+        """Lay parameters out; a bucket of gradients has at most `bucket_bytes`, and `allocate` makes sent buffers."""
         self.params = list(params)
         self.group_of = list(group_of)
         self.dtypes = dtypes
-        # What was asked for; and how many of the upper bytes of parameters travel, where not all do.
+        # The requested dtype, and the number of most significant bytes to send of each parameter; None for all.
         self.param_sync_dtype = dtypes.parameters
         self.sent_bytes: int | None = None
         if not dtypes.parameters.is_floating_point:
@@ -92,67 +91,67 @@ class Arena:
         sizes = [param.numel() for param in self.params]
         self.layout = Layout(sizes, groups.ranks, elements, max(1, ALIGNMENT // width))
         self.outgoing: list[Tensor] = []
-        # Gradients that wait to be sent, by parameter, laid out like it; with one process, that wait for the step.
+        # For each parameter a gradient, laid out like it, that has not been sent (one process: not used by a step).
         self.gradients: list[Tensor | None] = [None] * len(self.params)
-        # This rank's shards of the sum over all processes.
+        # This rank's flat shard of the sum over all processes.
         self.gradient_shard: Tensor | None = None
-        # Whole buffers, where parameters and gradients are views of such.
+        # Whole buffers, if gradients or parameters are views of one.
         self.gradient_buffer: FlatBuffer | None = None
         self.parameter_buffer: FlatBuffer | None = None
 
     @functools.cached_property
     def owned(self) -> tuple[Piece, ...]:
-        """The pieces of parameters that this rank owns, bucket by bucket."""
+        """Return the pieces of parameters that this rank owns, bucket by bucket."""
         return self.layout.owned_by(self.groups.rank)
 
     @functools.cached_property
     def parts(self) -> list[Piece]:
-        """What this rank owns, with neighbours merged: with one rank, every parameter that has elements, whole."""
+        """Return the pieces that this rank owns, with neighbours merged: whole parameters if there is one rank."""
         return merge_adjacent(self.owned)
 
     def new_shard(self, dtype: torch.dtype) -> Tensor:
-        """A flat shard of zeros."""
+        """Return a flat shard of zeros."""
         return torch.zeros(self.layout.shard_size, dtype=dtype, device=self.device)
 
     def new_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        """A whole buffer of zeros, with a view for each parameter."""
+        """Return a whole buffer of zeros, with a view for each parameter."""
         return FlatBuffer(self.params, self.layout.starts, self.layout.size, dtype, self.allocate)
 
     def shard(self, buffer: Tensor, bucket: int) -> Tensor:
-        """This rank's shard of a bucket, in a flat shard."""
+        """Return this rank's shard of a bucket, as a view of a flat shard."""
         start = self.layout.shard_starts[bucket]
         return buffer[start : start + self.layout.shard_sizes[bucket]]
 
     def bucket(self, buffer: Tensor, bucket: int) -> Tensor:
-        """A bucket of a whole buffer."""
+        """Return a bucket, as a view of a whole buffer."""
         start = self.layout.bucket_starts[bucket]
         return buffer[start : start + self.layout.bucket_sizes[bucket]]
 
     def shards(self, values: Tensor | FlatBuffer) -> list[Tensor]:
-        """This rank's shard of each bucket: in a flat shard, or in a whole buffer."""
+        """Return this rank's shard of each bucket, as views of a flat shard or of a whole buffer."""
         if isinstance(values, Tensor):
             return list(values.split(self.layout.shard_sizes))
         buckets = values.values.split(self.layout.bucket_sizes)
         return [bucket.view(self.groups.ranks, -1)[self.groups.rank] for bucket in buckets]
 
-    def copy_gradients(self, number: int, places: Sequence[Tensor]) -> list[Tensor]:
-        """Copies a bucket's gradients to their places; returns places that have no gradient and were not written."""
+    def copy_gradients(self, number: int, views: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the gradients of bucket `number` to views of its pieces; return the views without a gradient."""
         sources, filled, missing = [], [], []
-        for piece, place in zip(self.layout.pieces[number], places, strict=True):
+        for piece, view in zip(self.layout.pieces[number], views, strict=True):
             gradient = self.gradients[piece.param]
             if gradient is None:
-                missing.append(place)
+                missing.append(view)
             else:
                 whole = flat(gradient)
                 sources.append(whole if piece.size == len(whole) else whole[piece.start : piece.stop])
-                filled.append(place)
+                filled.append(view)
         if sources:
             torch._foreach_copy_(filled, sources)
         return missing
 
 
 class ParameterViews:
-    """Views of pieces of parameters, which are kept for as long as the parameters stay where they are."""
+    """1-D views of pieces of parameters, made again only if parameters get other memory."""
 
     def __init__(self, arena: Arena, pieces: Sequence[Piece]) -> None:
         self._members = [(arena.params[piece.param], slice(piece.start, piece.stop)) for piece in pieces]
@@ -160,7 +159,7 @@ class ParameterViews:
         self._views: list[Tensor] = []
 
     def __call__(self) -> list[Tensor]:
-        """A vector for each piece."""
+        """Return a 1-D view of each piece."""
         addresses = [param.data_ptr() for param, _ in self._members]
         if addresses != self._addresses:
             self._addresses = addresses
@@ -168,23 +167,16 @@ class ParameterViews:
         return self._views
 
 
-def laid_out_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """The tensor, or a copy of it with the strides of the parameter, so that their elements lie in the same order."""
-    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
-        return tensor
-    return torch.empty_like(param, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 def allocator(group: Any, device: torch.device, registered: bool) -> Callable[..., Tensor]:
-    """A function like `torch.zeros`, for buffers that this process group sends.
+    """Return a function like `torch.zeros` that allocates buffers for the collectives of a process group.
 
-    Where wanted and possible they are `registered` with NCCL, which then copies nothing.
+    If `registered`, and if NCCL can do it, buffers are registered with NCCL, which then sends them without a copy.
     """
     backend: Any = None if not registered or group is None or device.type != "cuda" else group._get_backend(device)
     try:
         allocate = backend.mem_allocator
         new_pool = torch.cuda.MemPool
-    except (AttributeError, RuntimeError) as error:  # another backend; PyTorch or NCCL without it
+    except (AttributeError, RuntimeError) as error:  # another backend, or PyTorch or NCCL is too old
         if registered:
             logger.info("nccl_ub: NCCL allocates no buffers on %s; they are allocated as usual: %s", device, error)
         return torch.zeros

@@ -1,4 +1,4 @@
-"""What both sharded optimizers have: parameter groups, the count of steps, hooks on gradients, checkpoints."""
+"""The base class of both sharded optimizers: layout of parameters, step count, gradient hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from ...._distributed.experts import refuse_experts
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
 from . import checkpoints
+from .arena import Arena
 from .checkpoints import StateSlice
 from .groups import Groups, broadcast_params
+from .parameters import ParameterSync
 
-# The hook of each parameter that has one.
+# The gradient hook of each parameter that has one.
 _hook_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -29,7 +31,7 @@ def _remove(hooks: list[Any]) -> None:
 
 
 class GradientHooks:
-    """Calls `method(owner, param)` when a backward pass has added to a gradient, for as long as the owner lives."""
+    """Hooks that call `method(owner, param)` when a backward pass has added to a gradient, while the owner lives."""
 
     def __init__(self, owner: Any, method: Callable[[Any, Tensor], None]) -> None:
         self._call = weak_method(owner, method)
@@ -38,7 +40,7 @@ class GradientHooks:
         weakref.finalize(owner, _remove, self._hooks)
 
     def register(self, params: Iterable[Tensor]) -> None:
-        """Hooks of these parameters, in place of those of other optimizers; frozen ones are passed over."""
+        """Hook the parameters that require gradients; remove the hooks that other optimizers have on them."""
         for param in params:
             if param.requires_grad and param not in self._registered:
                 if param in _hook_of:
@@ -49,23 +51,23 @@ class GradientHooks:
 
 
 class StepCount:
-    """`state["step"]`: an int, or, if `capturable`, an int32 tensor [1] on the device."""
+    """The number of steps, `state["step"]`: an int, or an int32 tensor [1] on the device if `capturable`."""
 
     def __init__(self, state: dict[Any, Any], device: torch.device, capturable: bool) -> None:
         self._state = state
         self._device = device
         self._capturable = capturable
-        # Steps that an overflow kept from happening, which the host has not heard of yet.
+        # Number of steps skipped for an overflow that the host has not read from the device yet.
         self._skipped: Tensor | None = None
         self.set(0)
 
     @property
     def count(self) -> Any:
-        """The count so far, skipped steps that the host has not heard of included."""
+        """Return the count, which still includes skipped steps that the host has not read."""
         return self._state["step"]
 
     def next(self, noop: Tensor | None) -> Any:
-        """Counts a step, unless `noop` is set: an int, or a float64 tensor."""
+        """Count a step unless `noop` is set; return the count as an int or a float64 tensor."""
         if self._capturable:
             count = self._state["step"]
             count += 1 if noop is None else (noop == 0).to(torch.int32).reshape(1)
@@ -82,36 +84,60 @@ class StepCount:
         return step
 
     def settle(self) -> int:
-        """The count, after taking skipped steps off it, which waits for the device."""
+        """Subtract skipped steps, which waits for the device, and return the count."""
         if self._skipped is not None:
             self._state["step"] -= int(self._skipped)
             self._skipped = None
         return int(self._state["step"])
 
     def set(self, count: int) -> None:
-        """Sets the count."""
+        """Set the count."""
         self._skipped = None
         if not self._capturable:
             self._state["step"] = int(count)
         elif "step" in self._state:
-            self._state["step"].fill_(int(count))  # a graph that was captured goes on reading it
+            self._state["step"].fill_(int(count))  # in place, because a captured graph reads this tensor
         else:
             self._state["step"] = torch.full((1,), int(count), dtype=torch.int32, device=self._device)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Base of `DistributedFusedAdam` and `DistributedFusedLAMB`."""
+    """Base of `DistributedFusedAdam` and `DistributedFusedLAMB`: optimizers whose state is sharded over processes.
+
+    A subclass sets `_groups`, `_gradients`, `_parameters` and `_steps`, then calls `_share_params`. It says when
+    parameters are laid out (`_add_arenas`), which state they have (`_new_state`), and takes their gradients
+    (`_gradient_arrived`).
+    """
 
     _groups: Groups
-    _states: Sequence[Any]
+    # The reducer of gradients: `GradientSync` or `LambReducer`.
+    _gradients: Any
+    _parameters: ParameterSync
     _steps: StepCount
-    # Whether the constructor is over, after which new groups take the parameters of the first process at once.
+    # The device of parameters and state.
+    device: torch.device
+    # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
-    # Whether settings were compared with those of other processes, in the first step.
+    # Whether the first step has compared this process's settings with the other processes'.
     _is_compared = False
 
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        # The state of each arena.
+        self._states: list[Any] = []
+        # For each parameter, the index of its arena and its index in the arena.
+        self._locations: dict[Tensor, tuple[int, int]] = {}
+        self._gradient_hooks = GradientHooks(self, type(self)._gradient_arrived)
+        super().__init__(params, defaults)
+        self.device = next(self.parameters()).device
+
+    def _share_params(self) -> None:
+        """Give all parameters the first process's values and register gradient hooks; ends the constructor."""
+        self._made = True
+        self._take_params_of_first(0)
+        self._gradient_hooks.register(self.parameters())
+
     def parameters(self) -> Iterator[Any]:
-        """All parameters, group by group."""
+        """Yield all parameters, group by group."""
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _checked(self, parameters: Iterable[Tensor] | None) -> set[Tensor] | None:
@@ -122,8 +148,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return chosen
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more parameter group, in all processes alike."""
-        if isinstance(param_group, dict):  # else PyTorch complains
+        """Add a parameter group; all processes must add the same one."""
+        if isinstance(param_group, dict):  # PyTorch raises for other types
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
@@ -138,11 +164,49 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except (RuntimeError, ValueError):
             self.param_groups.pop()
             raise
+        if self._made:
+            self._gradient_hooks.register(self.param_groups[-1]["params"])
 
     def _take_params_of_first(self, first: int) -> None:
-        """Gives the parameters of groups from `first` on the values of the first process."""
+        """Give the parameters of groups from index `first` on the values of the first process."""
         if not self._groups.is_one:
             broadcast_params(self.param_groups, first, self._groups.process_group, self._layout_options(first))
+
+    @torch.no_grad()
+    def _add_arenas(self, params: Iterable[Tensor], make_arena: Callable[[list[Tensor], list[int]], Arena]) -> None:
+        """Lay parameters out in one arena per dtype, and make their state.
+
+        `make_arena` gets the parameters of an arena and the indices of their parameter groups.
+        """
+        group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for param in params:
+            if param not in group_of:
+                raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
+            if param.device != self.device:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
+                    "parameters and state of a process are on one device"
+                )
+            by_dtype.setdefault(param.dtype, []).append(param)
+        for members in by_dtype.values():
+            arena = make_arena(members, [group_of[param] for param in members])
+            self._parameters.add(arena)
+            self._gradients.add(arena)
+            self._states.append(self._new_state(arena))
+            self._locations.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
+            self._arena_added(arena)
+
+    def _new_state(self, arena: Arena) -> Any:
+        """Return new state for the parameters of an arena."""
+        raise NotImplementedError
+
+    def _arena_added(self, arena: Arena) -> None:
+        """Do more for a new arena, whose state is `self._states[-1]`."""
+
+    def _gradient_arrived(self, param: Tensor) -> None:
+        """Take a gradient that a backward pass has added to."""
+        raise NotImplementedError
 
     def _compare_settings(self, grad_scaler: Any) -> None:
         """Raise in all processes, in a first step, if their learning rates, other options or loss scales differ.
@@ -159,31 +223,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_settings(settings, "settings of optimizers", self._groups.process_group, list(self.parameters()))
 
     def _layout_options(self, first: int) -> Any:
-        """Options that the layout of parameters depends on, for groups from `first` on."""
+        """Return the options that decide the layout of the parameters of groups from index `first` on."""
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Makes state that is missing, and finishes exchanges that are under way."""
+        """Make missing state and finish the exchanges that are under way."""
         raise NotImplementedError
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """The state for `torch.distributed.checkpoint`, of which each process saves and loads its own part.
+        """Return the state for `torch.distributed.checkpoint`: each process saves and loads its own part.
 
-        Tensors are views of the state where possible: save them before the next step, and after loading into them call
-        `load_sharded_state_dict`. The number of processes may be another then.
+        Tensors are views of the state if possible, so save them before the next step. After loading into them call
+        `load_sharded_state_dict`. The number of processes may differ between saving and loading.
         """
         self._settle()
         return checkpoints.sharded_tensors(self)
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what was loaded into what `sharded_state_dict` gave, parameters included."""
+        """Take over the values that were loaded into the tensors of `sharded_state_dict`, parameters included."""
         checkpoints.load_sharded(self, state_dict)
 
     def _own_state(self) -> tuple[list[StateSlice], int]:
-        """This process's part of the state, as slices of parameters' memory, and the count of steps."""
+        """Return this process's part of the state, as slices of parameters' memory, and the step count."""
         self._settle()
         return checkpoints.own_slices(self._states), int(self._steps.settle())
 
     def _load_own_state(self, slices: Sequence[StateSlice], groups: Sequence[dict[str, Any]], step: int) -> None:
-        """Takes values for what `_own_state` lists, options of the parameter groups, and the count of steps."""
+        """Load values for the slices of `_own_state`, options of the parameter groups, and the step count."""
         checkpoints.load_slices(self, slices, groups, step)

@@ -1,7 +1,7 @@
 """State dicts of sharded optimizers: whole tensors (format 2), shards of ranks (format 1), sharded tensors.
 
 Ranks may own other parts of a parameter when a state dict is loaded than when it was saved. So all formats are loaded
-as slices of parameters, of which each rank takes what it owns now.
+as slices of parameters, and each rank takes the elements that it owns now.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ...._distributed.collectives import all_gather
 from ...._failures import explained
-from ....ops.multi_tensor.flat import flat
+from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.packed_floats import join_remainders
-from .arena import Arena, laid_out_like
+from .arena import Arena
 from .layout import Piece, merge_adjacent, pick
 from .scaled_state import ScaledState
 from .state import PARAM, ArenaState
@@ -36,35 +36,32 @@ _GATHERING = "gathering the state of an optimizer"
 
 
 def _names(state: State) -> tuple[str, ...]:
-    """The names of everything that is saved of a parameter."""
+    """Return the names of all tensors that are saved for a parameter."""
     return PARAM, *state.names
 
 
 def _by_param(parts: Iterable[Piece]) -> dict[int, list[Piece]]:
-    """The parts of each parameter that has any."""
-    found: dict[int, list[Piece]] = {}
+    """Return the parts of each parameter, by its index."""
+    by_param: dict[int, list[Piece]] = {}
     for part in parts:
-        found.setdefault(part.param, []).append(part)
-    return found
-
-
-# State to and from tensors of parameters ------------------------------------------------------------------------------
+        by_param.setdefault(part.param, []).append(part)
+    return by_param
 
 
 @torch.no_grad()
 def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor]]:
-    """The whole state of every parameter in the host's memory, by name; nothing where it is not to be kept.
+    """Return the whole state of every parameter in host memory, by name; an empty dict unless `keep`.
 
     All processes must call it.
     """
-    found: dict[Tensor, dict[str, Tensor]] = {}
+    gathered: dict[Tensor, dict[str, Tensor]] = {}
     for state in states:
         arena = state.arena
         for name in _names(state):
             values = state.read(name)
             if keep:
                 for param in arena.params:
-                    found.setdefault(param, {})[name] = torch.empty_like(param, dtype=values.dtype, device="cpu")
+                    gathered.setdefault(param, {})[name] = torch.empty_like(param, dtype=values.dtype, device="cpu")
             for number, pieces in enumerate(arena.layout.pieces):
                 bucket = arena.shard(values, number)
                 if arena.groups.ranks > 1:
@@ -72,13 +69,13 @@ def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor
                     all_gather(whole, bucket, arena.groups.distributed, _GATHERING).wait()
                     bucket = whole
                 for piece in pieces if keep else ():
-                    target = flat(found[arena.params[piece.param]][name])
+                    target = flat(gathered[arena.params[piece.param]][name])
                     target[piece.start : piece.stop] = bucket[piece.offset : piece.offset + piece.size]
-    return found
+    return gathered
 
 
 def own_slices(states: Sequence[State]) -> list[StateSlice]:
-    """What this rank owns of every parameter's state; what can be is a view of the state itself."""
+    """Return this rank's part of every parameter's state, as views of the state if possible."""
     return [
         (state.arena.params[part.param], name, part.start, values)
         for state in states
@@ -89,26 +86,27 @@ def own_slices(states: Sequence[State]) -> list[StateSlice]:
 
 @torch.no_grad()
 def write_slices(states: Sequence[State], slices: Iterable[StateSlice], optional: Sequence[str] = ()) -> None:
-    """Gives states what this rank owns of the slices; raises, before anything changes, where elements are missing.
+    """Write the elements of the slices that this rank owns to the states.
 
-    State whose name is `optional` may be missing as a whole.
+    Raise an error, before anything changes, if elements are missing. State whose name is `optional` may be missing as a
+    whole.
     """
-    places = {
+    locations = {
         param: (number, index) for number, state in enumerate(states) for index, param in enumerate(state.arena.params)
     }
     parts = [_by_param(state.arena.parts) for state in states]
-    found: dict[tuple[int, str], Tensor] = {}
+    loaded: dict[tuple[int, str], Tensor] = {}
     sizes: Counter[tuple[int, str]] = Counter()
     for param, name, start, saved in slices:
-        number, index = places[param]
+        number, index = locations[param]
         key = number, name
-        if key not in found:
-            found[key] = torch.zeros_like(states[number].read(name))
+        if key not in loaded:
+            loaded[key] = torch.zeros_like(states[number].read(name))
         for part in parts[number].get(index, ()):
             begin, end = max(part.start, start), min(part.stop, start + len(saved))
             if begin < end:
                 at = part.flat + begin - part.start
-                found[key][at : at + end - begin].copy_(saved[begin - start : end - start])
+                loaded[key][at : at + end - begin].copy_(saved[begin - start : end - start])
                 sizes[key] += end - begin
     for number, state in enumerate(states):
         wanted = sum(part.size for part in state.arena.parts)
@@ -120,19 +118,19 @@ def write_slices(states: Sequence[State], slices: Iterable[StateSlice], optional
                     f"{state.arena.groups.rank} of {state.arena.groups.ranks} needs: it lacks parameters, or is "
                     "that of one rank among others"
                 )
-    for (number, name), values in found.items():
+    for (number, name), values in loaded.items():
         states[number].write(name, values)
 
 
 @contextlib.contextmanager
 def edited(states: Sequence[State]) -> Iterator[dict[Tensor, dict[str, Tensor]]]:
-    """The whole state of every parameter in the host's memory, by name; what is changed there is put in place.
+    """Yield the whole state of every parameter in host memory, by name, and write the changed values back.
 
-    All processes must enter it, and change the same.
+    All processes must enter the context and make the same changes.
     """
-    found = gather(states, keep=True)
-    yield found
-    slices = ((param, name, 0, flat(value)) for param, named in found.items() for name, value in named.items())
+    gathered = gather(states, keep=True)
+    yield gathered
+    slices = ((param, name, 0, flat(value)) for param, named in gathered.items() for name, value in named.items())
     write_slices(states, slices)
 
 
@@ -143,7 +141,7 @@ def load_slices(
     step: int,
     optional: Sequence[str] = (),
 ) -> None:
-    """Loads state, options of the parameter groups and the count of steps; parameters get their loaded values."""
+    """Load state, options of the parameter groups and the step count; parameters get their loaded values."""
     write_slices(optimizer._states, slices, optional)
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         for name, value in options.items():
@@ -158,56 +156,53 @@ def load_slices(
     optimizer.param_sync()
 
 
-# Parameter groups -----------------------------------------------------------------------------------------------------
-
-
 def _keys(optimizer: Any) -> dict[Tensor, int]:
     return {param: index for index, param in enumerate(optimizer.parameters())}
 
 
 def _packed_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """The parameter groups, with numbers in the place of parameters."""
-    found, first = [], 0
+    """Return the parameter groups, with indices instead of parameters."""
+    packed, first = [], 0
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         plain = {name: value.item() if isinstance(value, Tensor) else value for name, value in options.items()}
-        found.append({**plain, "params": list(range(first, first + len(group["params"])))})
+        packed.append({**plain, "params": list(range(first, first + len(group["params"])))})
         first += len(group["params"])
-    return found
+    return packed
 
 
 def _check_groups(optimizer: Any, saved: Sequence[dict[str, Any]]) -> None:
-    """Raises unless there are as many parameters as were saved."""
+    """Raise an error if the groups do not have as many parameters as the saved ones."""
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the state dict has groups of {sizes[1]} parameters, the optimizer of {sizes[0]}")
 
 
-# Formats 1 and 2 ------------------------------------------------------------------------------------------------------
-
-
 def whole_tensors(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
-    """Format 2: whole tensors of every parameter; None where they are not wanted."""
+    """Return format 2, whole tensors of every parameter; with `on_root`, None in all but the first process."""
     keeps = not on_root or dist.get_rank() == optimizer.process_group_root
-    found = gather(optimizer._states, keeps)
+    gathered = gather(optimizer._states, keeps)
     if not keeps:
         return None
     keys = _keys(optimizer)
     state: dict[Any, Any] = {"step": optimizer._steps.settle()}
-    state.update({keys[param]: found[param] for param in keys if param in found})
+    state.update({keys[param]: gathered[param] for param in keys if param in gathered})
     return {"state": state, "param_groups": _packed_groups(optimizer), "format": 2}
 
 
 def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
-    """Format 1: the state of this rank in buckets; or that of all, as bytes, on the first one, None elsewhere."""
+    """Return format 1: this rank's state in buckets.
+
+    With `on_root`, return the pickled states of all ranks in the first process, and None in the others.
+    """
     numbers, keys = optimizer._numbers(), _keys(optimizer)
     state: dict[Any, Any] = {"buckets": [], "step": optimizer._steps.settle()}
-    for each in optimizer._states:
-        shards = each.shards()
-        shards.update({f"{name}_shard": each.read(name) for name in each.names})
+    for arena_state in optimizer._states:
+        shards = arena_state.shards()
+        shards.update({f"{name}_shard": arena_state.read(name) for name in arena_state.names})
         if "param_remainders_shard" not in shards:
-            shards["params_shard"] = each.read(PARAM)
-        for bucket in optimizer._buckets_of(each.arena, shards, numbers, len(state["buckets"])):
+            shards["params_shard"] = arena_state.read(PARAM)
+        for bucket in optimizer._buckets_of(arena_state.arena, shards, numbers, len(state["buckets"])):
             state["buckets"].append(bucket)
             for fragment in bucket.fragments:
                 key = keys[optimizer.parameter(fragment)]
@@ -218,28 +213,29 @@ def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
     for bucket in state["buckets"]:
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor):
-                setattr(bucket, name, value.cpu().clone())  # a view would be saved with all that it is a view of
+                setattr(bucket, name, value.cpu().clone())  # a view would be saved with its whole storage
     stream = io.BytesIO()
     torch.save(local, stream)
     groups = optimizer._groups
-    found: list[Any] | None = [stream.getvalue()]
+    pickles: list[Any] | None = [stream.getvalue()]
     if groups.ranks > 1:
-        found = [None] * groups.ranks if groups.rank == 0 else None
+        pickles = [None] * groups.ranks if groups.rank == 0 else None
         with explained(_GATHERING):
             first = dist.get_global_rank(groups.distributed, 0)
-            dist.gather_object(stream.getvalue(), found, dst=first, group=groups.distributed)
-    if found is None or (not groups.is_one and dist.get_rank() != groups.root):
+            dist.gather_object(stream.getvalue(), pickles, dst=first, group=groups.distributed)
+    if pickles is None or (not groups.is_one and dist.get_rank() != groups.root):
         return None
-    return {"gathered_states": [torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in found], "format": 1}
+    states = [torch.frombuffer(bytearray(pickled), dtype=torch.uint8) for pickled in pickles]
+    return {"gathered_states": states, "format": 1}
 
 
 def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:
-    """The state of a rank out of its bytes, in which nothing is run.
+    """Unpickle the state of a rank from bytes without running code in them.
 
-    Buckets and fragments in it are objects of classes inside a class: pickles name these as attributes of that class.
+    A pickle names the classes of buckets and fragments, which are nested in a class, as attributes of that class.
     """
-    parts = {each.__name__: each for each in (optimizer.StateBucket, optimizer.ParameterFragment)}
-    owners = {each.__qualname__.rpartition(".")[0]: each.__module__ for each in parts.values()}
+    parts = {part.__name__: part for part in (optimizer.StateBucket, optimizer.ParameterFragment)}
+    owners = {part.__qualname__.rpartition(".")[0]: part.__module__ for part in parts.values()}
 
     def part_of(_: Any, name: str) -> type:
         if name not in parts:
@@ -256,14 +252,14 @@ def _unpacked(optimizer: Any, packed: Tensor) -> dict[str, Any]:
 
 
 def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict of either format; nothing changes if it does not fit."""
+    """Load a state dict of either format; nothing changes if it does not fit."""
     ranks = [state_dict]
     if "gathered_states" in state_dict:
-        ranks = [_unpacked(optimizer, each) for each in state_dict["gathered_states"]]
-    for each in ranks:
-        _check_groups(optimizer, each["param_groups"])
+        ranks = [_unpacked(optimizer, packed) for packed in state_dict["gathered_states"]]
+    for saved in ranks:
+        _check_groups(optimizer, saved["param_groups"])
     slices = chain.from_iterable(
-        (_bucket_slices if "buckets" in each["state"] else _whole_slices)(optimizer, each) for each in ranks
+        (_bucket_slices if "buckets" in saved["state"] else _whole_slices)(optimizer, saved) for saved in ranks
     )
     load_slices(optimizer, slices, ranks[0]["param_groups"], _steps_of(ranks[0]), optional=(PARAM,))
 
@@ -271,14 +267,14 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
     indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for param, index in zip(optimizer.parameters(), indices, strict=True):
-        for name, value in saved["state"].get(index, {}).items() if param in optimizer._places else ():
+        for name, value in saved["state"].get(index, {}).items() if param in optimizer._locations else ():
             if name == "step":
                 continue
             if value.shape != param.shape:
                 raise ValueError(
                     f"the state of a parameter of shape {tuple(param.shape)} has shape {tuple(value.shape)}"
                 )
-            yield param, name, 0, flat(laid_out_like(value, param))
+            yield param, name, 0, flat(with_strides_of(param, value))
 
 
 def _bucket_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
@@ -300,38 +296,35 @@ def _bucket_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice
 
 
 def _steps_of(state_dict: dict[str, Any]) -> int:
-    """The count of steps: the optimizer's, or that of the groups or parameters of another optimizer."""
+    """Return the step count; other optimizers save it in their parameter groups or with their parameters."""
     state = state_dict["state"]
     if "step" in state:
         return int(state["step"])
     counts = [group["step"] for group in state_dict["param_groups"] if "step" in group]
-    counts += [each["step"] for each in state.values() if isinstance(each, dict) and "step" in each]
+    counts += [saved["step"] for saved in state.values() if isinstance(saved, dict) and "step" in saved]
     return max(map(int, counts), default=0)
 
 
-# For torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-
 def sharded_tensors(optimizer: Any) -> dict[str, Any]:
-    """The state of every parameter, by its number, as vectors of which each rank has the slices that it owns.
+    """Return the state of every parameter, by its index, as 1-D sharded tensors: each rank has the slices it owns.
 
-    Elements are in the order of the parameter's memory; what can be is a view of the state itself.
+    Elements are in the order of the parameter's memory. Shards are views of the state if possible.
     """
     keys = _keys(optimizer)
     state: dict[str, dict[str, Any]] = {}
-    for each in optimizer._states:
-        arena = each.arena
+    for arena_state in optimizer._states:
+        arena = arena_state.arena
         everywhere = [_by_param(merge_adjacent(arena.layout.owned_by(rank))) for rank in range(arena.groups.ranks)]
-        for name in _names(each):
-            values = each.read(name)
+        for name in _names(arena_state):
+            values = arena_state.read(name)
             for index, param in enumerate(arena.params):
                 of_param = [parts.get(index, []) for parts in everywhere]
                 state.setdefault(str(keys[param]), {})[name] = _sharded_tensor(arena, index, of_param, values)
     return {
         "state": state,
         "step": optimizer._steps.settle(),
-        # Tuples, which torch.distributed.checkpoint takes as one value each. It takes lists apart in another way where
-        # a rank has no part of some tensor, and does not find them then.
+        # Tuples, because torch.distributed.checkpoint saves a tuple as one value. It splits lists, but
+        # differently on a rank that has no part of some tensor, which then finds nothing to load.
         "param_groups": tuple(_packed_groups(optimizer)),
         "strides": tuple(param.stride() for param in optimizer.parameters()),
     }
@@ -360,7 +353,7 @@ def _sharded_tensor(arena: Arena, index: int, parts: Sequence[Sequence[Piece]], 
 
 
 def load_sharded(optimizer: Any, saved: dict[str, Any]) -> None:
-    """Takes the state from the dict of `sharded_tensors`, after a checkpoint was loaded into it."""
+    """Load the state from the dict of `sharded_tensors`, after a checkpoint was loaded into it."""
     _check_groups(optimizer, saved["param_groups"])
     for index, (param, strides) in enumerate(zip(optimizer.parameters(), saved["strides"], strict=True)):
         if param.stride() != tuple(strides):

@@ -1,12 +1,12 @@
-"""From gradients of parameters to sums over all processes, bucket by bucket, while backward passes go on.
+"""Reduction of gradients over all processes, bucket by bucket, while backward passes go on.
 
-A round sends every bucket of every arena once, in the same order in all processes, whatever their backward passes
-produced: the order of the layout at first, then that in which the first round's buckets became complete. A backward
-pass is a round: at its end buckets that lack gradients are sent with zeros in their place. Nothing waits for other
-processes before that: they may have got less far, and wait for this one in a collective of their own. Sums of several
-rounds add up. Gradients that are added to before they are sent add up in the dtype that they travel in.
+A round sends every bucket of every arena once, in the same order in all processes: in the first round the order of the
+layout, later the order in which the first round completed them. A backward pass is a round. At its end, buckets that
+lack gradients are sent with zeros instead. A process does not wait for others before that, because another process may
+still be in a collective of its own that waits for this one. Sums of several rounds are added. Gradients that are
+accumulated before they are sent are added in the dtype of `grad_sync_dtype`.
 
-With one process nothing is sent and nothing copied: the gradients themselves are what `local` returns.
+With one process nothing is sent or copied: `local` returns the gradients themselves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from ...._distributed.collectives import Done, Work, all_reduce, reduce_scatter, reduce_scatter_all_reduce
 from ...._distributed.reducer import BucketReducer, Sent
 from ....ops._host import on_host
-from ....ops.multi_tensor.flat import flat
-from .arena import Arena, laid_out_like
+from ....ops.multi_tensor.flat import flat, with_strides_of
+from .arena import Arena
 from .groups import Groups
 from .layout import Piece, pick
 
@@ -30,14 +30,14 @@ _dtype = operator.attrgetter("dtype")
 _grad_of = operator.attrgetter("grad")
 
 
-# What is said where other processes do not answer.
+# Names the collective in the error for processes that do not answer.
 _ADDING = "adding up a bucket of gradients"
 
 
 class ShardReducer(BucketReducer):
-    """Sums, or with `average` means, over all processes of `groups`, of which each rank gets its shards.
+    """A reducer of gradients: each rank gets its shards of the sum, or with `average` of the mean, over all processes.
 
-    What both optimizers do; they differ in when they take gradients and send buckets.
+    Base of both optimizers' reducers, which differ in when they take gradients and send buckets.
     """
 
     def __init__(self, groups: Groups, average: bool) -> None:
@@ -45,39 +45,48 @@ class ShardReducer(BucketReducer):
         super().__init__()
         self.groups = groups
         self.average = average
-        # Of each bucket the number of its arena, and its own there.
+        # For each bucket the index of its arena, and its index in the arena.
         self._buckets: list[tuple[int, int]] = []
-        # The first bucket of each arena.
+        # The index of the first bucket of each arena.
         self._first: list[int] = []
-        # Whether every process gets whole buckets: there is nobody to divide them with, or an option says so.
+        # Whether every process gets whole buckets: because it is the only rank, or because of an option.
         self._gets_all = groups.ranks == 1
+        # Whether all processes have agreed on the order of sending buckets.
+        self._has_order = False
         self._stream: Any = None
 
-    def _add(self, arena: Arena) -> None:
-        """Adds an arena; a new round sends buckets in the order of the layouts."""
+    def add(self, arena: Arena) -> None:
+        """Add an arena, between two rounds and in all processes; buckets are sent in the order of the layouts."""
+        self.finish()
+        self._has_order = False
         self._first.append(len(self._buckets))
         self._buckets += [(len(self.arenas), number) for number in range(len(arena.layout.bucket_sizes))]
         self.arenas.append(arena)
         self._set_buckets({piece.param for piece in pieces} for arena in self.arenas for pieces in arena.layout.pieces)
 
+    def _agree(self) -> None:
+        """Agree with all processes to send buckets in the order in which this round completed them."""
+        self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
+        self._has_order = True
+
     def make_buffer(self, arena: Arena) -> None:
-        """Gives an arena a buffer for all its gradients."""
+        """Give an arena a buffer for all its gradients."""
         if arena.gradient_buffer is None:
             arena.gradient_buffer = arena.new_buffer(arena.dtypes.gradients)
 
     def shards(self, arena: Arena) -> Tensor:
-        """This rank's flat shard of the sums, after the end of a round; with more than one process."""
+        """Return this rank's flat shard of the sums after a round; only with more than one process."""
         if arena.gradient_shard is None:
             arena.gradient_shard = arena.new_shard(arena.dtypes.gradients)
         return arena.gradient_shard
 
-    def _buckets_of(self, place: int, index: int) -> list[int]:
-        """The buckets of a parameter, given by the number of its arena and its own in it."""
-        first = self._first[place]
-        return [first + number for number in self.arenas[place].layout.buckets_of[index]]
+    def _buckets_of(self, arena_index: int, index: int) -> list[int]:
+        """Return the buckets of parameter number `index` of an arena."""
+        first = self._first[arena_index]
+        return [first + number for number in self.arenas[arena_index].layout.buckets_of[index]]
 
     def _reduce(self, bucket: int, values: Tensor, shard: Tensor, factor: Tensor | None = None) -> Work:
-        """Starts the sum of a bucket's values, times each process's `factor`, of which `shard` becomes a part."""
+        """Start the reduction of a bucket's values, times this process's `factor`; `shard` receives the result."""
         scatter = self.groups.scatter[bucket % len(self.groups.scatter)]
         reduce = self.groups.reduce[bucket % len(self.groups.reduce)]
         if self._gets_all:
@@ -92,10 +101,10 @@ class ShardReducer(BucketReducer):
 
 
 class GradientSync(ShardReducer):
-    """The gradients of some arenas.
+    """The reducer of DistributedFusedAdam, which takes gradients away from parameters.
 
-    A bucket that is under way takes its whole size in memory, unless `contiguous`: then gradients are views of a buffer
-    that stays. When a round is ended `in_flight` buckets at most are under way at a time.
+    A bucket is allocated while it is being reduced. With `contiguous`, gradients are views of one lasting buffer
+    instead. At the end of a round at most `in_flight` buckets are being reduced at a time.
     """
 
     def __init__(self, groups: Groups, *, average: bool = True, in_flight: int = 2, contiguous: bool = False) -> None:
@@ -104,28 +113,21 @@ class GradientSync(ShardReducer):
         self.contiguous = contiguous
         # Whether a round has been completed since gradients were cleared, and nothing arrived after it.
         self.is_complete = False
-        # Grows whenever gradients change.
+        # Incremented whenever gradients change.
         self.version = 0
-        # How many rounds have ended.
+        # The number of rounds that have ended.
         self.rounds = 0
-        # Whether all processes have agreed on the order in which buckets are sent.
-        self._has_order = False
-        # Buckets that have been sent, and gradients that are sums made here: these may be added to in place.
+        # Buckets that hold sums of earlier rounds; gradients, as (arena index, index), that may be added to in place.
         self._filled: set[int] = set()
         self._own: set[tuple[int, int]] = set()
 
-    # Arenas and buffers -----------------------------------------------------------------------------------------------
-
     def add(self, arena: Arena) -> None:
-        """Adds an arena; called between two rounds, in all processes."""
-        self.finish()
-        self._has_order = False
-        self._add(arena)
+        super().add(arena)
         if self.contiguous:
             self.make_buffer(arena)
 
     def clear(self) -> None:
-        """Forgets all gradients."""
+        """Drop all gradients."""
         self.finish()
         for arena in self.arenas:
             arena.gradients = [None] * len(arena.params)
@@ -137,27 +139,25 @@ class GradientSync(ShardReducer):
         self.version += 1
         self._start_round()
 
-    # Gradients arrive -------------------------------------------------------------------------------------------------
-
-    # Without no_grad, which takes longer than all of it: nothing here requires gradients.
-    def take(self, place: int, index: int) -> None:
-        """Takes the gradient away from a parameter of arena number `place`; it has none afterwards."""
-        arena = self.arenas[place]
+    # Without no_grad, which takes longer than the function: no tensor here requires gradients.
+    def take(self, arena_index: int, index: int) -> None:
+        """Take the gradient away from parameter number `index` of an arena; `param.grad` becomes None."""
+        arena = self.arenas[arena_index]
         param = arena.params[index]
         gradient = param.grad
         if gradient is None:
             return
         check_dense(gradient)
         if not arena.layout.sizes[index]:
-            param.grad = None  # nothing that another round would be for
+            param.grad = None  # a gradient without elements starts no round
             return
-        buckets = () if self.groups.is_one else self._buckets_of(place, index)
+        buckets = () if self.groups.is_one else self._buckets_of(arena_index, index)
         if not self._sent.isdisjoint(buckets):
-            self._end_round()  # a part of it, or all, is gone: this belongs to the next round
+            self._end_round()  # the bucket has been sent, so this gradient belongs to the next round
         param.grad = None
         self.is_complete = False
         self.version += 1
-        gradient = laid_out_like(gradient.detach() if gradient.requires_grad else gradient, param)
+        gradient = with_strides_of(param, gradient.detach() if gradient.requires_grad else gradient)
         if arena.gradient_buffer is not None:
             while any(sent.bucket in buckets for sent in self._under_way):
                 self._finish_first()
@@ -169,35 +169,33 @@ class GradientSync(ShardReducer):
         before = arena.gradients[index]
         if before is None:
             arena.gradients[index] = gradient
-        elif (place, index) in self._own:
+        elif (arena_index, index) in self._own:
             before.add_(gradient)
         else:
             arena.gradients[index] = before.to(arena.dtypes.gradients, copy=True).add_(gradient)
-            self._own.add((place, index))
+            self._own.add((arena_index, index))
 
     def take_all(self) -> None:
-        """Takes every gradient that there is."""
-        for place, arena in enumerate(self.arenas):
+        """Take the gradients of all parameters that have one."""
+        for arena_index, arena in enumerate(self.arenas):
             for index, gradient in enumerate(map(_grad_of, arena.params)):
                 if gradient is not None:
-                    self.take(place, index)
+                    self.take(arena_index, index)
 
-    def arrived(self, place: int, index: int) -> None:
+    def arrived(self, arena_index: int, index: int) -> None:
         """Take the gradient that a backward pass has finished with, and send buckets that are complete."""
-        self.take(place, index)
-        self.announce(place, index)
+        self.take(arena_index, index)
+        self.announce(arena_index, index)
 
-    def announce(self, place: int, index: int) -> None:
-        """Count the gradient of a parameter of arena number `place` as complete, and send buckets that are complete."""
-        if self.groups.is_one or not self.arenas[place].layout.sizes[index]:
+    def announce(self, arena_index: int, index: int) -> None:
+        """Count the gradient of a parameter as complete, and send buckets that are complete."""
+        if self.groups.is_one or not self.arenas[arena_index].layout.sizes[index]:
             return
         self.has_begun = True
-        self._note(index, self._buckets_of(place, index))
+        self._note(index, self._buckets_of(arena_index, index))
         self.flush_ready()
         if self._all_sent:
             self.end_round()
-
-    # Rounds -----------------------------------------------------------------------------------------------------------
 
     def _start_round(self) -> None:
         super()._start_round()
@@ -205,23 +203,22 @@ class GradientSync(ShardReducer):
         self.has_begun = False
 
     def end_round(self) -> None:
-        """Takes every gradient that there is, and sends what has not been sent; all processes must."""
+        """Take all gradients and send the remaining buckets; all processes must call it."""
         self.take_all()
         self._end_round()
 
     def _end_round(self) -> None:
-        """Ends a round, with zeros for what is missing."""
+        """Send the remaining buckets, with zeros for missing gradients, and begin the next round."""
         self._send_rest(self.in_flight)
         if not self._has_order:
             self.finish()
-            self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
-            self._has_order = True
+            self._agree()
         self._start_round()
         self.is_complete = True
         self.rounds += 1
 
     def synchronize(self) -> None:
-        """Sends what there is unless all has been, and waits."""
+        """Send all gradients that have not been sent, and wait for all buckets."""
         self.take_all()
         if not self.is_complete and not self.groups.is_one:
             self._end_round()
@@ -229,138 +226,137 @@ class GradientSync(ShardReducer):
 
     @torch.no_grad()
     def _start(self, bucket: int) -> Sent:
-        place, number = self._buckets[bucket]
-        arena = self.arenas[place]
+        arena_index, number = self._buckets[bucket]
+        arena = self.arenas[arena_index]
         while self._under_way and self._is_done(self._under_way[0]):
             self._finish_first()
         if arena.gradient_buffer is not None:
-            # What the last round sent is in the buffer until it has arrived.
+            # The collective of the last round still reads the buffer.
             while any(sent.bucket == bucket for sent in self._under_way):
                 self._finish_first()
         values = self._filled_bucket(arena, number)
-        self._forget_gradients(place, number)
+        self._drop_sent_gradients(arena_index, number)
         shard = arena.shard(self.shards(arena), number)
-        # Sums of further rounds are added to those that are there.
+        # The sums of a later round are received apart, and then added to the earlier sums.
         result = torch.empty_like(shard) if bucket in self._filled else shard
         self._filled.add(bucket)
         return Sent(bucket, self._reduce(bucket, values, result), values, result)
 
     def _filled_bucket(self, arena: Arena, number: int) -> Tensor:
-        """A bucket with the gradients that there are, and zeros elsewhere."""
+        """Return a bucket with the gradients that have arrived, and zeros elsewhere."""
         if arena.gradient_buffer is None:
             values = torch.zeros(arena.layout.bucket_sizes[number], dtype=arena.dtypes.gradients, device=arena.device)
             arena.copy_gradients(number, arena.layout.cut(values, number))
             return values
         views = arena.gradient_buffer.views
         for piece in arena.layout.pieces[number]:
-            # A backward pass that is not over would add to what is under way.
+            # Otherwise the running backward pass could add to memory that a collective reads.
             gradient = arena.params[piece.param].grad
             if gradient is not None and gradient.data_ptr() == views[piece.param].data_ptr():
                 arena.params[piece.param].grad = None
         return arena.bucket(arena.gradient_buffer.values, number)
 
-    def _forget_gradients(self, place: int, number: int) -> None:
-        """Forgets gradients of a bucket of which no part is left to be sent."""
-        arena = self.arenas[place]
+    def _drop_sent_gradients(self, arena_index: int, number: int) -> None:
+        """Drop the gradients of a bucket whose other buckets have been sent too."""
+        arena = self.arenas[arena_index]
         for piece in arena.layout.pieces[number]:
-            if self._sent.issuperset(self._buckets_of(place, piece.param)):
+            if self._sent.issuperset(self._buckets_of(arena_index, piece.param)):
                 arena.gradients[piece.param] = None
-                self._own.discard((place, piece.param))
+                self._own.discard((arena_index, piece.param))
 
     def _is_done(self, sent: Sent) -> bool:
-        """Whether a bucket has arrived; a device is not asked while its work is recorded into a graph."""
-        asks = on_host(self.arenas[0].params[0]) or not torch.cuda.is_current_stream_capturing()
-        return asks and sent.work.is_completed()
+        """Return whether a bucket has arrived; False during graph capture, which forbids querying the device."""
+        may_query = on_host(self.arenas[0].params[0]) or not torch.cuda.is_current_stream_capturing()
+        return may_query and sent.work.is_completed()
 
     @torch.no_grad()
     def _receive(self, sent: Sent) -> None:
         assert sent.values is not None
         assert sent.result is not None
-        place, number = self._buckets[sent.bucket]
-        arena = self.arenas[place]
+        arena_index, number = self._buckets[sent.bucket]
+        arena = self.arenas[arena_index]
         shard = arena.shard(self.shards(arena), number)
         if sent.result.data_ptr() != shard.data_ptr():
             shard.add_(sent.result)
         if arena.gradient_buffer is not None:
-            sent.values.zero_()  # further rounds add to it
+            sent.values.zero_()  # later gradients are added to the buffer
 
     @torch.no_grad()
     def multiply(self, factor: Tensor, drop: Tensor | None) -> None:
-        """Multiplies all gradients that there are, sent or not; between two rounds.
+        """Multiply all gradients, sent or not, by `factor`, float32 [1]; between two rounds.
 
-        `factor` is float32 [1]. Where `drop`, float32 [1], is not 0 they become zeros, even those that are not finite.
+        If `drop`, float32 [1], is not 0, gradients become zeros, even non-finite ones.
         """
         self.finish()
         self.version += 1
-        for place, arena in enumerate(self.arenas):
+        for arena_index, arena in enumerate(self.arenas):
             if self._filled:
                 self.shards(arena).copy_(_multiplied(self.shards(arena), factor, drop))
             if arena.gradient_buffer is not None:
-                self._take_outside(place, arena.gradient_buffer.views)
+                self._take_outside(arena_index, arena.gradient_buffer.views)
                 values = arena.gradient_buffer.values
                 values.copy_(_multiplied(values, factor, drop))
                 continue
             for index in range(len(arena.params)):
-                self.take(place, index)
+                self.take(arena_index, index)
                 gradient = arena.gradients[index]
                 if gradient is not None:
-                    # In the dtype of sums: half precision could not hold another scale.
+                    # In the dtype of the sums, because half precision might not hold the product.
                     arena.gradients[index] = _multiplied(gradient.to(arena.dtypes.gradients), factor, drop)
-                    self._own.add((place, index))
+                    self._own.add((arena_index, index))
 
-    def _take_outside(self, place: int, views: Sequence[Tensor]) -> None:
-        """Takes gradients that lie outside the buffer; views of the buffer stay, since backward passes add to them."""
-        arena = self.arenas[place]
+    def _take_outside(self, arena_index: int, views: Sequence[Tensor]) -> None:
+        """Take gradients that lie outside of the buffer; backward passes go on adding to its views."""
+        arena = self.arenas[arena_index]
         for index, view in enumerate(views):
             gradient = arena.params[index].grad
             if gradient is not None and gradient.data_ptr() != view.data_ptr():
-                self.take(place, index)
+                self.take(arena_index, index)
 
     @torch.no_grad()
     def tensors(self) -> list[Tensor]:
-        """All gradients that there are, sent or not, in no order."""
+        """Return all gradients, sent or not, in no particular order."""
         self.finish()
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for arena in self.arenas:
             if self._filled:
-                found.append(self.shards(arena))
+                tensors.append(self.shards(arena))
             if arena.gradient_buffer is not None:
-                found.append(arena.gradient_buffer.values)
-            found.extend(
+                tensors.append(arena.gradient_buffer.values)
+            tensors.extend(
                 gradient for gradient in (*arena.gradients, *map(_grad_of, arena.params)) if gradient is not None
             )
-        return found
-
-    # What the optimizer reads -----------------------------------------------------------------------------------------
+        return tensors
 
     def local(self, arena: Arena) -> list[Tensor]:
-        """The gradients of `arena.parts` as vectors, after `synchronize`."""
+        """Return the gradients of `arena.parts` as 1-D tensors, after `synchronize`."""
         return list(map(flat, self.of_units(arena, arena.parts)))
 
     def stay_in_place(self, arena: Arena) -> bool:
-        """Whether `of_units` gives the same tensors every time."""
+        """Return whether `of_units` returns the same tensors at every step."""
         return not self.groups.is_one or arena.gradient_buffer is not None
 
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
-        """The gradients of stretches of this rank's flat shard; those of one process laid out like their parameters.
+        """Return the gradients of `units`, which are pieces of this rank's flat shard.
 
-        All of one dtype: their own, or, where they have several, that in which they would travel.
+        With one process they are laid out like their parameters. All have one dtype: `grad_sync_dtype` if gradients
+        of several dtypes would have to be returned.
         """
         if not self.groups.is_one:
             return pick(self.shards(arena), units)
         if arena.gradient_buffer is not None:
             return pick(arena.gradient_buffer.values, units)
-        given = [arena.gradients[unit.param] for unit in units]
-        present = [gradient for gradient in given if gradient is not None]
+        gradients = [arena.gradients[unit.param] for unit in units]
+        present = [gradient for gradient in gradients if gradient is not None]
         dtypes = set(map(_dtype, present))
-        if len(present) == len(given) and len(dtypes) == 1:
+        if len(present) == len(gradients) and len(dtypes) == 1:
             return present
         dtype = dtypes.pop() if len(dtypes) == 1 else arena.dtypes.gradients
-        missing = [unit.size for unit, gradient in zip(units, given, strict=True) if gradient is None]
-        zeros = torch.zeros(max(missing, default=0), dtype=dtype, device=arena.device)  # for all of them: only read
+        missing = [unit.size for unit, gradient in zip(units, gradients, strict=True) if gradient is None]
+        zeros = torch.zeros(max(missing, default=0), dtype=dtype, device=arena.device)  # shared: only read
         return [
             zeros[: unit.size] if gradient is None else gradient.to(dtype)
-            for unit, gradient in zip(units, given, strict=True)
+            for unit, gradient in zip(units, gradients, strict=True)
         ]
 
 
@@ -370,7 +366,7 @@ def _multiplied(gradient: Tensor, factor: Tensor, drop: Tensor | None) -> Tensor
 
 
 def check_dense(gradient: Tensor) -> None:
-    """Raises for a sparse gradient."""
+    """Raise an error if a gradient is sparse."""
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of a parameter of shape {tuple(gradient.shape)} is sparse; only dense ones are divided "

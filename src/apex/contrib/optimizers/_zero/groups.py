@@ -1,4 +1,4 @@
-"""The processes of an optimizer, as a grid: state is sharded along one side and repeated along the other."""
+"""The process groups of an optimizer, a grid: state is sharded along one side and replicated along the other."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from ...._distributed.groups import make_group, timeout_of
 from ....ops._host import on_host
 from ....parallel._flat import broadcast_from_first
 
-# By world group; then by ranks, number and channels. Optimizers share them: a communicator takes memory on every device
-# and cannot be given back one by one.
+# Process groups by world group, then by ranks, number and channels. Optimizers share them, because a communicator takes
+# memory on every device and cannot be freed alone.
 _made: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 def own_world() -> Any:
-    """A group of all processes that clients do not use; None where there is one process."""
+    """Return a group of all processes that clients do not use; None if there is one process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    # Apart from those of DistributedFusedLAMB, whose buckets are sent in an order of their own.
+    # DistributedFusedLAMB sends its buckets in another order, so it has groups with other numbers.
     return _own_group([list(range(dist.get_world_size()))], number=-1)
 
 
 def _own_group(every: list[list[int]], number: int = 0, channels: int = 0, verbose: bool = False) -> Any:
-    """This process's group among `every`, the `number`-th of these ranks.
+    """Return this process's group among groups of the ranks in `every`; `number` counts groups of the same ranks.
 
-    Never the world group or another of a client: during a backward pass processes with all gradients have sent more
-    than those that lack some. Were a client's collectives of the same pass in between, on the same communicator, their
-    order would not be the same everywhere.
+    It is never a group of a client. During a backward pass, processes that have all gradients have sent more buckets
+    than others. A client's collectives on the same communicator would then be in another order in every process.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -51,7 +50,7 @@ def _own_group(every: list[list[int]], number: int = 0, channels: int = 0, verbo
 
 
 def _options(channels: int, timeout: timedelta | None) -> Any:
-    """Options of NCCL with at most so many channels, each of which takes a multiprocessor; None for other backends."""
+    """Return NCCL options with at most `channels` channels (a channel takes one SM); None for other backends."""
     kind = getattr(dist, "ProcessGroupNCCL", None)
     if not channels or kind is None or dist.get_backend() != "nccl":
         return None
@@ -63,14 +62,15 @@ def _options(channels: int, timeout: timedelta | None) -> Any:
 
 
 class Groups:
-    """`process_group` = `distributed` x `redundant`; a world of one where torch.distributed is not initialised.
+    """Process groups: `process_group` is the product of `distributed` and `redundant`.
 
-    `size` is the number of all processes, `ranks` of those that divide the state, `rank` the number of this one among
-    them, `replicas` of those that hold the same shards. `root` is the global rank of the first process.
+    `size` is the number of all processes. `ranks` processes divide the state, and `rank` is this process's rank among
+    them. `replicas` processes hold the same shards. `root` is the global rank of the first process. Without
+    torch.distributed there is one process.
 
-    Groups that take turns with the buckets: `scatter` and `reduce` with those of gradients, for the reduce-scatter
-    among ranks and the all-reduce over replicas, `gather` with those of parameters. Unless given, these are
-    `distributed` and `redundant` alone.
+    Several groups can take turns with the buckets: `scatter` in the reduce-scatter of gradients among ranks, `reduce`
+    in the all-reduce over replicas, `gather` in the all-gather of parameters. By default they are `distributed` and
+    `redundant` alone.
     """
 
     def __init__(
@@ -112,12 +112,15 @@ class Groups:
 
     @property
     def is_one(self) -> bool:
-        """Whether there is nobody to exchange anything with."""
+        """Return whether there is one process, so that nothing is sent."""
         return self.size == 1
 
 
 def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
-    """How many processes divide the state; 0 asks for those of a machine, or all where that does not come out even."""
+    """Return how many processes divide the state.
+
+    `asked` = 0 stands for the processes of a machine (`on_machine`), or for all if they are no multiple of it.
+    """
     if asked > 0:
         if world % asked:
             raise ValueError(f"dwu_group_size={asked} does not divide the {world} processes")
@@ -126,7 +129,10 @@ def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
 
 
 def processes_of_machine(param: torch.Tensor, from_launcher: int | None) -> int:
-    """As torchrun says or, without it, the number of accelerators; 0 if neither is known."""
+    """Return the number of processes on this machine.
+
+    It comes from torchrun (`from_launcher`) or else is the number of accelerators; 0 if neither is known.
+    """
     if from_launcher is not None:
         return from_launcher
     return 0 if on_host(param) else torch.accelerator.device_count()
@@ -135,7 +141,7 @@ def processes_of_machine(param: torch.Tensor, from_launcher: int | None) -> int:
 def machine_groups(
     size: int, *, full: bool, scatters: int, reduces: int, gathers: int, channels: int, verbose: bool
 ) -> Groups:
-    """Groups of `size` processes that divide the state; all processes make the same.
+    """Make groups of `size` processes that divide the state; all processes must call it alike.
 
     Buckets of gradients are reduced over machines or, if `full`, over all processes.
     """
@@ -155,11 +161,11 @@ def machine_groups(
 
 @torch.no_grad()
 def broadcast_params(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
-    """Gives the parameters of groups from `first` on the values that the first process has.
+    """Give the parameters of groups from index `first` on the values of the first process.
 
-    Raises, in all processes, unless they have the same parameters in the same order: what each owns and sends follows
-    from that order, and from `options`. Parameters that were given with names are compared by them; others by shapes,
-    and by their values where processes start with the same.
+    Raise an error in all processes if their parameters, the parameters' order or the `options` differ, because the
+    layout of shards follows from them. Parameters are compared by their names if they have names, else by shapes, and
+    by values if processes start with the same values.
     """
     named = []
     for number, group in enumerate(param_groups[first:], first):

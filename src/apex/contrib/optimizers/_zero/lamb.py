@@ -1,9 +1,9 @@
-"""What DistributedFusedLAMB has beside: gradients that stay with their parameters, masters, the update.
+"""The gradients, the master weights and the update of DistributedFusedLAMB.
 
-A round copies every gradient once to its place in a flat buffer and sends every bucket of it once. With `overlap` the
-first round notes how often each gradient is added to, and the order in which buckets become complete; from the second
-on they are sent in this order, that of process 0 everywhere, while the backward pass goes on. What has no gradient when
-a round ends counts as zero.
+Gradients stay in `param.grad`. A round copies every gradient once to a flat buffer and sends every bucket of the buffer
+once. A gradient that is missing when the round ends counts as zeros. With `overlap` the first round counts how often
+each gradient is added to, and notes the order in which buckets become complete. Later rounds send buckets in the order
+of process 0 while the backward pass goes on.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from ...._distributed.collectives import all_reduce, can_multiply_while_reducing
 from ...._distributed.reducer import Sent
 from ....ops.multi_tensor import l2norm, rules, scale, zero
-from ....ops.multi_tensor.flat import FlatBuffer
+from ....ops.multi_tensor.flat import FlatBuffer, with_strides_of
 from ....optimizers._base import state_dtype
-from .arena import ALIGNMENT, Arena, Dtypes, laid_out_like
+from .arena import ALIGNMENT, Arena, Dtypes
 from .gradients import ShardReducer, check_dense
 from .groups import Groups
 from .layout import Piece, pick, round_up
@@ -30,41 +30,32 @@ from .weights import Stored
 
 
 class LambReducer(ShardReducer):
-    """The gradients of `arenas`.
+    """The mean of all processes' gradients.
 
-    With `full` every process gets the whole mean, else its shards, which then are averaged over machines. `norm` is
-    float32 [1], that of the mean.
+    With `full` every process gets the whole mean. Otherwise it gets its shards of the mean of its machine, which are
+    then averaged over machines. `norm` is the norm of the mean, float32 [1].
     """
 
-    def __init__(self, arenas: Sequence[Arena], groups: Groups, *, full: bool, overlap: bool) -> None:
+    def __init__(self, groups: Groups, *, full: bool, overlap: bool) -> None:
         super().__init__(groups, average=True)
         self.norm: Tensor | None = None
         # Whether `complete` has been called since the last gradient arrived.
         self.is_complete = False
-        # The mean stays where the gradients were, in the buffer of all, where a process gets all of it.
+        # A process that gets the whole mean receives it in the buffer of its own gradients.
         self._gets_all = full or self._gets_all
         self._overlap = overlap and not self.groups.is_one
-        # Whether processes have agreed on an order, in which buckets can be sent while a backward pass goes on.
-        self._has_order = False
         # How often a gradient is added to in a round, if more than once.
         self._expected: Counter[tuple[int, int]] = Counter()
-        # What is sent next, of gradients that are copied and measured already: their factor, if any.
-        self._is_filled = False
-        self._factor: Tensor | None = None
-        # Of each bucket the places of its pieces: views that are made once, which takes longer than copying.
+        # For each bucket, views of its pieces in the buffer, made once: making them takes longer than copying.
         self._pieces: list[Sequence[Tensor]] = []
-        for arena in arenas:
-            self._add(arena)
-            self.make_buffer(arena)
-            for number in range(len(arena.layout.bucket_sizes)):
-                self._pieces.append(arena.layout.cut(arena.bucket(self._flat(arena).values, number), number))
-        # From the last to the first, as gradients arrive.
-        self._order.reverse()
-        self._places = {
-            id(param): (place, index)
-            for place, arena in enumerate(self.arenas)
-            for index, param in enumerate(arena.params)
-        }
+
+    def add(self, arena: Arena) -> None:
+        """Add an arena and its gradient buffer, before the first round."""
+        super().add(arena)
+        self._order.reverse()  # backward passes produce the last gradients first
+        arena.gradient_buffer = arena.new_buffer(arena.dtypes.gradients)
+        for number in range(len(arena.layout.bucket_sizes)):
+            self._pieces.append(arena.layout.cut(arena.bucket(arena.gradient_buffer.values, number), number))
 
     def _start_round(self) -> None:
         super()._start_round()
@@ -72,22 +63,19 @@ class LambReducer(ShardReducer):
         self._cleared = False
         # How often gradients have been added to.
         self._arrivals: Counter[tuple[int, int]] = Counter()
+        # Whether the buffer holds all gradients already, and the factor that they are multiplied by when sent.
         self._is_filled = False
-        self._factor = None
+        self._factor: Tensor | None = None
         for arena in self.arenas:
             arena.gradients = [None] * len(arena.params)
 
-    # A backward pass --------------------------------------------------------------------------------------------------
-
-    def arrived(self, param: Tensor, may_send: bool = True) -> None:
-        """A backward pass has added to a parameter's gradient for the last time in this round."""
-        place = self._places.get(id(param))
-        if place is None:
-            return
+    def arrived(self, arena_index: int, index: int, may_send: bool = True) -> None:
+        """Note that a backward pass has added to a gradient; send buckets that are complete, if `may_send`."""
         if self._cleared:
             self.finish()
             self._start_round()
-        arena, buckets = self.arenas[place[0]], self._buckets_of(*place)
+        arena, buckets = self.arenas[arena_index], self._buckets_of(arena_index, index)
+        param = arena.params[index]
         assert param.grad is not None
         check_dense(param.grad)
         if not self._sent.isdisjoint(buckets):
@@ -96,17 +84,17 @@ class LambReducer(ShardReducer):
                 "processes: it is added to more often than in the first step. Call set_is_accumulation_step(True) "
                 "before all backward passes of a step but the last, or use overlap_reductions=False"
             )
-        arena.gradients[place[1]] = laid_out_like(param.grad, param)
-        self._arrivals[place] += 1
-        if self._arrivals[place] >= self._expected.get(place, 1):
-            self._note(place[1], buckets)
+        arena.gradients[index] = with_strides_of(param, param.grad)
+        self._arrivals[arena_index, index] += 1
+        if self._arrivals[arena_index, index] >= self._expected.get((arena_index, index), 1):
+            self._note(index, buckets)
         if self._overlap and self._has_order and may_send:
             self.flush_ready()
 
     def hold(self, keep_tensors: bool) -> None:
-        """Gradients are about to be cleared: what has arrived is kept, and sent if others may wait for it.
+        """Keep the gradients that have arrived, because `zero_grad` is about to clear them.
 
-        `keep_tensors` says that the tensors will be written to.
+        Buckets that other processes may wait for are sent. `keep_tensors`: the gradients' memory will be overwritten.
         """
         if not self._arrivals:
             return
@@ -117,15 +105,12 @@ class LambReducer(ShardReducer):
                 arena.gradients = [None if g is None else g.clone() for g in arena.gradients]
         self._cleared = True
 
-    # The end of a round -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def complete(self) -> None:
-        """Sends what has not been sent, waits, and measures the norm of the mean."""
-        self._take_the_rest()
+        """Send the remaining buckets, wait for all, and compute the norm of the mean."""
+        self._take_remaining()
         if self._overlap and not self._has_order:
-            self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
-            self._has_order = True
+            self._agree()
             self._expected = self._arrivals
         self._finish_round()
         means = map(self._mean, self.arenas)
@@ -134,12 +119,12 @@ class LambReducer(ShardReducer):
 
     @torch.no_grad()
     def complete_clipped(self, limit: Tensor | float | None, *, fused_norm: bool, fused_scale: bool) -> None:
-        """`complete` for gradients that every process first clips to the norm `limit`; `norm` is that before."""
-        self._take_the_rest()
-        self.norm = self._copy_measuring(fused_norm)
+        """Complete a round after clipping this process's gradients to the norm `limit`; `norm` is the one before."""
+        self._take_remaining()
+        self.norm = self._copy_and_measure(fused_norm)
         factor = None
         if limit is not None:
-            # What is not finite stays so on its way to the other processes.
+            # Non-finite gradients are not scaled, so that other processes see them.
             factor = torch.where(torch.isfinite(self.norm), torch.clamp(limit / self.norm, max=1.0), 1.0)
             if not fused_scale or self.groups.is_one or not can_multiply_while_reducing():
                 buffers = [self._flat(arena).values for arena in self.arenas]
@@ -154,39 +139,37 @@ class LambReducer(ShardReducer):
         self._start_round()
         self.is_complete = True
 
-    def _take_the_rest(self) -> None:
-        """Takes gradients that no backward pass of this round has added to, unless they are of another round."""
+    def _take_remaining(self) -> None:
+        """Take gradients that no backward pass of this round has added to, unless they were cleared since."""
         for arena in self.arenas if not self._cleared else ():
             for index, param in enumerate(arena.params):
                 if arena.gradients[index] is None and param.grad is not None:
-                    arena.gradients[index] = laid_out_like(param.grad, param)
+                    arena.gradients[index] = with_strides_of(param, param.grad)
 
-    def _copy_measuring(self, fused: bool) -> Tensor:
-        """Copies all gradients to their places; the norm of all, in the same pass if `fused`."""
+    def _copy_and_measure(self, fused: bool) -> Tensor:
+        """Copy all gradients to the buffers and return their norm, computed in the same pass if `fused`."""
         sources: list[Tensor] = []
-        places: list[Tensor] = []
+        targets: list[Tensor] = []
         missing: list[Tensor] = []
         for arena in self.arenas:
-            for gradient, place in zip(arena.gradients, self._flat(arena).views, strict=True):
+            for gradient, view in zip(arena.gradients, self._flat(arena).views, strict=True):
                 if gradient is None:
-                    missing.append(place)
+                    missing.append(view)
                 else:
                     sources.append(gradient)
-                    places.append(place)
+                    targets.append(view)
         if missing:
             zero(missing)
         if fused and sources:
-            return l2norm(sources, outputs=places, of_inputs=True)[0]
+            return l2norm(sources, outputs=targets, of_inputs=True)[0]
         if sources:
-            torch._foreach_copy_(places, sources)
+            torch._foreach_copy_(targets, sources)
         return l2norm([self._flat(arena).values for arena in self.arenas])[0]
-
-    # Buckets ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _start(self, bucket: int) -> Sent:
-        place, number = self._buckets[bucket]
-        arena = self.arenas[place]
+        arena_index, number = self._buckets[bucket]
+        arena = self.arenas[arena_index]
         if not self._is_filled and (missing := arena.copy_gradients(number, self._pieces[bucket])):
             torch._foreach_zero_(missing)
         values = arena.bucket(self._flat(arena).values, number)
@@ -194,20 +177,18 @@ class LambReducer(ShardReducer):
         return Sent(bucket, self._reduce(bucket, values, shard, self._factor))
 
     def _receive(self, sent: Sent) -> None:
-        """Nothing to do: the mean has arrived where it is read."""
-
-    # What the optimizer reads -----------------------------------------------------------------------------------------
+        """Do nothing: the collective has written the mean to the memory that `_mean` returns."""
 
     def stay_in_place(self, arena: Arena) -> bool:
-        """Whether `of_units` gives the same tensors every time: it does."""
+        """Return True: `of_units` returns the same tensors at every step."""
         return True
 
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]:
-        """The mean's elements of stretches of this rank's shards."""
+        """Return the mean's elements of pieces of this rank's shards."""
         return pick(self._mean(arena), units)
 
     def _mean(self, arena: Arena) -> Tensor | list[Tensor]:
-        """This rank's flat shard of the mean, or its shards of the buckets of the buffer; zero between parameters."""
+        """Return this rank's flat shard of the mean, or its shard of each bucket; zeros between parameters."""
         return arena.shards(self._flat(arena)) if self._gets_all else self.shards(arena)
 
     def _flat(self, arena: Arena) -> FlatBuffer:
@@ -216,7 +197,7 @@ class LambReducer(ShardReducer):
 
 
 def make_arena(params: Sequence[Tensor], group_of: Sequence[int], groups: Groups, buckets: int) -> Arena:
-    """An arena of parameters of one dtype and device, in about `buckets` buckets."""
+    """Return an arena of parameters of one dtype, in about `buckets` buckets."""
     dtype = params[0].dtype
     alignment = max(1, ALIGNMENT // dtype.itemsize)
     elements = sum(round_up(param.numel(), alignment) for param in params)
@@ -225,7 +206,7 @@ def make_arena(params: Sequence[Tensor], group_of: Sequence[int], groups: Groups
 
 
 class Masters(Stored):
-    """A flat shard of masters, which are always sent; with `in_bytes` as 8-bit floats."""
+    """A flat shard of master weights, which are sent after every update; with `in_bytes` as 8-bit floats."""
 
     def __init__(self, arena: Arena, in_bytes: bool) -> None:
         super().__init__(arena)
@@ -236,7 +217,7 @@ class Masters(Stored):
         if self._bytes is None:
             super().connect()
             return
-        # Parameters may be views of a buffer, but what arrives has another dtype than it.
+        # Received values have another dtype than the buffer that the parameters may be views of.
         self.arena.parameter_buffer = None
         self._outgoing = None
         self.arena.outgoing = self.arena.shards(self._bytes)
@@ -251,23 +232,18 @@ class Masters(Stored):
             self._bytes.copy_(self.values)
 
     def addresses(self) -> list[int]:
-        return []  # masters stay where they are, and so does what is sent
-
-
-def make_state(arena: Arena, in_bytes: bool) -> ArenaState:
-    """Masters and moments of an arena; a unit is a piece of one parameter, whose length LAMB measures."""
-    return ArenaState(arena, ("exp_avg", "exp_avg_sq"), Masters(arena, in_bytes), arena.owned)
+        return []  # neither masters nor the tensors that are sent ever move
 
 
 class Update:
-    """The update of all that this process owns of the parameters of `states`, which `groups` divide."""
+    """LAMB's update of this process's shards; a parameter's norm is computed over the ranks that divide it."""
 
     def __init__(self, states: Sequence[ArenaState], gradients: LambReducer, groups: Groups) -> None:
         self._states = states
         self._gradients = gradients
         self._groups = groups
         self._device = states[0].arena.device
-        # For each state and parameter group, the numbers of the parameters that its pieces are of.
+        # For each state and parameter group: the group, and for each of its pieces the index of its parameter.
         self._params: list[tuple[int, list[int]]] = []
         self._count = 0
         for state in states:
@@ -275,8 +251,8 @@ class Update:
                 (group, [self._count + unit.param for unit in units]) for group, units in state.units.items()
             ]
             self._count += len(state.arena.params)
-        self._rows = [torch.tensor(each, dtype=torch.int64, device=self._device) for _, each in self._params]
-        # By the groups whose steps are scaled: which lengths of pieces make up that of a parameter.
+        self._rows = [torch.tensor(indices, dtype=torch.int64, device=self._device) for _, indices in self._params]
+        # By the groups with a trust ratio: for each parameter, the rows of its pieces.
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(
@@ -287,15 +263,18 @@ class Update:
         noop: Tensor,
         grad_scale: Tensor | None,
     ) -> None:
-        """One step, unless `noop` is not 0, with the hyperparameters of each group and whether its steps are scaled."""
+        """Perform a step unless `noop` is set.
+
+        `hyper` has the hyperparameters of each group, `scaled` whether its steps are multiplied by trust ratios.
+        """
         batches = [(group, lists) for state in self._states for group, lists in state.lists(self._gradients).items()]
         squares = []
         for group, lists in batches:
             rule = rules.LAMB_MOMENTS if scaled[group] else rules.LAMB_UNSCALED
-            found = lists.apply(rule, hyper[group], flags, noop=noop, grad_scale=grad_scale)
+            squared_norms = lists.apply(rule, hyper[group], flags, noop=noop, grad_scale=grad_scale)
             if scaled[group]:
-                assert found is not None
-                squares.append(found[:, :2])
+                assert squared_norms is not None
+                squares.append(squared_norms[:, :2])
         if any(scaled):
             whole = self._whole(squares, tuple(index for index, wanted in enumerate(scaled) if wanted))
             for (group, lists), rows in zip(batches, self._rows, strict=True):
@@ -305,17 +284,19 @@ class Update:
             state.weights.end()
 
     def _whole(self, squares: list[Tensor], scaled: tuple[int, ...]) -> Tensor:
-        """Squared lengths of parameters and of their steps, float32 [parameters, 2], from those of pieces."""
-        # Added up through a table, not with index_add, whose order of additions is another one in every run.
-        nothing = torch.zeros(1, 2, dtype=torch.float32, device=self._device)
-        each = torch.cat([*squares, nothing])
-        whole = each[self._table(scaled)].sum(1)
+        """Return the squared norms of whole parameters and of their steps, float32 [parameters, 2].
+
+        `squares` has the squared norms of pieces.
+        """
+        # Added up through a table, because index_add adds in a different order in every run.
+        zeros = torch.zeros(1, 2, dtype=torch.float32, device=self._device)
+        whole = torch.cat([*squares, zeros])[self._table(scaled)].sum(1)
         if self._groups.ranks > 1:
             all_reduce(whole, self._groups.distributed, "measuring parameters and their steps").wait()
         return whole
 
     def _table(self, scaled: tuple[int, ...]) -> Tensor:
-        """For each parameter the rows of its pieces, int64 [parameters, at least 1]; the row after all is of none."""
+        """Return the rows of each parameter's pieces, int64 [parameters, at least 1], padded with a row of zeros."""
         table = self._tables.get(scaled)
         if table is None:
             rows: list[list[int]] = [[] for _ in range(self._count)]

@@ -1,8 +1,8 @@
-"""Where parameters lie in buckets, and which part of a bucket belongs to which rank.
+"""The layout of parameters in buckets, and of buckets in shards of ranks.
 
 Parameters lie one after the other in one flat space, each at a multiple of `alignment` elements. The space is cut into
-buckets of equal size, the last of which may be smaller, and every bucket into as many equal shards as there are ranks.
-Rank r owns the r-th shard of every bucket; its shards, one after the other, are its flat shard.
+buckets of equal size; the last one may be smaller. Every bucket is cut into as many equal shards as there are ranks.
+Rank r owns the r-th shard of every bucket. Its shards, one after the other, are its flat shard.
 
     |  parameter 0  |  parameter 1      |p2| |  parameter 3        |   |      the flat space
     |        bucket 0       |        bucket 1       |   bucket 2       |
@@ -22,9 +22,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `stop` of a parameter: in `bucket` from `offset` on, in the flat space from `flat` on.
+    """Elements `start` to `stop` of parameter number `param`.
 
-    Of what a rank owns, these are places in its shard of the bucket, and in its flat shard.
+    They lie in `bucket` from `offset` on, and in the flat space from `flat` on. For a piece that a rank owns, `offset`
+    counts from the start of its shard of the bucket, and `flat` from the start of its flat shard.
     """
 
     param: int
@@ -36,22 +37,22 @@ class Piece:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple
 
 
 def cuts(stretches: Sequence[tuple[int, int]], total: int) -> list[int]:
-    """The sizes of a gap, a stretch, a gap, ..., a gap, from where stretches start and their sizes."""
-    found, end = [], 0
+    """Return the sizes of a gap, a stretch, a gap, ..., a gap; `stretches` has the start and size of each stretch."""
+    sizes, end = [], 0
     for start, size in stretches:
-        found += [start - end, size]
+        sizes += [start - end, size]
         end = start + size
-    return [*found, total - end]
+    return [*sizes, total - end]
 
 
 class Layout:
@@ -75,7 +76,7 @@ class Layout:
         for size in self.sizes:
             starts.append(round_up(end, alignment) if size else end)
             end = starts[-1] + size
-        # Where each parameter starts in the flat space.
+        # The start of each parameter in the flat space.
         self.starts = tuple(starts)
         unit = ranks * alignment
         whole = round_up(end, unit)
@@ -83,54 +84,54 @@ class Layout:
         self.bucket_sizes = tuple(min(full, whole - at) for at in range(0, whole, max(full, 1)))
         self.bucket_starts = tuple(full * number for number in range(len(self.bucket_sizes)))
         self.shard_sizes = tuple(size // ranks for size in self.bucket_sizes)
-        # Where the shard of each bucket starts in a rank's flat shard.
+        # The start of each bucket's shard in a rank's flat shard.
         self.shard_starts = tuple(start // ranks for start in self.bucket_starts)
-        # Elements of the flat space, and of a rank's flat shard.
+        # The number of elements of the flat space, and of a rank's flat shard.
         self.size = whole
         self.shard_size = whole // ranks
-        # Elements that as many buckets could have.
+        # The number of elements if all buckets had the full size.
         self.capacity = full * len(self.bucket_sizes)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """What lies in each bucket, in order."""
-        found: list[list[Piece]] = [[] for _ in self.bucket_sizes]
+        """Return the pieces of parameters in each bucket, in order."""
+        pieces: list[list[Piece]] = [[] for _ in self.bucket_sizes]
         full = self.bucket_sizes[0] if self.bucket_sizes else 1
         for param, (size, begin) in enumerate(zip(self.sizes, self.starts, strict=True)):
             start = 0
             while start < size:
                 bucket, offset = divmod(begin + start, full)
                 stop = min(size, start + self.bucket_sizes[bucket] - offset)
-                found[bucket].append(Piece(param, start, stop, bucket, offset, begin + start))
+                pieces[bucket].append(Piece(param, start, stop, bucket, offset, begin + start))
                 start = stop
-        return tuple(map(tuple, found))
+        return tuple(map(tuple, pieces))
 
     @functools.cached_property
     def buckets_of(self) -> tuple[tuple[int, ...], ...]:
-        """The buckets in which each parameter has elements."""
-        found: list[list[int]] = [[] for _ in self.sizes]
+        """Return, for each parameter, the buckets that hold elements of it."""
+        buckets: list[list[int]] = [[] for _ in self.sizes]
         for pieces in self.pieces:
             for piece in pieces:
-                found[piece.param].append(piece.bucket)
-        return tuple(map(tuple, found))
+                buckets[piece.param].append(piece.bucket)
+        return tuple(map(tuple, buckets))
 
     @functools.cached_property
     def _cuts(self) -> list[list[int]]:
-        """For each bucket: the sizes of a gap, a piece, a gap, ..., a gap."""
+        """Return, for each bucket, the sizes of a gap, a piece, a gap, ..., a gap."""
         return [
             cuts([(piece.offset, piece.size) for piece in pieces], size)
             for size, pieces in zip(self.bucket_sizes, self.pieces, strict=True)
         ]
 
     def cut(self, bucket: Any, number: int) -> Sequence[Any]:
-        """The pieces of a bucket, given as a tensor, in order: one call, where a slice for each takes many times it."""
+        """Return views of the pieces of bucket `number`, a tensor: one split is many times faster than slices."""
         return bucket.split(self._cuts[number])[1::2]
 
     def owned_by(self, rank: int) -> tuple[Piece, ...]:
-        """What a rank owns, in the order of its flat shard; a parameter may have several pieces."""
+        """Return the pieces that a rank owns, in the order of its flat shard; a parameter may have several."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank={rank} is not among the {self.ranks} ranks")
-        found = []
+        owned = []
         for pieces in self.pieces:
             for piece in pieces:
                 shard = self.shard_sizes[piece.bucket]
@@ -140,12 +141,12 @@ class Layout:
                     start = piece.start + begin - piece.offset
                     offset = begin - rank * shard
                     flat = self.shard_starts[piece.bucket] + offset
-                    found.append(Piece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
-        return tuple(found)
+                    owned.append(Piece(piece.param, start, start + end - begin, piece.bucket, offset, flat))
+        return tuple(owned)
 
 
 def check_fill(layouts: Sequence[Layout]) -> None:
-    """Warns of buckets so large that few gradients fill them: nothing is sent before the backward pass ends."""
+    """Warn of buckets so large that they are mostly empty: they are sent only when the backward pass ends."""
     used = sum(layout.size for layout in layouts) / max(1, sum(layout.capacity for layout in layouts))
     if used < 0.7:
         warnings.warn(
@@ -154,22 +155,22 @@ def check_fill(layouts: Sequence[Layout]) -> None:
 
 
 def merge_adjacent(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces of a flat shard, with those of one parameter merged where they follow each other.
+    """Merge pieces of a flat shard that are neighbours in the same parameter.
 
-    On one rank every parameter is one piece then. `bucket` and `offset` are those of the first part.
+    With one rank every parameter becomes one piece. A merged piece has the `bucket` and `offset` of its first part.
     """
-    found: list[Piece] = []
+    merged: list[Piece] = []
     for piece in pieces:
-        last = found[-1] if found else piece
+        last = merged[-1] if merged else piece
         if (last.param, last.stop, last.flat + last.size) == (piece.param, piece.start, piece.flat):
-            found[-1] = replace(last, stop=piece.stop)
+            merged[-1] = replace(last, stop=piece.stop)
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def pick(storage: Tensor | list[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """The elements of each piece of a flat shard, or of this rank's shards of the buckets, given one by one."""
+    """Return views of pieces: `storage` is a flat shard, or a list with this rank's shard of each bucket."""
     if isinstance(storage, list):
         return [storage[piece.bucket][piece.offset : piece.offset + piece.size] for piece in pieces]
     return [storage[piece.flat : piece.flat + piece.size] for piece in pieces]

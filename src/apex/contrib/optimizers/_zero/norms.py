@@ -1,4 +1,4 @@
-"""Norms of gradients over all processes, and what gradients are multiplied by in the next step."""
+"""Norms of gradients over all processes, and the factor of gradients in the next step (unscaling, clipping)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _MEASURING = "measuring the norm of all gradients"
 
 
 def norm_over_ranks(tensors: list[Tensor], groups: Groups, device: torch.device, order: float = 2.0) -> Tensor:
-    """The norm, a float32 scalar, of the tensors of all processes that divide the state: of order 2 or infinity."""
+    """Return the norm, of order 2 or infinity, of the tensors of all processes that divide the state.
+
+    It is a float32 scalar.
+    """
     if tensors:
         local = (l2norm if order == 2.0 else max_norm)(tensors)[0].reshape(())
     else:
@@ -35,27 +38,36 @@ def norm_over_ranks(tensors: list[Tensor], groups: Groups, device: torch.device,
     return square.sqrt().reshape(())
 
 
+def any_nonfinite(norm: Tensor, groups: Groups) -> Tensor:
+    """Return 1, float32 [1], if the norm of any process is not finite, else 0; all processes must call it."""
+    flag = (~torch.isfinite(norm)).float().reshape(1)
+    if groups.is_one:
+        return flag
+    all_reduce(flag, groups.process_group, "asking whether all gradients are finite").wait()
+    return (flag > 0).float()
+
+
 class Norms:
-    """Norms of the gradients that a `GradientSync` has synchronized, and the factor that the next step applies."""
+    """Norms of the gradients that a `GradientSync` has synchronized, and their factor in the next step."""
 
     def __init__(self, gradients: GradientSync, device: torch.device) -> None:
         self._gradients = gradients
         self._device = device
-        # What gradients are multiplied by; None for 1.
+        # The factor of gradients in the next step, float32 [1]; None for 1.
         self.grad_scale: Tensor | None = None
         self._cached: tuple[int, float, Tensor] | None = None
-        # What `found_inf` found since gradients were cleared.
+        # The last flag of `found_inf` since gradients were cleared.
         self.overflowed: Tensor | None = None
 
     def reset(self) -> None:
-        """Forgets norm and factor, because gradients are new."""
+        """Drop norm, factor and flag, because gradients were cleared."""
         self.grad_scale = None
         self._cached = None
         self.overflowed = None
 
     @property
     def scale(self) -> Tensor:
-        """What gradients are multiplied by."""
+        """Return the factor of gradients in the next step, a scalar."""
         if self.grad_scale is None:
             self.grad_scale = torch.ones(1, dtype=torch.float32, device=self._device)
         return self.grad_scale.reshape(())
@@ -65,14 +77,14 @@ class Norms:
         self.grad_scale = value.detach().to(self._device, torch.float32).reshape(1)
 
     def scale_by(self, factor: Tensor) -> None:
-        """Multiplies the factor of the next step by another one."""
+        """Multiply the factor of the next step by `factor`."""
         factor = factor.detach().to(self._device, torch.float32).reshape(1)
         self.grad_scale = factor if self.grad_scale is None else self.grad_scale * factor
 
     def norm(self, chosen: set[Tensor] | None = None, order: float = 2.0, force: bool = False) -> Tensor:
-        """The norm, a float32 scalar, of gradients after scaling and clipping."""
-        found = self._raw_norm(chosen, order, force)
-        return found if self.grad_scale is None else found * self.grad_scale.reshape(())
+        """Return the norm of gradients after scaling and clipping, a float32 scalar."""
+        norm = self._raw_norm(chosen, order, force)
+        return norm if self.grad_scale is None else norm * self.grad_scale.reshape(())
 
     def _raw_norm(self, chosen: set[Tensor] | None, order: float, force: bool = False) -> Tensor:
         if order not in (2.0, torch.inf):
@@ -80,10 +92,10 @@ class Norms:
         version = self._gradients.version
         if chosen is None and not force and self._cached is not None and self._cached[:2] == (version, order):
             return self._cached[2]
-        found = norm_over_ranks(self._local_tensors(chosen), self._gradients.groups, self._device, order)
+        norm = norm_over_ranks(self._local_tensors(chosen), self._gradients.groups, self._device, order)
         if chosen is None:
-            self._cached = version, order, found
-        return found
+            self._cached = version, order, norm
+        return norm
 
     def _local_tensors(self, chosen: set[Tensor] | None) -> list[Tensor]:
         """Return this rank's part of the gradients, of all parameters or of the `chosen` ones."""
@@ -93,7 +105,7 @@ class Norms:
                 tensors.append(self._gradients.shards(arena))
                 continue
             parts = zip(arena.parts, self._gradients.local(arena), strict=True)
-            tensors += [each for part, each in parts if chosen is None or arena.params[part.param] in chosen]
+            tensors += [gradient for part, gradient in parts if chosen is None or arena.params[part.param] in chosen]
         return tensors
 
     def local_square(self, chosen: set[Tensor] | None) -> Tensor:
@@ -105,7 +117,7 @@ class Norms:
 
     @property
     def remembered(self) -> Tensor | None:
-        """The 2-norm of all gradients before scaling, if it is known and gradients have not changed since."""
+        """Return the 2-norm of all gradients before scaling; None if it is unknown or gradients have changed."""
         known = self._cached is not None and self._cached[:2] == (self._gradients.version, 2.0)
         return self._cached[2] if known and self._cached is not None else None
 
@@ -114,18 +126,14 @@ class Norms:
         self._cached = None if value is None else (self._gradients.version, 2.0, value.detach().reshape(()))
 
     def found_inf(self) -> Tensor:
-        """1, float32 [1], where a gradient of any process is not finite, sent or not; sends nothing but this flag."""
-        tensors, groups = self._gradients.tensors(), self._gradients.groups
-        norm = l2norm(tensors)[0].reshape(1) if tensors else torch.zeros(1, dtype=torch.float32, device=self._device)
-        flag = (~torch.isfinite(norm)).float()
-        if not groups.is_one:
-            all_reduce(flag, groups.process_group, "asking whether all gradients are finite").wait()
-            flag = (flag > 0).float()
-        self.overflowed = flag
-        return flag
+        """Return 1, float32 [1], if a gradient of any process, sent or not, is not finite, else 0."""
+        tensors = self._gradients.tensors()
+        norm = l2norm(tensors)[0] if tensors else torch.zeros(1, dtype=torch.float32, device=self._device)
+        self.overflowed = any_nonfinite(norm, self._gradients.groups)
+        return self.overflowed
 
     def unscale(self, optimizer: Any, inverse: Tensor | None, grad_scaler: Any) -> dict[torch.device, Tensor]:
-        """See `ZeroOptimizer.unscale_grads`."""
+        """Unscale gradients in the next step; `ZeroOptimizer.unscale_grads` describes arguments and result."""
         enabled = grad_scaler is not None and grad_scaler.is_enabled()
         state = grad_scaler._per_optimizer_states[id(optimizer)] if enabled else None
         if state is not None:
@@ -149,11 +157,11 @@ class Norms:
     def _flag(self, optimizer: Any) -> Tensor:
         """Return 1, float32 [1], if a gradient of any process is not finite or their norm is too large, else 0."""
         if self.remembered is None:
-            optimizer.grad_norm()  # that of a subclass may cover further processes, and all must skip the same steps
+            optimizer.grad_norm()  # a subclass may include more processes, and all must skip the same steps
         return (~torch.isfinite(self._raw_norm(None, 2.0))).float().reshape(1)
 
     def flag_of(self, optimizer: Any, grad_scaler: Any) -> Tensor | None:
-        """What turns a step into nothing; None if there is no scaler. Unscales gradients unless that has been done."""
+        """Return the flag that turns the step off, or None without a scaler; unscale gradients if they are scaled."""
         if grad_scaler is None or not grad_scaler.is_enabled():
             return None
         state = grad_scaler._per_optimizer_states[id(optimizer)]

@@ -1,6 +1,6 @@
-"""DistributedFusedAdam but for its state dicts, and what it shows of its buckets.
+"""ZeroOptimizer: DistributedFusedAdam without state dicts and without upstream's view of its buckets.
 
-A subclass for another algorithm says which state a parameter has (`_state_names`) and how lists of tensors are updated
+A subclass for another algorithm names the state of a parameter (`_state_names`) and updates lists of tensors
 (`_update`).
 """
 
@@ -19,7 +19,7 @@ from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
 from ....optimizers._checks import check_options
 from .arena import Arena, Dtypes, allocator
-from .base import GradientHooks, ShardedOptimizer, StepCount
+from .base import ShardedOptimizer, StepCount
 from .gradients import GradientSync
 from .groups import Groups, own_world
 from .layout import check_fill
@@ -32,18 +32,18 @@ from .weights import check_storage, weights_of
 
 
 class ZeroOptimizer(ShardedOptimizer):
-    """The base of `DistributedFusedAdam`, which says what the options mean."""
+    """Base of `DistributedFusedAdam`, which describes the options."""
 
-    # torch.amp.GradScaler then leaves gradients, and its flag, to `step`.
+    # torch.amp.GradScaler then leaves unscaling and the overflow flag to `step`.
     _step_supports_amp_scaling = True
-    # Beside parameters, names of what belongs to all of them are keys.
+    # Maps parameters to their state; the keys "step" and "buckets" belong to all parameters.
     state: Any
     _custom_amp_unscale_grads = True
-    # For apex.amp: gradients leave parameters during backward passes, and state has float32 weights.
+    # For apex.amp: the optimizer takes gradients during backward passes and keeps float32 master weights.
     _takes_gradients = True
-    # Set by apex.amp: the float32 values of a parameter that was cast before it got state, or None.
+    # Set by apex.amp: returns the float32 values of a parameter from before it was cast, or None.
     _exact_value: Callable[[Tensor], Tensor | None] | None = None
-    # Set during a step: 1 where it is to be skipped.
+    # Set by apex.amp during a step: not 0 if the step is to be skipped.
     found_inf: Tensor | None = None
 
     def __init__(
@@ -81,7 +81,7 @@ class ZeroOptimizer(ShardedOptimizer):
         dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
         check_storage(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
         if nccl_ub and not contiguous_grad_buffer:
-            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: it is about buffers that stay")
+            raise ValueError("nccl_ub needs contiguous_grad_buffer=True: NCCL registers buffers that stay")
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
         if pipeline_size < 1:
@@ -116,39 +116,27 @@ class ZeroOptimizer(ShardedOptimizer):
             groups, average=average_grad_sync, in_flight=pipeline_size, contiguous=contiguous_grad_buffer
         )
         self._parameters = ParameterSync(groups, in_flight=pipeline_size, contiguous=contiguous_param_buffer)
-        self._states: list[ArenaState | ScaledState] = []
-        # Where each parameter is: the number of its arena, and its own in it.
-        self._places: dict[Tensor, tuple[int, int]] = {}
-        self._gradient_hooks = GradientHooks(self, type(self)._gradient_arrived)
         # The autograd engine runs hooks in threads of its own.
         self._lock = threading.RLock()
         self._in_pass = False
         self._count = 0
         super().__init__(params, defaults)
-        self._made = True
-        first = next(self.parameters())
-        self.device = first.device
-        _check_device(device, first.device)
-        self._norms = Norms(self._gradients, first.device)
-        self._steps = StepCount(self.state, first.device, capturable)
+        _check_device(device, self.device)
+        self._norms = Norms(self._gradients, self.device)
+        self._steps = StepCount(self.state, self.device, capturable)
         self.state["buckets"] = []
-        self._take_params_of_first(0)
-        self._gradient_hooks.register(self.parameters())
-
-    # Parameters -------------------------------------------------------------------------------------------------------
+        self._share_params()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """One more parameter group, in all processes alike; its state is made when it is first needed."""
+        """Add a parameter group; all processes must add the same one. Its state is made at its first use."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._count += len(group["params"])
         if self.capturable:
             device = group["params"][0].device
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
-        if self._made:
-            self._gradient_hooks.register(group["params"])
-            if self._places:
-                self.init_params()  # now, while processes are at the same place
+        if self._made and self._locations:
+            self.init_params()  # now, while all processes are at the same place
 
     def _layout_options(self, first: int) -> Any:
         return self.bucket_cap_mb, self._dtypes
@@ -160,10 +148,10 @@ class ZeroOptimizer(ShardedOptimizer):
         grad_sync_dtype: torch.dtype | None = None,
         param_sync_dtype: torch.dtype | None = None,
     ) -> None:
-        """Makes the state of parameters that have none, in buckets of their own, in this order.
+        """Make the state of parameters that have none, in this order, in new buckets.
 
-        Without `params`: of all that require gradients, last ones first, because their gradients arrive first; that is
-        done by itself when state is first needed. All processes must call it alike.
+        Without `params` state is made for all parameters that require gradients, the last ones first, because their
+        gradients arrive first. This happens by itself when state is first needed. All processes must call it alike.
         """
         self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), self.bucket_cap_mb)
 
@@ -174,47 +162,32 @@ class ZeroOptimizer(ShardedOptimizer):
         grad_sync_dtype: torch.dtype | None = None,
         param_sync_dtype: torch.dtype | None = None,
     ) -> None:
-        """As `init_params`, in one bucket, however large."""
+        """Make the state of parameters that have none in one bucket, however large; else like `init_params`."""
         self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), None)
 
     def _or_default(self, *dtypes: torch.dtype | None) -> Iterator[torch.dtype]:
-        return (given or default for given, default in zip(dtypes, self._dtypes, strict=True))
+        return (dtype or default for dtype, default in zip(dtypes, self._dtypes, strict=True))
 
     @torch.no_grad()
     def _init(self, params: Iterable[Tensor] | Tensor | None, dtypes: Dtypes, bucket_cap_mb: float | None) -> None:
-        if params is None and len(self._places) == self._count:
+        if params is None and len(self._locations) == self._count:
             return
         dtypes.check()
-        group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
+        trained = [param for param in self.parameters() if param.requires_grad]
         if params is None:
-            params = [param for param in reversed(list(group_of)) if param.requires_grad]
-        chosen = [param for param in ([params] if isinstance(params, Tensor) else params) if param not in self._places]
-        kinds: dict[Any, list[Tensor]] = {}
-        for param in dict.fromkeys(chosen):
-            if param not in group_of:
-                raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
-            if param.device != self.device:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
-                    "parameters and state of a process are on one device"
-                )
-            kinds.setdefault(param.dtype, []).append(param)
+            params = reversed(trained)
+        chosen = [
+            param for param in ([params] if isinstance(params, Tensor) else params) if param not in self._locations
+        ]
         size = None if bucket_cap_mb is None else bucket_cap_mb * 1024 * 1024
-        for members in kinds.values():
-            groups = [group_of[param] for param in members]
+
+        def make_arena(members: list[Tensor], group_of: list[int]) -> Arena:
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
-            arena = Arena(members, groups, dtypes, self._groups, size, allocate)
-            self._parameters.add(arena)
-            self._gradients.add(arena)
-            self._states.append(self._new_state(arena))
-            self._places.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
-            self._arena_added(arena)
-            if self._exact_value is not None:
-                exact = list(map(self._exact_value, arena.params))
-                if self.store_params:
-                    start_from(self._states[-1], exact)
+            return Arena(members, group_of, dtypes, self._groups, size, allocate)
+
+        self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)
-        if all(param in self._places for param in group_of if param.requires_grad):
+        if all(param in self._locations for param in trained):
             check_fill([state.arena.layout for state in self._states])
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
@@ -226,10 +199,13 @@ class ZeroOptimizer(ShardedOptimizer):
         return ArenaState(arena, names, weights)
 
     def _arena_added(self, arena: Arena) -> None:
-        """Called when an arena was added, to show its buckets in the state."""
+        if self._exact_value is not None:
+            exact = list(map(self._exact_value, arena.params))
+            if self.store_params:
+                start_from(self._states[-1], exact)
 
     def init_param_buffer(self) -> None:
-        """Makes all parameters views of one buffer per dtype, in which they also arrive from other processes."""
+        """Make all parameters views of one buffer per dtype, which also receives them from other processes."""
         self.contiguous_param_buffer = self._parameters.contiguous = True
         self.param_sync()
         self.init_params()
@@ -237,31 +213,28 @@ class ZeroOptimizer(ShardedOptimizer):
             self._parameters.make_buffer(state.arena)
             state.connect()
 
-    # Gradients --------------------------------------------------------------------------------------------------------
-
     def _gradient_arrived(self, param: Tensor) -> None:
-        # Parameters that this process has not used may be what another waits for: they come before all that follows.
+        # Other processes may wait for parameters that this one has not used: send them before any gradient.
         if not self._parameters.is_complete:
             self.param_sync()
         if not self.greedy_grad_copy:
             return
         with self._lock:
-            if not self._places:
+            if not self._locations:
                 self.init_params()
-            if param not in self._places:
-                return  # unfrozen since: `grad_sync` takes its gradient, where all processes are at the same place
-            place, index = self._places[param]
+            if param not in self._locations:
+                return  # it was frozen: `grad_sync`, which all processes call, makes its state and takes its gradient
             if self.overlap_grad_sync:
                 self._begin_pass()
-                self._gradients.arrived(place, index)
+                self._gradients.arrived(*self._locations[param])
             else:
-                self._gradients.take(place, index)
+                self._gradients.take(*self._locations[param])
 
     def _begin_pass(self) -> None:
-        """Has the end of the present backward pass end the round of gradients, too.
+        """End the round of gradients when the current backward pass ends.
 
         A reentrant checkpoint runs a backward pass inside another one. If the first gradient arrives in the inner pass,
-        that is a round of its own; the sums of rounds add up.
+        the inner pass is a round of its own; the sums of rounds are added.
         """
         if not self._in_pass and not self._groups.is_one:
             self._in_pass = True
@@ -271,15 +244,17 @@ class ZeroOptimizer(ShardedOptimizer):
     def _end_pass(self) -> None:
         with self._lock:
             self._in_pass = False
-            # All gradients may have been there before. If none had elements, others wait for zeros all the same.
+            # The round may have ended with the last gradient. Otherwise other processes wait for its buckets, even if
+            # no gradient of this process had elements.
             if self._gradients.has_begun or self._gradients.rounds == self._rounds:
                 self._gradients.end_round()
 
     @contextlib.contextmanager
     def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
-        """Backward passes inside send nothing; `step`, or the next backward pass outside, sends all that has added up.
+        """Accumulate gradients of the backward passes inside without sending them.
 
-        Gradients add up in `param.grad`, or, with `greedy_grad_copy`, in the dtype in which they are sent.
+        `step`, or the next backward pass outside, sends the sums. Gradients are added in `param.grad`, or with
+        `greedy_grad_copy` in `grad_sync_dtype`.
         """
         before = self.greedy_grad_copy, self.overlap_grad_sync
         self.greedy_grad_copy, self.overlap_grad_sync = greedy_grad_copy, False
@@ -289,11 +264,11 @@ class ZeroOptimizer(ShardedOptimizer):
             self.greedy_grad_copy, self.overlap_grad_sync = before
 
     def grad_sync(self) -> None:
-        """Sends all gradients that have not been, and waits for the sums. All processes must call it."""
+        """Send all gradients that have not been sent, and wait for the sums. All processes must call it."""
         with self._lock:
-            if self._places:
+            if self._locations:
                 self._gradients.synchronize()
-            if len(self._places) != self._count:
+            if len(self._locations) != self._count:
                 known = len(self._states)
                 self.init_params()
                 if len(self._states) != known:
@@ -301,22 +276,22 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def grad_buffer_view(self, param: Tensor) -> Tensor:
-        """A parameter's place in the buffer of gradients; what is written to it counts as its gradient."""
+        """Return a parameter's view of the gradient buffer; values written to it count as its gradient."""
         if not self.contiguous_grad_buffer:
             raise RuntimeError("there is a buffer of gradients with contiguous_grad_buffer=True only")
         self.init_params()
-        place, index = self._places[param]
-        buffer = self._gradients.arenas[place].gradient_buffer
+        arena_index, index = self._locations[param]
+        buffer = self._gradients.arenas[arena_index].gradient_buffer
         assert buffer is not None
         return buffer.views[index]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Forgets all gradients. With `contiguous_grad_buffer` `param.grad` becomes a view of the buffer."""
+        """Drop all gradients. With `contiguous_grad_buffer`, `param.grad` becomes a view of the buffer."""
         if self.contiguous_grad_buffer:
             self.init_params()
         self._gradients.clear()
         self._norms.reset()
-        self._in_pass = False  # where a backward pass has failed
+        self._in_pass = False  # a backward pass may have failed
         # A parameter that still waits for its values does not need them for this.
         with torch._C.DisableTorchFunctionSubclass():
             for param in self.parameters():
@@ -332,9 +307,9 @@ class ZeroOptimizer(ShardedOptimizer):
     def grad_norm(
         self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0, force: bool = False
     ) -> Tensor:
-        """The norm of all gradients, or of those of some parameters, averaged over processes, scaled and clipped.
+        """Return the norm of the gradients of `parameters`, or of all, after averaging, unscaling and clipping.
 
-        `norm_type` is 2 or infinity. The norm of all is remembered until gradients change, unless `force`.
+        `norm_type` is 2 or infinity. The norm of all gradients is cached until they change; `force` computes it again.
         """
         chosen = self._checked(parameters)
         self.grad_sync()
@@ -343,7 +318,7 @@ class ZeroOptimizer(ShardedOptimizer):
     def clip_grad_norm(
         self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
     ) -> Tensor:
-        """Has the next step scale gradients by what brings their norm down to `max_norm`; returns the norm before."""
+        """Make the next step clip gradients to a norm of `max_norm`; return the norm before that."""
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm} must be positive")
         norm = self.grad_norm(parameters, norm_type)
@@ -353,32 +328,30 @@ class ZeroOptimizer(ShardedOptimizer):
     def unscale_grads(
         self, *args: Any, inv_scale: Tensor | None = None, grad_scaler: Any = None
     ) -> dict[torch.device, Tensor]:
-        """Has the next step multiply gradients by `inv_scale`, which may be the first argument, or unscale them.
+        """Make the next step multiply gradients by `inv_scale` (or the first argument), or unscale for `grad_scaler`.
 
-        The flags that it returns say, the same in all processes, whether a gradient is not finite.
+        Return an overflow flag per device: 1 if a gradient of any process is not finite.
         """
         return self._norms.unscale(self, args[0] if inv_scale is None and args else inv_scale, grad_scaler)
 
     @property
     def _grad_scale(self) -> Tensor:
-        """What gradients are multiplied by in the next step."""
+        """Return the factor of gradients in the next step."""
         return self._norms.scale
 
     @_grad_scale.setter
     def _grad_scale(self, value: Tensor) -> None:
         self._norms.scale = value
 
-    # apex.amp ---------------------------------------------------------------------------------------------------------
-
     @property
     def _has_state(self) -> bool:
-        """Whether state has been made, for parameters of the dtypes that they had then."""
-        return bool(self._places)
+        """Return whether state has been made; it is for the dtypes that parameters had then."""
+        return bool(self._locations)
 
     def _set_loss_scale(self, scale: Tensor) -> None:
-        """Says what the loss of the next backward passes is multiplied by, and brings earlier gradients to it.
+        """Set the loss scale of the next backward passes, and bring earlier gradients to this scale.
 
-        Those that overflowed are dropped: their step is skipped, and whether the next pass overflows can be seen.
+        Gradients that overflowed are dropped: their step is skipped, and an overflow of the next pass stays visible.
         """
         with self._lock:
             self.init_params()
@@ -387,29 +360,27 @@ class ZeroOptimizer(ShardedOptimizer):
             self._norms.scale = scale.reciprocal()
 
     def _found_inf(self) -> Tensor:
-        """1, float32 [1], where a gradient of any process is not finite; all processes must call it."""
+        """Return 1, float32 [1], if a gradient of any process is not finite, else 0; all processes must call it."""
         with self._lock:
             return self._norms.found_inf()
 
     def _params_were_cast(self) -> None:
-        """Goes on with parameters that have another dtype and other memory; the state keeps its precision."""
+        """Adapt to parameters that got another dtype and other memory; the state keeps its precision."""
         for state in self._states:
             state.arena.parameter_buffer = None
             state.connect()
 
-    # The step ---------------------------------------------------------------------------------------------------------
-
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:  # type: ignore[override]
-        """One optimization step; returns the closure's loss.
+        """Perform one optimization step and return the closure's loss.
 
-        With a `grad_scaler` an infinite or NaN gradient in any process turns it into nothing in all of them, without a
-        wait for the device.
+        With a `grad_scaler`, an infinite or NaN gradient in any process makes all processes skip the step, without
+        waiting for the device.
         """
         loss = run_closure(closure)
         self._step(grad_scaler)
         return loss
 
-    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now: 1.8 s
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler here: 1.8 s
     @torch.no_grad()
     def _step(self, grad_scaler: Any) -> None:
         self._check_capture()
@@ -436,20 +407,20 @@ class ZeroOptimizer(ShardedOptimizer):
                 self._parameters.synchronize()
 
     def _state_names(self) -> tuple[str, ...]:
-        """The names of a parameter's state, in the order of the rule's slots."""
+        """Return the names of a parameter's state, in the order of the update rule's slots."""
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
 
     def _update(
         self, group: dict[str, Any], lists: Lists, step: Any, noop: Tensor | None, scale: Tensor | None
     ) -> None:
-        """One step of some tensors; `step` counts from 1, and is a float64 tensor where it lives on the device."""
+        """Update lists of tensors; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         decoupled = bool(self.adam_w_mode)
         hyper = adam_hyperparameters(group, step, decoupled=decoupled)
         rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
         lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
 
     def _check_capture(self) -> None:
-        """Refuses to record into a CUDA graph what a replay would get wrong."""
+        """Raise an error if a CUDA graph is being captured whose replays would repeat the same step."""
         if self.capturable or not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
             return
         raise RuntimeError(
@@ -457,27 +428,25 @@ class ZeroOptimizer(ShardedOptimizer):
             "every replay would be the same step; make the optimizer with capturable=True"
         )
 
-    # Parameters on their way ------------------------------------------------------------------------------------------
-
     def param_sync(self) -> None:
-        """Waits until all parameters have their new values."""
+        """Wait until all parameters have their new values."""
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             self._parameters.synchronize()
-            for param in self._places if self.overlap_param_sync else ():
+            for param in self._locations if self.overlap_param_sync else ():
                 release(param)
 
     def _postpone_params(self) -> None:
-        """Has parameters wait for their values when they are used."""
+        """Make parameters wait for their values when they are first used."""
         self._await = {
-            param: {(place, bucket) for bucket in self._parameters.arenas[place].layout.buckets_of[index]}
-            for param, (place, index) in self._places.items()
+            param: {(arena_index, bucket) for bucket in self._parameters.arenas[arena_index].layout.buckets_of[index]}
+            for param, (arena_index, index) in self._locations.items()
         }
         for param, keys in self._await.items():
             if keys:
                 postpone(param, functools.partial(self._arrive, param))
 
     def _arrive(self, param: Tensor) -> None:
-        """Waits for a parameter's values, and releases all parameters whose values have arrived."""
+        """Wait for a parameter's values, and release all parameters whose values have arrived."""
         with self._lock, torch._C.DisableTorchFunctionSubclass():
             self._parameters.wait_for(self._await[param])
             left = self._parameters.left
@@ -486,9 +455,10 @@ class ZeroOptimizer(ShardedOptimizer):
                     release(other)
 
 
-def _check_device(wanted: Any, found: torch.device) -> None:
+def _check_device(wanted: Any, actual: torch.device) -> None:
+    """Raise an error if the `device` argument is not the device of the parameters."""
     if wanted is None:
         return
     device = torch.device(wanted)
-    if device.type != found.type or device.index not in (None, found.index):
-        raise ValueError(f"device={device} is not where the parameters are: {found}")
+    if device.type != actual.type or device.index not in (None, actual.index):
+        raise ValueError(f"device={device} is not where the parameters are: {actual}")

@@ -1,4 +1,4 @@
-"""From updated shards to parameters, bucket by bucket: all at once, or while the next forward pass goes on."""
+"""All-gather of updated parameters, bucket by bucket: all at once, or while the next forward pass goes on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from ...._distributed.collectives import Done, Work, all_gather
 from .arena import Arena, ParameterViews
 from .groups import Groups
 
+# (arena index, index of the bucket in the arena)
 _Key = tuple[int, int]
 
 
 @dataclass
 class _Gathered:
-    """A bucket that is being put together."""
+    """A bucket that is being gathered."""
 
     key: _Key
     bucket: Tensor
@@ -26,10 +27,10 @@ class _Gathered:
 
 
 class ParameterSync:
-    """The parameters of some arenas, whose `outgoing` shards an optimizer has filled.
+    """The exchange of updated parameters: an optimizer fills the arenas' `outgoing` shards, and all ranks gather them.
 
-    `in_flight` buckets may be under way at a time; each takes its whole size in memory, unless `contiguous`: then
-    parameters are views of a buffer that they arrive in.
+    At most `in_flight` buckets are gathered at a time. Each is allocated for that; with `contiguous`, parameters are
+    views of one lasting buffer that receives them.
     """
 
     def __init__(self, groups: Groups, *, in_flight: int = 2, contiguous: bool = False) -> None:
@@ -37,14 +38,14 @@ class ParameterSync:
         self.in_flight = in_flight
         self.contiguous = contiguous
         self.arenas: list[Arena] = []
-        # Buckets that an update has changed and that have not been sent, in the order in which they will be.
+        # Updated buckets that have not been sent, in the order of sending.
         self._waiting: deque[_Key] = deque()
         self._under_way: deque[_Gathered] = deque()
-        # Of each bucket where its elements go.
+        # For each bucket, views of the parameters that it is copied to.
         self._targets: dict[_Key, ParameterViews] = {}
 
     def add(self, arena: Arena) -> None:
-        """Adds an arena."""
+        """Add an arena."""
         if self.contiguous:
             self.make_buffer(arena)
         for number, pieces in enumerate(arena.layout.pieces):
@@ -53,7 +54,7 @@ class ParameterSync:
 
     @torch.no_grad()
     def make_buffer(self, arena: Arena) -> None:
-        """Makes the parameters of an arena views of one buffer."""
+        """Make the parameters of an arena views of one buffer."""
         if arena.parameter_buffer is not None:
             return
         for index, param in enumerate(arena.params):
@@ -66,31 +67,31 @@ class ParameterSync:
         arena.parameter_buffer.adopt(arena.params)
 
     def updated(self) -> None:
-        """Says that the outgoing shards of all buckets are new.
+        """Mark all buckets as updated.
 
         Buckets are sent from the last to the first: gradients arrive in the order of the layout, so that forward passes
         need the last parameters first.
         """
-        keys = [(place, bucket) for place, arena in enumerate(self.arenas) for bucket in range(len(arena.outgoing))]
+        keys = [(index, bucket) for index, arena in enumerate(self.arenas) for bucket in range(len(arena.outgoing))]
         self._waiting = deque(reversed(keys))
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parameters have their new values."""
+        """Return whether all parameters have their new values."""
         return not self._waiting and not self._under_way
 
     @property
     def left(self) -> set[tuple[int, int]]:
-        """The buckets, as (arena, bucket), that have not been copied to parameters yet."""
-        return {*self._waiting, *(each.key for each in self._under_way)}
+        """Return the buckets, as (arena index, bucket), that have not been copied to parameters yet."""
+        return {*self._waiting, *(gathered.key for gathered in self._under_way)}
 
     def start(self) -> None:
-        """Sends as many buckets as may be under way."""
+        """Start gathering buckets, up to `in_flight`."""
         while self._waiting and len(self._under_way) < self.in_flight:
             self._send(self._waiting.popleft())
 
     def wait_for(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Waits for buckets, given as (arena, bucket), and for those sent before them; sends further ones."""
+        """Wait for buckets, given as (arena index, bucket), and for buckets sent earlier; start more."""
         wanted = set(keys)
         while wanted & self.left:
             self.start()
@@ -98,14 +99,14 @@ class ParameterSync:
         self.start()
 
     def synchronize(self) -> None:
-        """Waits for all buckets."""
+        """Send and wait for all buckets."""
         while not self.is_complete:
             self.start()
             self._finish_first()
 
     def _send(self, key: _Key) -> None:
-        place, number = key
-        arena = self.arenas[place]
+        arena_index, number = key
+        arena = self.arenas[arena_index]
         shard, size = arena.outgoing[number], arena.layout.bucket_sizes[number]
         if arena.sent_bytes is not None:
             shard, size = _truncated(shard, arena.sent_bytes), size * arena.sent_bytes
@@ -124,8 +125,8 @@ class ParameterSync:
     def _finish_first(self) -> None:
         gathered = self._under_way.popleft()
         gathered.work.wait()
-        place, number = gathered.key
-        arena, bucket = self.arenas[place], gathered.bucket
+        arena_index, number = gathered.key
+        arena, bucket = self.arenas[arena_index], gathered.bucket
         if arena.sent_bytes is not None:
             bucket = _extended(bucket, arena.sent_bytes, arena.dtypes.parameters)
         if arena.parameter_buffer is None:
@@ -135,17 +136,17 @@ class ParameterSync:
 
 
 def _truncated(values: Tensor, count: int) -> Tensor:
-    """The `count` most significant bytes of each value, as a vector of bytes; numbers are little-endian."""
+    """Return the `count` most significant bytes of each value, uint8 [elements * count]; values are little-endian."""
     return _bytes_of(values)[:, -count:].reshape(-1)
 
 
 def _extended(received: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Values with these most significant bytes and zeros in the others: the last bits of mantissas are cut off."""
+    """Return values with the received most significant bytes, and zeros in the other bytes."""
     values = torch.zeros(len(received) // count, dtype=dtype, device=received.device)
     _bytes_of(values)[:, -count:] = received.view(-1, count)
     return values
 
 
 def _bytes_of(values: Tensor) -> Tensor:
-    """[elements, bytes of each], in the memory of the values."""
+    """Return the values' memory as uint8 [elements, bytes per element]."""
     return values.view(torch.uint8).view(len(values), values.element_size())

@@ -1,4 +1,4 @@
-"""The state of an arena's parameters that this rank keeps, and one pass of a rule over it."""
+"""The state that this rank keeps for an arena's parameters, and its update by a rule."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import torch
 from torch import Tensor
 
 from ....ops.multi_tensor import Lists, make_lists
-from ....ops.multi_tensor.flat import flat
+from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.rule import SLOTS
 from ....ops.multi_tensor.tables import current_stream
 from ....ops.multi_tensor.torch_lists import TorchLists
 from ....ops.multi_tensor.triton_lists import TritonLists
-from .arena import Arena, laid_out_like
+from .arena import Arena
 from .layout import Piece, pick
 from .weights import Weights, units_of
 
-# Gets the number of a parameter group and the lists of its tensors: weights, gradients, then state.
+# A function of a parameter group's index and the lists of the group's tensors: weights, gradients, then state.
 Apply = Callable[[int, Lists], None]
 
-# What checkpoints call the parameters in the precision of the state.
+# The name in checkpoints of the parameters in the dtype of the state.
 PARAM = "param"
 
 
 def in_slots(
     weights: list[Tensor], gradients: Sequence[Tensor], state: Sequence[list[Tensor]]
 ) -> list[list[Tensor] | None]:
-    """The lists of a rule; gradients may be laid out in any dense way."""
+    """Return the tensor lists in the order of a rule's slots; gradients may have any dense layout."""
     return [weights, list(map(flat, gradients)), *state, *(None for _ in range(SLOTS - 2 - len(state)))]
 
 
 class Gradients(Protocol):
-    """`GradientSync`, or the reducer of LAMB."""
+    """The interface of `GradientSync` and `LambReducer` that an update uses."""
 
     def stay_in_place(self, arena: Arena) -> bool: ...
     def of_units(self, arena: Arena, units: Sequence[Piece]) -> list[Tensor]: ...
 
 
 class _CachedLists(NamedTuple):
-    """Lists, what they depend on besides gradients (the stream, addresses), and the dtype of those."""
+    """Lists for a rule, the stream and addresses that they were made for (`where`), and the gradients' dtype."""
 
     lists: Lists
     where: tuple[int, list[int]]
@@ -48,14 +48,15 @@ class _CachedLists(NamedTuple):
 
     @property
     def has_tensors(self) -> bool:
-        """Whether they know where all tensors are, and have not let go of them."""
+        """Return whether the lists still know all tensors: Triton lists keep addresses, torch lists may be emptied."""
         return isinstance(self.lists, TritonLists) or bool(self.lists.slots)
 
 
 class ArenaState:
-    """Flat shards in the dtype of the state, by name, and the weights.
+    """Flat shards of an arena's moments, by name, and its weights.
 
-    The lists of tensors that a rule walks over are kept from step to step, for as long as nothing moves but gradients.
+    `units` are the pieces that a rule gets as one tensor each. The lists of tensors are reused from step to step, as
+    long as only gradients move.
     """
 
     def __init__(
@@ -65,21 +66,21 @@ class ArenaState:
         self.names = tuple(names)
         self.weights = weights
         self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
-        # What rules walk over, by parameter group.
+        # The units of each parameter group.
         self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
             self.units.setdefault(arena.group_of[unit.param], []).append(unit)
         self._lists: dict[int, _CachedLists] = {}
-        # Gradients of the step under way: kernels are given addresses, which keep nothing alive.
+        # Gradients of the current step: kernels get addresses, which do not keep tensors alive.
         self._held: list[list[Tensor]] = []
 
     def connect(self) -> None:
-        """Called when parameters have become views of a buffer."""
+        """Connect the weights with parameters that have become views of a buffer."""
         self.weights.connect()
         self._lists.clear()
 
     def apply(self, gradients: Gradients, function: Apply, noop: Tensor | None = None) -> None:
-        """Calls `function` for every parameter group; it is to do nothing where `noop` is set."""
+        """Call `function` for every parameter group; it must change nothing if `noop` is set."""
         self.weights.begin(skips=noop is not None)
         keeps = gradients.stay_in_place(self.arena) and self.weights.are_fixed
         for group, lists in self.lists(gradients).items():
@@ -90,27 +91,27 @@ class ArenaState:
         self.weights.end()
 
     def lists(self, gradients: Gradients) -> dict[int, Lists]:
-        """The lists of each parameter group; between `weights.begin` and `weights.end`."""
+        """Return the lists of each parameter group; call it between `weights.begin` and `weights.end`."""
         where = (current_stream(self.arena.device), self.weights.addresses())
         return {group: self._lists_of(group, units, gradients, where) for group, units in self.units.items()}
 
     def _lists_of(self, group: int, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
-        """The lists of a parameter group: as they are, with other gradients, or, where weights have moved, new ones."""
+        """Return the lists of a parameter group: unchanged, with other gradients, or new if weights have moved."""
         known = self._lists.get(group)
         if known is not None and known.where != where:
             known = None
         if known is not None and gradients.stay_in_place(self.arena) and known.has_tensors:
             return known.lists
-        given = gradients.of_units(self.arena, units)
-        self._held.append(given)
-        if known is None or known.dtype != given[0].dtype:
-            lists = make_lists(*self._slots(units, given))
-            self._lists[group] = _CachedLists(lists, where, given[0].dtype)
+        tensors = gradients.of_units(self.arena, units)
+        self._held.append(tensors)
+        if known is None or known.dtype != tensors[0].dtype:
+            lists = make_lists(*self._slots(units, tensors))
+            self._lists[group] = _CachedLists(lists, where, tensors[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
-            known.lists.table.update_moving(list(map(Tensor.data_ptr, given)))
+            known.lists.table.update_moving(list(map(Tensor.data_ptr, tensors)))
         else:
-            known.lists.point_to(*self._slots(units, given))
+            known.lists.point_to(*self._slots(units, tensors))
         return known.lists
 
     def _slots(self, units: list[Piece], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
@@ -118,29 +119,32 @@ class ArenaState:
         return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
 
     def read(self, name: str) -> Tensor:
-        """A flat shard, not to be changed: of `PARAM` or of one of `names`."""
+        """Return the flat shard of `PARAM` or of one of `names`; it must not be changed."""
         return self.weights.read() if name == PARAM else self.moments[name]
 
     def write(self, name: str, values: Tensor) -> None:
-        """Takes the values of a flat shard; parameters have theirs after the next synchronisation."""
+        """Set the values of a flat shard; parameters get theirs at the next synchronisation."""
         if name == PARAM:
             self.weights.write(values)
         else:
             self.moments[name].copy_(values)
 
     def shards(self) -> dict[str, Tensor]:
-        """All flat shards that stay from step to step, under the names that buckets have them under."""
+        """Return all lasting flat shards, by their names in `StateBucket`."""
         return {**self.weights.stored(), **{f"{name}_shard": moment for name, moment in self.moments.items()}}
 
 
 def start_from(state: Any, exact: Sequence[Tensor | None]) -> None:
-    """Has new state, of either kind, start from float32 weights that the arena's parameters are the rounding of."""
+    """Start new state from exact float32 weights instead of the parameters, which are these weights rounded.
+
+    `exact` has None for parameters that were not rounded.
+    """
     arena: Arena = state.arena
     if all(value is None for value in exact):
         return
     values = arena.new_shard(torch.float32)
     for part in arena.parts:
         param, value = arena.params[part.param], exact[part.param]
-        source = flat(laid_out_like(param.detach() if value is None else value, param))
+        source = flat(with_strides_of(param, param.detach() if value is None else value))
         values[part.flat : part.flat + part.size].copy_(source[part.start : part.stop])
     state.write(PARAM, values)

@@ -59,8 +59,8 @@ class _Works:
 def _coalescing_manager(group: Any = None, device: Any = None, async_ops: Any = False) -> Iterator[_Works]:
     """Yield an object that collects collectives and, unless `async_ops`, wait for them at the end.
 
-    Collectives inside are sent one by one: PyTorch's manager of this name works on NCCL only. `async_ops` may be the
-    list in which older clients collect collectives that they wait for themselves.
+    Collectives inside are sent one by one: PyTorch's manager of this name works on NCCL only. Older clients pass a list
+    as `async_ops`, collect collectives in it and wait for them themselves.
     """
     works = _Works()
     yield works
@@ -88,14 +88,12 @@ class SubclassableOptimizer(ZeroOptimizer):
 
     @functools.cached_property
     def _param_buffers(self) -> dict[Any, Tensor]:
-        """Buffers that a subclass has made parameters views of. Nothing here reads them."""
+        """Return buffers that a subclass has made parameters views of; nothing here reads them."""
         return {}
-
-    # Gradients --------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _backward_hooks(self) -> dict[Tensor, Callable[..., None]]:
-        """The hooks that a subclass has made."""
+        """Return the hooks that a subclass has made, by parameter."""
         return {}
 
     def _gradient_arrived(self, param: Tensor) -> None:
@@ -126,14 +124,14 @@ class SubclassableOptimizer(ZeroOptimizer):
 
         One parameter alone is not given state here: processes may see their first gradients in different orders.
         """
-        if not self._places:
+        if not self._locations:
             self.init_params(None, *args, **kwargs)
 
     def _grad_copy(self, param: Tensor) -> None:
         """Take the gradient away from a parameter and add it to what will be sent."""
         with self._lock:
-            if param in self._places:
-                self._gradients.take(*self._places[param])
+            if param in self._locations:
+                self._gradients.take(*self._locations[param])
 
     def _try_start_bucket_grad_sync(
         self, params: Iterable[Tensor] | None = None, ignore_last_bucket: bool = False
@@ -144,22 +142,18 @@ class SubclassableOptimizer(ZeroOptimizer):
         """
         with self._lock:
             for param in params or ():
-                if param in self._places:
-                    self._gradients.announce(*self._places[param])
+                if param in self._locations:
+                    self._gradients.announce(*self._locations[param])
 
     def _finish_bucket_grad_sync(self) -> None:
         """Wait for gradients that are under way."""
         with self._lock:
             self._gradients.finish()
 
-    # Parameters -------------------------------------------------------------------------------------------------------
-
     def _try_start_bucket_param_sync(self, params: Iterable[Tensor] | None = None) -> None:
         """Send updated parameters, as many buckets as may be under way; the order is the same whatever `params` are."""
         with self._lock:
             self._parameters.start()
-
-    # Norms ------------------------------------------------------------------------------------------------------------
 
     def _local_grad_norm(self, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0) -> Tensor:
         """Return the square of the 2-norm of this rank's part of the gradients before scaling, a float32 scalar."""
@@ -171,7 +165,7 @@ class SubclassableOptimizer(ZeroOptimizer):
 
     @property
     def _grad_norm(self) -> Tensor | None:
-        """The remembered 2-norm of gradients before scaling; None if there is none. A subclass may set its own."""
+        """Return the cached 2-norm of gradients before scaling, or None; a subclass may set its own."""
         return self._norms.remembered
 
     @_grad_norm.setter

@@ -1,10 +1,10 @@
 """Parameters that wait for their values when they are first used.
 
-While a parameter is pending its class is one of its own, a subclass of what it was, through which PyTorch sends every
-function that is called with it, C++ ones as well. The first one waits for the values; with it the parameter becomes
-what it was. So nothing needs to be known of the model, and nothing is paid by parameters that are there.
+While a parameter is pending, it has a subclass of its class, whose `__torch_function__` PyTorch calls for every
+function with the parameter as an argument. The first such call waits for the values and restores the parameter's class.
+So the model needs no hooks, and parameters with values cost nothing.
 
-Not for compiled models, whose guards see the class change: these need `param_sync` before the forward pass.
+Compiled models need `param_sync` before the forward pass instead, because their guards see the change of class.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CLASS = "_apex_class"
 
 
 def is_pending(param: Tensor) -> bool:
-    """Whether the first use of a parameter will wait."""
+    """Return whether the first use of a parameter will wait."""
     return _CLASS in type(param).__dict__
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Pending parameters in nested arguments."""
+    """Yield the pending parameters in nested arguments."""
     for value in values:
         if isinstance(value, Tensor):
             if is_pending(value):
@@ -37,7 +37,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value.values())
 
 
-# What does not look at values: such calls do not wait.
+# Functions that do not read values; they do not wait.
 _METADATA_CALLS = {
     *(
         getattr(Tensor, name).__get__
@@ -60,7 +60,7 @@ def _torch_function(cls: Any, function: Any, types: Any, args: Any = (), kwargs:
 
 
 def _after_waiting(name: str) -> Callable[..., Any]:
-    """A method that is called after the values have arrived: those that look at the class before anything else."""
+    """Return a method that waits for the values before it calls the original method of this name."""
 
     def method(self: Any, *args: Any) -> Any:
         wait_for_values(self)
@@ -76,21 +76,21 @@ def _pending_class(cls: type) -> type:
 
 
 def postpone(param: Tensor, wait: Callable[[], None]) -> None:
-    """Has the first use of a parameter call `wait`, which must not use it before it has called `release`."""
+    """Make the first use of a parameter call `wait`, which must call `release` before it uses the parameter."""
     param.__dict__[_WAIT] = wait
     if not is_pending(param):
         param.__class__ = _pending_class(type(param))
 
 
 def release(param: Tensor) -> None:
-    """Gives a parameter its own class back."""
+    """Restore a parameter's own class."""
     if is_pending(param):
         param.__class__ = type(param).__dict__[_CLASS]
         del param.__dict__[_WAIT]
 
 
 def wait_for_values(param: Tensor) -> None:
-    """Waits for the values of a parameter, if it is pending."""
+    """Wait for the values of a parameter, if it is pending."""
     if is_pending(param):
         wait = param.__dict__[_WAIT]
         release(param)

@@ -1,12 +1,13 @@
-"""Where this rank's part of the parameters is while it is updated, and how it gets there and back.
+"""The weights that an update writes, and their copies to and from the parameters.
 
     InPlace     the parameters themselves: one process, and nothing to convert
-    Stored      a flat shard in the precision of the state, which stays
-    Gathered    a flat shard that exists during an update only
-    Remainders  the same in float32, joined from bfloat16 parameters and a flat shard of the 16 bits that they lack
+    Stored      a lasting flat shard in the dtype of the state
+    Gathered    a flat shard that exists only during an update
+    Remainders  a float32 flat shard that exists only during an update, joined from bfloat16 parameters and a lasting
+                flat shard of the 16 bits that they lack
 
-All of them give the tensors of slot 0 of a rule (`slot`) and those that get a copy of it (`copy`), for the units that
-the rule walks over: of one process the parameters, else the runs of its shards.
+Each class returns the tensors of a rule's slot 0 (`slot`) and the tensors that get a copy of it (`copy`), for the units
+that the rule updates as one tensor: parameters with one process, else stretches of this rank's shards.
 """
 
 from __future__ import annotations
@@ -23,91 +24,92 @@ from .layout import Piece, cuts, pick
 
 
 def units_of(arena: Arena) -> list[Piece]:
-    """What a rule takes as one tensor: of one process the parameters, else stretches of the shards of buckets.
+    """Return the pieces that a rule updates as one tensor: parameters with one process, else stretches of shards.
 
-    A stretch has parameters of one parameter group, with the padding between them, which is zero and stays so.
+    A stretch has parameters of one parameter group in one bucket, and the padding between them, which stays zero.
     """
     if arena.groups.is_one:
         return arena.parts
-    found: list[Piece] = []
+    units: list[Piece] = []
     for piece in arena.owned:
-        first = found[-1] if found else None
+        first = units[-1] if units else None
         if first and (arena.group_of[first.param], first.bucket) == (
             arena.group_of[piece.param],
             piece.bucket,
         ):
-            found[-1] = replace(first, stop=first.start + piece.offset + piece.size - first.offset)
+            units[-1] = replace(first, stop=first.start + piece.offset + piece.size - first.offset)
         else:
-            found.append(piece)
-    return found
+            units.append(piece)
+    return units
 
 
 class Weights:
-    """Base class of the ways listed at the top of this module."""
+    """Base of the four kinds of weights listed at the top of this module."""
 
-    # Whether `slot` gives tensors that stay from step to step, at their addresses.
+    # Whether `slot` returns tensors that keep their addresses from step to step.
     are_fixed = True
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        # The parts of parameters that this rank owns, in the parameters themselves.
+        # Views of the parameters' parts that this rank owns.
         self._views = ParameterViews(arena, arena.parts)
         self._cuts = cuts([(part.flat, part.size) for part in arena.parts], arena.layout.shard_size)
 
     def connect(self) -> None:
-        """Says to `ParameterSync` where updated parameters are; again when parameters became views of a buffer."""
+        """Set the shards that `ParameterSync` sends; called again when parameters become views of a buffer."""
         self.arena.outgoing = []
 
     def begin(self, skips: bool) -> None:
-        """Makes `slot` ready to be read; if it `skips`, what is sent must be right without the update too."""
+        """Prepare `slot` for an update. If it may be skipped (`skips`), outgoing shards must be right without it."""
 
     def end(self) -> None:
-        """Takes what an update has written."""
+        """Take over the values that an update has written to `slot`."""
 
     def slot(self, units: Sequence[Piece]) -> list[Tensor]:
-        """The tensors that an update writes."""
+        """Return the tensors that an update writes."""
         raise NotImplementedError
 
     def copy(self, units: Sequence[Piece]) -> list[Tensor] | None:
-        """The tensors that get a copy of what an update writes."""
+        """Return the tensors that get a copy of the updated values, or None."""
         return None
 
     def addresses(self) -> list[int]:
-        """The addresses of `slot` and `copy`."""
+        """Return addresses that change whenever a tensor of `slot` or `copy` gets other memory."""
         return list(map(Tensor.data_ptr, self.arena.params))
 
     def read(self) -> Tensor:
-        """The values, in the dtype of the state, as a flat shard that must not be changed."""
+        """Return the values in the dtype of the state, as a flat shard that must not be changed."""
         raise NotImplementedError
 
     def write(self, values: Tensor) -> None:
-        """Other values, given as a flat shard; the parameters have them after the next synchronisation."""
+        """Set the values from a flat shard; the parameters get them at the next synchronisation."""
         raise NotImplementedError
 
     def stored(self) -> dict[str, Tensor]:
-        """Flat shards that stay from step to step, by the name that buckets have them under."""
+        """Return the lasting flat shards, by their names in `StateBucket`."""
         return {}
 
     def params_of(self, units: Sequence[Piece]) -> list[Tensor]:
-        """The parameters of units as vectors; for one process, of which each unit is a parameter."""
+        """Return 1-D views of the units' parameters; only with one process, when each unit is a parameter."""
         views = dict(zip((part.param for part in self.arena.parts), self._views(), strict=True))
         return [views[unit.param] for unit in units]
 
     def gather(self, values: Tensor) -> Tensor:
-        """Fills a flat shard with what this rank owns of the parameters."""
+        """Copy this rank's part of the parameters to a flat shard, and return it."""
         if self.arena.parts:
             torch._foreach_copy_(list(values.split(self._cuts)[1::2]), self._views())
         return values
 
     def scatter(self, values: Tensor) -> None:
-        """Gives the parameters the values of a flat shard."""
+        """Copy a flat shard to the parameters."""
         if self.arena.parts:
             torch._foreach_copy_(self._views(), list(values.split(self._cuts)[1::2]))
 
     def make_outgoing(self) -> Tensor | list[Tensor]:
-        """Shards in the dtype that parameters travel in, with what these are now: a skipped update sends that.
+        """Set and return the outgoing shards, in the dtype that parameters are sent in.
 
-        In the parameters' buffer, where there is one.
+        They hold the parameters' current values, which a skipped update sends. If the parameters are views of a
+        buffer, the shards lie in it.
         """
         arena = self.arena
         if arena.parameter_buffer is None:
@@ -121,11 +123,13 @@ class Weights:
 
     @property
     def _writes_params(self) -> bool:
-        """Whether an update can write to the parameters themselves, so that nothing needs to be sent."""
+        """Return whether an update can write to the parameters directly, so that nothing is sent."""
         return self.arena.groups.is_one and _arrive_whole(self.arena)
 
 
 class InPlace(Weights):
+    """The parameters themselves."""
+
     def slot(self, units: Sequence[Piece]) -> list[Tensor]:
         return self.params_of(units)
 
@@ -137,6 +141,8 @@ class InPlace(Weights):
 
 
 class Stored(Weights):
+    """A lasting flat shard in the dtype of the state."""
+
     _outgoing: Tensor | list[Tensor] | None = None
 
     def __init__(self, arena: Arena) -> None:
@@ -177,6 +183,8 @@ class Stored(Weights):
 
 
 class Gathered(Weights):
+    """A flat shard that exists only during an update."""
+
     are_fixed = False
 
     def connect(self) -> None:
@@ -211,6 +219,8 @@ class Gathered(Weights):
 
 
 class Remainders(Gathered):
+    """A float32 flat shard that exists only during an update, and the lasting lower halves of its elements."""
+
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
         self.remainders = arena.new_shard(torch.int16)
@@ -230,7 +240,7 @@ class Remainders(Gathered):
         return join_remainders(self._upper_halves(), self.remainders)
 
     def _upper_halves(self) -> Tensor:
-        """This rank's part of the parameters, as a flat shard."""
+        """Return this rank's part of the bfloat16 parameters, as a flat shard."""
         if not isinstance(self._outgoing, Tensor):
             return torch.cat(self._outgoing)
         return self._outgoing if self.arena.parameter_buffer is not None else self.gather(self._outgoing)
@@ -245,12 +255,12 @@ class Remainders(Gathered):
 
 
 def _arrive_whole(arena: Arena) -> bool:
-    """Whether parameters travel as they are."""
+    """Return whether parameters are sent in their own dtype, with all bytes."""
     return arena.params[0].dtype == arena.dtypes.parameters and arena.sent_bytes is None
 
 
 def weights_of(arena: Arena, store_params: bool, store_remainders: bool) -> Weights:
-    """How the parameters of an arena are kept."""
+    """Return the weights of an arena for the given options."""
     dtype, whole = arena.params[0].dtype, _arrive_whole(arena)
     weights: Weights
     if store_remainders and arena.dtypes.state == torch.float32 and whole and dtype == torch.bfloat16:
@@ -264,7 +274,7 @@ def weights_of(arena: Arena, store_params: bool, store_remainders: bool) -> Weig
 
 
 def check_storage(dtypes: Dtypes, stores: bool, remainders: bool, scaled: bool, capturable: bool) -> None:
-    """Raises for options of DistributedFusedAdam that do not go together."""
+    """Raise an error for options of DistributedFusedAdam that exclude each other."""
     if remainders and stores:
         raise ValueError("store_param_remainders=True takes the place of store_params, which must be False")
     if remainders and (dtypes.state, dtypes.parameters) != (torch.float32, torch.bfloat16):

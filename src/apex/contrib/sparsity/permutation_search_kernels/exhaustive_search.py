@@ -30,7 +30,7 @@ _LARGE = 1 << 16
 _BETWEEN_LOOKS = 0.1
 
 
-class Search:
+class PermutationSearch:
     """The state of a search over `columns`, float32 [C, R]: an order of the columns and the gain of every window."""
 
     def __init__(self, columns: Tensor, deadline: float, bar: Any) -> None:
@@ -101,15 +101,15 @@ class Search:
         for _ in range(attempts):
             if self._time_is_spent():
                 break
-            before = self.order.clone(), self.gains.clone(), self.splits.clone()
+            previous = self.order.clone(), self.gains.clone(), self.splits.clone()
             stripes = torch.randperm(len(self.order) // 4, generator=generator, dtype=torch.int64, device=HOST)[:3]
-            places = torch.randint(4, stripes.shape, generator=generator, dtype=torch.int64, device=HOST) + 4 * stripes
-            self.order[places] = self.order[places.roll(1)]
+            columns = torch.randint(4, stripes.shape, generator=generator, dtype=torch.int64, device=HOST) + 4 * stripes
+            self.order[columns] = self.order[columns.roll(1)]
             self.climb(stripes)
             if self.total() > most:
                 most = self.total()
             else:
-                self.order, self.gains, self.splits = before
+                self.order, self.gains, self.splits = previous
 
 
 def search(
@@ -127,7 +127,7 @@ def search(
 
             bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
             bar.add_task(f"permutation search {len(matrix)}x{len(columns)}", total=time_budget)
-        state = Search(columns, time.monotonic() + time_budget, bar)
+        state = PermutationSearch(columns, time.monotonic() + time_budget, bar)
         state.escape(escape_attempts, torch.Generator(device=HOST).manual_seed(seed))
     return state.order.tolist()
 
@@ -144,5 +144,5 @@ def Exhaustive_Search(
     tensor = as_tensor(matrix)
     order = list(range(tensor.shape[1])) if permutation is None else list(permutation)
     attempts = escape_attempts if stripe_group_size == 8 else max(100, escape_attempts)
-    order = [order[place] for place in search(tensor[:, order], attempts)]
+    order = [order[index] for index in search(tensor[:, order], attempts)]
     return like(matrix, tensor[:, order]), time.perf_counter() - start, order

@@ -15,6 +15,7 @@ from .elementary import AXPBY, MASK, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCA
 from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED
 from .lars import LARS, LARS_NORMS, PLAIN_LARS
 from .legacy import ADAM_UNDO, ADAM_UNSCALING, EARLY_ADAM, LAMB_UPDATE, LAMB_WEIGHTS, LARC, REVERSIBLE_ADAM
+from .muon import LION, MUON_MOMENTUM, MUON_UPDATE
 from .novograd import NOVOGRAD
 from .rmsprop import RMSPROP, RMSPROP_ALL, RMSPROP_MORE
 from .sgd import PLAIN_SGD, SGD, sgd_flags

@@ -1,4 +1,4 @@
-"""Training steps whose microbatches go through a pipeline of stages, or through a whole model."""
+"""Step functions that run the microbatches of a batch through a pipeline of stages, or through a whole model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ __all__ = [
 def get_forward_backward_func(
     virtual_pipeline_model_parallel_size: int | None, pipeline_model_parallel_size: int
 ) -> Callable[..., list[Any]]:
-    """The step function for a pipeline of so many ranks, with so many chunks each: no pipelining for one rank."""
+    """Return the step function for the given number of pipeline ranks and of model chunks per rank.
+
+    For one rank it runs without pipelining.
+    """
     if pipeline_model_parallel_size <= 1:
         return forward_backward_no_pipelining
     if virtual_pipeline_model_parallel_size is None:

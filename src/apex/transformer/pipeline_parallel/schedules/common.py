@@ -1,4 +1,4 @@
-"""What all schedules share: models made of stages, and the passes of one microbatch through a stage."""
+"""Functions that all schedules share: construction of a rank's model chunks, and the passes of one microbatch."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def build_model(
     placement: str = "loop",
     **kwargs: Any,
 ) -> list[nn.Module]:
-    """This rank's part of a model, as a list of its chunks: one, or `virtual_pipeline_model_parallel_size`.
+    """Return this rank's part of a model as a list of `virtual_pipeline_model_parallel_size` chunks, by default one.
 
-    `model_provider_func(*args, **kwargs, pre_process=..., post_process=...)` makes a chunk, with the first stage's
-    extras (embeddings) and the last one's (the head) or without; for an encoder-decoder it is also told `add_encoder`
-    and `add_decoder`. Chunks go to the device and, with `wrap_with_ddp`, into torch's DistributedDataParallel over the
-    data-parallel group. `placement="v"` is for the zero-bubble schedule ZB-V: two chunks, and the last stage is on the
-    first rank.
+    `model_provider_func(*args, **kwargs, pre_process=..., post_process=...)` makes a chunk. `pre_process` is True for
+    the first stage, which has the embeddings; `post_process` is True for the last, which has the head. For an
+    encoder-decoder the function also gets `add_encoder` and `add_decoder`. Chunks are moved to the device and, with
+    `wrap_with_ddp`, wrapped in torch's DistributedDataParallel over the data-parallel group. `placement="v"` is for the
+    zero-bubble schedule ZB-V: it takes two chunks and puts the last stage on the first rank.
     """
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -68,24 +68,24 @@ def build_model(
             'placement must be "loop", or "v" with virtual_pipeline_model_parallel_size=2, got '
             f"{placement!r} with {virtual_pipeline_model_parallel_size}"
         )
-    both = model_type == ModelType.encoder_and_decoder
-    if both and virtual_pipeline_model_parallel_size is not None and ranks > 1:
+    has_both = model_type == ModelType.encoder_and_decoder
+    if has_both and virtual_pipeline_model_parallel_size is not None and ranks > 1:
         raise ValueError(f"an encoder-decoder cannot be interleaved, got {virtual_pipeline_model_parallel_size} chunks")
     stages = Placement(ranks, chunks, placement == "v")
-    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    previous_chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
     model = []
     for chunk in range(chunks):
         if virtual_pipeline_model_parallel_size is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         stage = stages.stage(rank, chunk)
         parts: dict[str, bool] = {"pre_process": stage == 0, "post_process": stage == stages.stages - 1}
-        if both:
+        if has_both:
             parts = _parts_of_both(rank, ranks)
         module = model_provider_func(*args, **kwargs, **parts)
         module.model_type = model_type  # type: ignore[assignment]
         model.append(module)
     if virtual_pipeline_model_parallel_size is not None:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+        parallel_state.set_virtual_pipeline_model_parallel_rank(previous_chunk)
     for module in model:
         for param in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)
@@ -100,7 +100,7 @@ def build_model(
 
 
 def _parts_of_both(rank: int, ranks: int) -> dict[str, bool]:
-    """Which parts of an encoder-decoder a stage has: each half has a first and a last stage."""
+    """Return the parts of an encoder-decoder that a stage has; each half has its own first and last stage."""
     if ranks == 1:
         return {"pre_process": True, "post_process": True, "add_encoder": True, "add_decoder": True}
     split = parallel_state.get_pipeline_model_parallel_split_rank()
@@ -124,7 +124,7 @@ def _report_parameters(model: list[nn.Module], pipeline: int) -> None:
 def _get_params_for_weight_decay_optimization(
     model: Model, *, no_weight_decay_modules: Sequence[type] | None = None
 ) -> list[dict[str, Any]]:
-    """Two groups for an optimizer: parameters that decay, and biases and layer norms, which do not."""
+    """Return two optimizer groups: parameters with weight decay, and biases and layer norms without it."""
     without = tuple(no_weight_decay_modules or (FusedLayerNorm, MixedFusedLayerNorm, FastLayerNorm, nn.LayerNorm))
     decaying: dict[str, Any] = {"params": []}
     others: dict[str, Any] = {"params": [], "weight_decay": 0.0}

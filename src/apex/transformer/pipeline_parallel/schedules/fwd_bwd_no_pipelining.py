@@ -1,4 +1,4 @@
-"""A step without pipelining: microbatches one after the other through the whole model."""
+"""A step without pipelining: microbatches run one after the other through the whole model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
-from .._schedule import Action, Kind
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
+from .._schedule import Action, ActionKind
 from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -16,13 +16,13 @@ from .common import Batch, FwdStepFunc, Model
 def forward_backward_no_pipelining(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
-    """Runs all microbatches of `batch`; what `loss_func` returned beside each loss.
+    """Run all microbatches of `batch` and return the second result of `loss_func` for each.
 
-    Gradients add up. Only the last microbatch has them reduced over replicas: until then a module in
-    DistributedDataParallel is kept from it, and `custom_sync_context_handler()`, if given, is held. Other options that
-    count here are `dtype`, `disable_autocast` and `grad_scaler` (see `StepOptions`).
+    Gradients accumulate. They are reduced over replicas only in the last microbatch: before it, modules in
+    DistributedDataParallel do not reduce, and `custom_sync_context_handler()`, if given, is held. The other options
+    that are used are `dtype`, `disable_autocast` and `grad_scaler` (see `StepOptions`).
     """
     chunks = listify_model(model)
-    sync = GradientSync(chunks, options.get("custom_sync_context_handler"))
-    step = Step("no_pipelining", forward_step_func, batch, chunks, Options(forward_only, options), sync)
-    return step.run(Action(Kind.FORWARD, step.microbatches - 1, 0))
+    sync = PipelineGradientSync(chunks, options.get("custom_sync_context_handler"))
+    step = Step("no_pipelining", forward_step_func, batch, chunks, PassSettings(forward_only, options), sync)
+    return step.run(Action(ActionKind.FORWARD, step.microbatches - 1, 0))

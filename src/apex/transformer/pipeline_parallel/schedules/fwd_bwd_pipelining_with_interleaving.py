@@ -8,8 +8,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ... import parallel_state
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -19,27 +19,27 @@ __all__ = ["_forward_backward_pipelining_with_interleaving"]
 def _forward_backward_pipelining_with_interleaving(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
-    """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
+    """Run all microbatches with the interleaved schedule; the last stage returns `loss_func`'s second results.
 
-    `model` is the list of this rank's chunks. The number of microbatches must be a multiple of that of pipeline ranks.
-    `custom_sync_context_handler()` is a context in which gradients are not reduced. It is left for the last backward
-    pass of each chunk; with `custom_grad_sync_func` after it, to call that with the chunk's parameters.
-    `custom_param_sync_func` is called with the parameters of each chunk before the chunk before it is first used.
-    `num_micro_batches_with_partial_activation_checkpoints` counts a microbatch once for each chunk. Everything else
-    is as `StepOptions` says.
+    `model` is the list of this rank's chunks. The number of microbatches must be a multiple of the number of pipeline
+    ranks. `custom_sync_context_handler()` is a context that suppresses gradient reduction. It is left for the last
+    backward pass of each chunk. With `custom_grad_sync_func` it is left after that pass, and the function is called
+    with the chunk's parameters. `custom_param_sync_func` is called with the parameters of each chunk before the
+    preceding chunk first runs. `num_micro_batches_with_partial_activation_checkpoints` counts a microbatch once for
+    each chunk. `StepOptions` describes the other options.
     """
     chunks = listify_model(model)
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    chosen = Options(forward_only, options, same_shapes(options))
-    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
-    chosen.param_sync = options.get("custom_param_sync_func")
-    return Step("interleaved", forward_step_func, batch, chunks, chosen, sync).run()
+    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
+    settings.param_sync = options.get("custom_param_sync_func")
+    return Step("interleaved", forward_step_func, batch, chunks, settings, sync).run()
 
 
 def same_shapes(options: StepOptions) -> Callable[[int], list[tuple[int, ...]]] | None:
-    """The shape that every stage sends, where the caller has said it."""
+    """Return a function from stage to the shapes it sends, or None if `tensor_shape` is not given."""
     tensor_shape = options.get("tensor_shape")
     if tensor_shape is None:
         return None

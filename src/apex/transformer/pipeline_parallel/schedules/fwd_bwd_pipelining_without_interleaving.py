@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ... import parallel_state
 from ...enums import ModelType
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 
@@ -24,10 +24,10 @@ def get_tensor_shapes(
     decoder_sequence_length: int | None = None,
     sequence_parallel_enabled: bool = False,
 ) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that stage `rank` sends to the next, for microbatches [sequence, batch, hidden].
+    """Return the shapes that stage `rank` sends to the next, for microbatches [sequence, batch, hidden].
 
-    Decoder stages behind an encoder send their own output and the encoder's. With sequence parallelism each rank has
-    its part of the sequence.
+    Decoder stages behind an encoder send their own output and the encoder's. With sequence parallelism each rank holds
+    a part of the sequence.
     """
     assert len(tensor_shape) == 3, (
         f"`tensor_shape` should be [sequence_length, micro_batch_size, hidden_size] but {tuple(tensor_shape)}"
@@ -39,17 +39,17 @@ def get_tensor_shapes(
             raise ValueError("`decoder_sequence_length` is required for `ModelType.encoder_and_decoder`")
         lengths = [decoder_sequence_length, length]
     parts = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel_enabled else 1
-    return [(each // parts, batch, hidden) for each in lengths]
+    return [(size // parts, batch, hidden) for size in lengths]
 
 
 def forward_backward_pipelining_without_interleaving(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
-    """Runs all microbatches through the pipeline; in the last stage, what `loss_func` returned beside each loss.
+    """Run all microbatches with the 1F1B schedule; the last stage returns the second results of `loss_func`.
 
-    `custom_sync_context_handler` is left before the last backward pass in the first stage, after all passes in others,
-    where `custom_grad_sync_func()` is called then. See `StepOptions` for the others, all of which count here but
-    `custom_param_sync_func`.
+    In the first stage `custom_sync_context_handler` is left before the last backward pass. In other stages it is left
+    after all passes, and `custom_grad_sync_func()` is called then. `StepOptions` describes the other options, which are
+    all used except `custom_param_sync_func`.
     """
     chunks = listify_model(model)
     if len(chunks) != 1:
@@ -63,10 +63,10 @@ def forward_backward_pipelining_without_interleaving(
             decoder_sequence_length=options.get("decoder_sequence_length"),
             sequence_parallel_enabled=options.get("sequence_parallel_enabled", False),
         )
-    chosen = Options(forward_only, options, shapes)
-    chosen.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
+    settings = PassSettings(forward_only, options, shapes)
+    settings.partial_checkpoints = options.get("num_micro_batches_with_partial_activation_checkpoints")
     first = parallel_state.get_pipeline_model_parallel_rank() == 0
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), early=first
     )
-    return Step("1f1b", forward_step_func, batch, chunks, chosen, sync).run()
+    return Step("1f1b", forward_step_func, batch, chunks, settings, sync).run()

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: gradients of parameters are computed when a rank would otherwise wait."""
+"""Zero-bubble schedules, which compute weight gradients while a rank would otherwise be idle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 from typing_extensions import Unpack
 
 from ...enums import ModelType
-from .._execute import Options, Step, StepOptions
-from .._gradient_sync import GradientSync
+from .._execute import PassSettings, Step, StepOptions
+from .._gradient_sync import PipelineGradientSync
 from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 from .fwd_bwd_pipelining_with_interleaving import same_shapes
@@ -17,18 +17,19 @@ from .fwd_bwd_pipelining_with_interleaving import same_shapes
 def forward_backward_zero_bubble(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:
-    """As the interleaved schedule, with ZB-H1 where the model is one chunk per rank and ZB-V where it is two.
+    """Run all microbatches with ZB-H1 if `model` is one chunk, or with ZB-V if it is two.
 
-    Chunks of ZB-V are made with `build_model(..., virtual_pipeline_model_parallel_size=2, placement="v")`. Reentrant
-    checkpoints, `tensor_parallel.checkpoint` among them, cannot be used: their backward passes cannot be divided.
+    Takes the interleaved schedule's options. ZB-V's chunks come from `build_model(...,
+    virtual_pipeline_model_parallel_size=2, placement="v")`. Reentrant checkpoints, `tensor_parallel.checkpoint` among
+    them, are not supported, because their backward passes cannot be split.
     """
     chunks = listify_model(model)
     if get_model_type(chunks[0]) == ModelType.encoder_and_decoder:
         raise ValueError("zero-bubble schedules are for models of one encoder or decoder: use the 1F1B schedule")
-    sync = GradientSync(
+    sync = PipelineGradientSync(
         chunks, options.get("custom_sync_context_handler"), options.get("custom_grad_sync_func"), per_chunk=True
     )
-    chosen = Options(forward_only, options, same_shapes(options))
-    chosen.param_sync = options.get("custom_param_sync_func")
+    settings = PassSettings(forward_only, options, same_shapes(options))
+    settings.param_sync = options.get("custom_param_sync_func")
     name = "zb_h1" if len(chunks) == 1 else "zb_v"
-    return Step(name, forward_step_func, batch, chunks, chosen, sync).run()
+    return Step(name, forward_step_func, batch, chunks, settings, sync).run()

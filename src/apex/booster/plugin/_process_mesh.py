@@ -1,4 +1,4 @@
-"""This process's place among all processes, in the words of the original: its mesh of groups and its pipeline stage."""
+"""The process mesh and the pipeline stage of this process, with the original's class names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from ...transformer.pipeline_parallel._schedule import Placement
 
 
 class GroupMesh(NamedTuple):
-    """Ranks in row-major order along several axes, and the process groups that lie along each axis.
-
-    `groups` has, for each axis, the group of this process.
-    """
+    """A mesh of ranks in row-major order, and this process's group along each axis."""
 
     shape: tuple[int, ...]
     groups: tuple[Any, ...]
@@ -31,10 +28,10 @@ class GroupMesh(NamedTuple):
         return self.shape if dim is None else self.shape[dim]
 
     def coordinate(self, dim: int | None = None) -> int | tuple[int, ...]:
-        """Return the place of this process along an axis, or along all axes."""
+        """Return the coordinate of this process along an axis, or along all axes."""
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        places = tuple(self.rank // stride % size for stride, size in zip(strides, self.shape, strict=True))
-        return places if dim is None else places[dim]
+        coordinates = tuple(self.rank // stride % size for stride, size in zip(strides, self.shape, strict=True))
+        return coordinates if dim is None else coordinates[dim]
 
     def get_group_along_axis(self, axis: int) -> Any:
         """Return the group of the processes that differ from this one along an axis only."""
@@ -46,7 +43,7 @@ class GroupMesh(NamedTuple):
 
 
 class StageManager(NamedTuple):
-    """The pipeline stage of this process: `stage` of `num_stages` ranks, whatever chunks each of them has."""
+    """The pipeline rank of this process: number `stage` of `num_stages` ranks, each with one or more chunks."""
 
     placement: Placement
     stage: int

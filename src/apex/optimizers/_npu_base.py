@@ -1,4 +1,4 @@
-"""Optimizers whose parameters and gradients lie in combined buffers: one flat tensor per device and dtype.
+"""Base class of Ascend's optimizers: parameters and gradients in combined buffers, one per device and dtype.
 
 Parameters and gradients are views of the buffers, so that one operator on a buffer (a norm, a clip, an all-reduce)
 serves all. A user can break that sharing at any time: `p.grad = ...`, `model.zero_grad()`, `model.half()`. Every step
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ..ops._host import HOST
 from ..ops.multi_tensor import flat
-from ..ops.multi_tensor.op import DTYPES
+from ..ops.multi_tensor.dispatch import DTYPES
+from ..ops.multi_tensor.flat_gradients import FlatGradients
 from ..ops.multi_tensor.tables import lie_at
 from ._base import FusedOptimizer
 from ._buckets import local
@@ -24,12 +25,11 @@ from ._buckets import local
 logger = logging.getLogger("apex.optimizers")
 
 _grad_of = operator.attrgetter("grad")
-_data_ptr = Tensor.data_ptr
 
 
-def _alike(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same shape, dtype, device and layout; strides may differ."""
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
+def _alike(tensor: Tensor | None, other: Tensor) -> bool:
+    """Return whether `tensor` exists and has the other's shape, dtype, device and layout; strides may differ."""
+    return tensor is not None and (tensor.shape, tensor.dtype, tensor.device, tensor.layout) == (
         other.shape,
         other.dtype,
         other.device,
@@ -38,20 +38,18 @@ def _alike(tensor: Tensor, other: Tensor) -> bool:
 
 
 class Combination:
-    """Parameters of one device and dtype in one buffer, and their gradients in another."""
+    """Parameters of one device and dtype in one flat buffer, `params`, and their gradients in another, `grads`."""
 
     def __init__(self, members: list[Tensor], groups: list[int]) -> None:
         """Combine the members; `groups` has the parameter group of each, and a group's members are consecutive."""
         self.members = members
         self._groups = groups
-        self.params, self._homes = flat.combine(members)
-        gradients = flat.FlatBuffer(members)
-        self.grads, self._grad_homes = gradients.values, gradients.views
-        self._offsets, _ = flat.offsets_of(members)
-        self._addresses = list(map(_data_ptr, self._homes))
-        self._grad_addresses = list(map(_data_ptr, self._grad_homes))
-        # Whether a gradient's part of the buffer is in use; otherwise it is zero.
-        self._in_use = [False] * len(members)
+        self._offsets, size = flat.offsets_of(members)
+        self._params = flat.FlatBuffer(members, self._offsets, size)
+        self._params.adopt(members)
+        self._addresses = list(map(Tensor.data_ptr, self._params.views))
+        self._gradients = FlatGradients(members, self._offsets, size)
+        self.params, self.grads = self._params.values, self._gradients.values
 
     def holds_params(self) -> bool:
         """Move parameters that got other memory back to the buffer; return False if that is impossible.
@@ -60,61 +58,39 @@ class Combination:
         """
         if lie_at(self.members, self._addresses):
             return True
-        addresses = list(map(_data_ptr, self.members))
+        addresses = list(map(Tensor.data_ptr, self.members))
         moved = [index for index, address in enumerate(addresses) if address != self._addresses[index]]
         for index in moved:
-            member, home = self.members[index], self._homes[index]
-            if not _alike(member, home) or member.stride() != home.stride():
+            member, view = self.members[index], self._params.views[index]
+            if not _alike(member, view) or member.stride() != view.stride():
                 return False
         if flat.overlapping(self.members):
             return False
         # Cloned first: a parameter may now use the memory of another.
         values = [self.members[index].detach().clone() for index in moved]
         for index, value in zip(moved, values, strict=True):
-            self.members[index].data = self._homes[index].copy_(value)
+            self.members[index].data = self._params.views[index].copy_(value)
         return True
 
     def gather(self) -> None:
         """Move gradients that have other memory to the buffer."""
         gradients = list(map(_grad_of, self.members))
-        if self._shares_all(gradients):
+        if self._gradients.holds_all(gradients):
             return
-        moved, values = [], []
-        storage = self.grads.untyped_storage().data_ptr()
-        for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
-            if gradient is None or not _alike(gradient, home):
-                if self._in_use[index]:
-                    home.zero_()
-                    self._in_use[index] = False
-            else:
-                self._in_use[index] = True
-                if gradient.data_ptr() != self._grad_addresses[index]:
-                    value = gradient.detach()
-                    moved.append(index)
-                    values.append(value.clone() if value.untyped_storage().data_ptr() == storage else value)
-        if moved:
-            torch._foreach_copy_([self._grad_homes[index] for index in moved], values)
-        for index in moved:
-            self.members[index].grad = self._grad_homes[index]
-
-    def _shares_all(self, gradients: list[Tensor | None]) -> bool:
-        try:
-            return lie_at(gradients, self._grad_addresses)  # type: ignore[arg-type]
-        except (TypeError, RuntimeError):  # a gradient is None or sparse
-            return False
+        views = self._gradients.views
+        pairs = zip(gradients, views, strict=True)
+        for index in self._gradients.gather([grad if _alike(grad, view) else None for grad, view in pairs]):
+            self.members[index].grad = views[index]
 
     def zero(self) -> None:
         """Set every gradient to zero and make it a view of the buffer; gradients that are None stay None."""
         self.grads.zero_()
         gradients = list(map(_grad_of, self.members))
-        if self._shares_all(gradients):
+        if self._gradients.holds_all(gradients):
             return
-        for index, (gradient, home) in enumerate(zip(gradients, self._grad_homes, strict=True)):
-            self._in_use[index] = gradient is not None and _alike(gradient, home)
-            if self._in_use[index]:
-                self.members[index].grad = home
-            elif gradient is not None:
-                self.members[index].grad = gradient.detach().zero_()
+        for member, gradient, view in zip(self.members, gradients, self._gradients.views, strict=True):
+            if gradient is not None:
+                member.grad = view if _alike(gradient, view) else gradient.detach().zero_()
 
     def part_of_group(self, buffer: Tensor, group: int) -> Tensor | None:
         """Return the part of `buffer` that belongs to a parameter group, or None."""

@@ -18,43 +18,10 @@ from torch import Tensor
 from .._distributed.collectives import start
 from .._distributed.comparison import differing
 from .._distributed.experts import refuse_experts
-from ..ops.multi_tensor.flat import FlatBuffer, flat, offsets_of
+from ..ops.multi_tensor.flat import offsets_of
+from ..ops.multi_tensor.flat_gradients import FlatGradients
 from ._master_params import AmpOptimizerState
 from .scaler import LossScaler, NonfiniteCounts
-
-
-class _FlatGradients(FlatBuffer):
-    """A flat buffer with a view for the gradient of each member; members have one dtype and device."""
-
-    def __init__(self, members: list[Tensor], offsets: list[int], size: int) -> None:
-        super().__init__(members, offsets, size)
-        self.members = members
-        # 1-D views, for passes that count non-finite elements of each gradient.
-        self.parts = list(map(flat, self.views))
-
-    def put(self, gradients: list[Tensor | None]) -> None:
-        """Copy gradients into the buffer, and zeros for parameters without one."""
-        moved, values = [], []
-        for index, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
-            if gradient is None:
-                view.zero_()
-            elif gradient.layout != torch.strided:
-                raise RuntimeError("combine_grad=True takes dense gradients only; an embedding has sparse=True")
-            elif not self.holds(index, gradient):
-                moved.append(view)
-                values.append(gradient.detach())
-        if moved:
-            torch._foreach_copy_(moved, values)
-
-    def give(self, has_gradient: list[bool]) -> None:
-        """Make the buffer's views the members' gradients, or None for members without one."""
-        for member, view, has in zip(self.members, self.views, has_gradient, strict=True):
-            member.grad = view if has else None
-
-    def moved_away(self) -> list[Tensor]:
-        """Return the members whose gradient is outside of the buffer."""
-        members = [(index, member) for index, member in enumerate(self.members) if member.grad is not None]
-        return [member for index, member in members if member.numel() and not self.holds(index, member.grad)]
 
 
 class _GradientBuffers:
@@ -63,10 +30,10 @@ class _GradientBuffers:
     def __init__(self, params: list[Tensor], masters: list[Tensor]) -> None:
         self._layout = offsets_of(params)
         self.params = params
-        self.grads = _FlatGradients(params, *self._layout)
+        self.grads = FlatGradients(params, *self._layout)
         # Gradients that the optimizer uses, at the same offsets, so that one pass can go from buffer to buffer.
-        self.target = _FlatGradients(masters, *self._layout) if masters else self.grads
-        self._fresh: _FlatGradients | None = None
+        self.target = FlatGradients(masters, *self._layout) if masters else self.grads
+        self._fresh: FlatGradients | None = None
         # The buffer with the gradients of the last backward pass.
         self._source = self.grads
 
@@ -75,8 +42,8 @@ class _GradientBuffers:
         new = [param.grad for param in self.params]
         self._source = self.grads
         if self.target is self.grads and any(param in accumulated for param in self.params):
-            self._source = self._fresh = self._fresh or _FlatGradients(self.params, *self._layout)
-        self._source.put(new)
+            self._source = self._fresh = self._fresh or FlatGradients(self.params, *self._layout)
+        self._source.gather(_checked(new))
         return self._source.values, [gradient is not None for gradient in new]
 
     def unscale(self, present: list[bool], accumulated: dict[Tensor, Tensor], scaler: LossScaler) -> NonfiniteCounts:
@@ -86,15 +53,22 @@ class _GradientBuffers:
             earlier = [accumulated.get(param) for param in self.params]
         else:
             earlier = [master.grad for master in target.members]
-            self.grads.give(present)
+            self.grads.attach(present)
         counts = torch.zeros(len(self.params), 2, dtype=torch.int32, device=source.values.device)
         if all(gradient is None for gradient in earlier):
             scaler.unscale(source.parts, target.parts, None, source is target, nonfinite_counts=counts)
         else:
-            target.put(earlier)
+            target.gather(_checked(earlier))
             scaler.unscale_with_stashed(source.parts, target.parts, target.parts, nonfinite_counts=counts)
-        target.give([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
+        target.attach([new or gradient is not None for new, gradient in zip(present, earlier, strict=True)])
         return NonfiniteCounts(self.params, counts)
+
+
+def _checked(gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradients; raise an error if one is sparse."""
+    if any(gradient is not None and gradient.layout != torch.strided for gradient in gradients):
+        raise RuntimeError("combine_grad=True takes dense gradients only; an embedding has sparse=True")
+    return gradients
 
 
 class CombinedGradients:
@@ -112,34 +86,34 @@ class CombinedGradients:
         """Unscale the new gradients, or with `reduces` their mean over processes, and add them to earlier ones."""
         self._make()
         accumulated = self._stash.accumulated_grads
-        collected = [each.collect(accumulated) for each in self._by_dtype]
+        collected = [buffers.collect(accumulated) for buffers in self._by_dtype]
         present = [has_gradient for _, has_gradient in collected]
         if reduces and self._reduction is not None and self._reduction.is_needed():
             refuse_experts(
-                (param for each in self._by_dtype for param in each.params),
+                (param for buffers in self._by_dtype for param in buffers.params),
                 "combine_ddp",
                 "Set optimizer.combine_ddp = False and call apex.transformer.finalize_model_grads before the step",
             )
             present = self._reduction.reduce([buffer for buffer, _ in collected], present)
         pairs = zip(self._by_dtype, present, strict=True)
-        counted = [each.unscale(has_gradient, accumulated, scaler) for each, has_gradient in pairs]
+        counted = [buffers.unscale(has_gradient, accumulated, scaler) for buffers, has_gradient in pairs]
         self._stash.accumulated_grads = {}
         return counted
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers of the gradients that the optimizer uses."""
         self._make()
-        return [each.target.values for each in self._by_dtype]
+        return [buffers.target.values for buffers in self._by_dtype]
 
     def zero(self) -> None:
         """Set all gradients to zero in place."""
-        for each in self._by_dtype:
-            each.grads.values.zero_()
-            each.target.values.zero_()
+        for buffers in self._by_dtype:
+            buffers.grads.values.zero_()
+            buffers.target.values.zero_()
 
-    def moved_away(self) -> list[Tensor]:
-        """Return the parameters that the optimizer updates whose gradients are outside of the buffers."""
-        return [param for each in self._by_dtype for param in each.target.moved_away()]
+    def outside(self) -> list[Tensor]:
+        """Return the parameters that the optimizer updates whose gradients lie outside of the buffers."""
+        return [param for buffers in self._by_dtype for param in buffers.target.outside()]
 
     def _make(self) -> None:
         stash = self._stash
@@ -185,7 +159,7 @@ class _Reduction:
         self._check(buffers, present)
         if not buffers:
             return []
-        flags = [flag for each in present for flag in each]
+        flags = [flag for has_gradient in present for flag in has_gradient]
         anywhere = torch.ones(len(flags), dtype=torch.uint8, device=buffers[0].device)
         for position in (position for position, flag in enumerate(flags) if not flag):
             anywhere[position] = 0
@@ -203,16 +177,17 @@ class _Reduction:
             buffer.mul_(1 / dist.get_world_size())
         # A process that has all gradients need not read the others' flags from the device.
         known = iter(flags if all(flags) else anywhere.bool().tolist())
-        return [[next(known) for _ in each] for each in present]
+        return [[next(known) for _ in has_gradient] for has_gradient in present]
 
     def _check(self, buffers: Sequence[Tensor], present: Sequence[list[bool]]) -> None:
         """Raise an error in all processes if their buffers differ in layout."""
-        layout = [(str(buffer.dtype), buffer.numel(), len(each)) for buffer, each in zip(buffers, present, strict=True)]
+        pairs = zip(buffers, present, strict=True)
+        layout = [(str(buffer.dtype), buffer.numel(), len(flags)) for buffer, flags in pairs]
         if layout == self._checked:
             return
         everywhere = differing(layout, buffers, "parameters", None)
         if everywhere:
-            other = next(rank for rank, each in enumerate(everywhere) if each != everywhere[0])
+            other = next(rank for rank, layout_there in enumerate(everywhere) if layout_there != everywhere[0])
             raise RuntimeError(
                 f"combine_ddp=True needs the same parameters in all processes, but those of rank 0 and rank "
                 f"{other} differ; rank {dist.get_rank()} has {layout} (dtype, elements, parameters). For an "

@@ -1,4 +1,4 @@
-"""Whether the saved state of an optimizer fits the optimizer that is to load it."""
+"""Checks that the saved state of an optimizer fits the optimizer that is to load it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ..amp._checks import checked_number, checked_scale
-from ..transformer._resharding.gathered import whole_shape
+from ..transformer._resharding.gathered import full_shape
 from .wrappers import OptimizerWrapper
 
-# Options that tell algorithms apart, for state dicts of PyTorch's optimizers, which do not name theirs.
-_TELLING = ("betas", "momentum", "rho", "etas", "lambd")
-# State that has one value for each element of a parameter, in PyTorch's optimizers and ours.
+# Options that distinguish algorithms. State dicts of PyTorch's optimizers do not name their algorithm.
+_DISTINCTIVE_OPTIONS = ("betas", "momentum", "rho", "etas", "lambd")
+# State with one value per element of a parameter, in PyTorch's optimizers and ours.
 _ELEMENTWISE = {
     "acc_delta",
     "exp_avg",
@@ -29,9 +29,9 @@ _ELEMENTWISE = {
 
 
 def algorithm_of(optimizer: OptimizerWrapper) -> str:
-    """Return the name of an optimizer's algorithm, the same for all implementations of it.
+    """Return the name of an optimizer's algorithm, which is equal for all of its implementations.
 
-    Adam and AdamW differ by an option: their state is the same.
+    Adam and AdamW have one name, because their states are alike.
     """
     name = re.sub("^(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?", "", type(optimizer.unwrap()).__name__).upper()
     return {"ADAMW": "ADAM"}.get(name, name)
@@ -40,7 +40,7 @@ def algorithm_of(optimizer: OptimizerWrapper) -> str:
 def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
     """Return the key in `saved` of each parameter of an optimizer.
 
-    Raises a ValueError or TypeError that names what does not fit: algorithm, parameters, shapes or loss scale.
+    Raises a ValueError or TypeError that names the mismatch: algorithm, parameters, shapes or loss scale.
     """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise ValueError("the checkpoint holds no state of an optimizer: it lacks 'state' or 'param_groups'")
@@ -52,7 +52,7 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
             f"{type(optimizer.unwrap()).__name__}"
         )
     for number, (group, options) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
-        for name in _TELLING:
+        for name in _DISTINCTIVE_OPTIONS:
             if (name in group) != (name in options):
                 has, lacks = ("optimizer", "checkpoint") if name in group else ("checkpoint", "optimizer")
                 raise ValueError(
@@ -63,13 +63,13 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
     names = optimizer.names or [None] * len(keys)
     for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
         values = saved["state"].get(key, {})
-        here = {} if optimizer._is_zero else optimizer.state.get(param, {})
+        own_values = {} if optimizer._is_zero else optimizer.state.get(param, {})
         for name, value in values.items():
-            present = here.get(name)
-            if isinstance(value, Tensor) and (isinstance(present, Tensor) or name in _ELEMENTWISE):
-                expected = whole_shape(param, param)
-                if isinstance(present, Tensor) and present.shape != param.shape:
-                    expected = present.shape
+            own = own_values.get(name)
+            if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in _ELEMENTWISE):
+                expected = full_shape(param, param)
+                if isinstance(own, Tensor) and own.shape != param.shape:
+                    expected = own.shape
                 if value.shape != expected:
                     raise ValueError(
                         f"the checkpoint does not fit the optimizer: {name} of parameter "
@@ -80,11 +80,11 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
 
 
 def _keys(optimizer: OptimizerWrapper, saved: Mapping[str, Any]) -> list[Any]:
-    """Return the key of each parameter, found by its name if both have names, else by its place."""
+    """Return the key of each parameter, matched by name if both sides have names, else by position."""
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])]
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    names_there = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    by_name = dict(zip(names_there, keys, strict=False))
+    saved_names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
+    by_name = dict(zip(saved_names, keys, strict=False))
     names = optimizer.names or []
     if len(sizes[0]) == len(sizes[1]) and len(by_name) == len(keys) and set(names) <= set(by_name) and names:
         return [by_name[name] for name in names]
@@ -94,21 +94,21 @@ def _keys(optimizer: OptimizerWrapper, saved: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_scaler(state: Any) -> None:
-    """Raise unless `state`, of a scaler of PyTorch's kind or of amp, can be the state of a loss scale."""
+    """Raise unless `state` is a valid state of a GradScaler-like loss scaler; amp checks its own states."""
     if not state:
         return
-    what = "of the loss scale in the checkpoint"
+    owner = "of the loss scale in the checkpoint"
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state {what} must be a dict, not {type(state).__name__}")
-    if "scale" not in state:  # that of amp, which checks everything itself before it changes anything
+        raise TypeError(f"the state {owner} must be a dict, not {type(state).__name__}")
+    if "scale" not in state:  # a state of amp, whose load_state_dict checks it before changing anything
         return
     lacking = {"growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} - set(state)
     if lacking:
-        raise ValueError(f"the state {what} lacks {', '.join(sorted(lacking))}")
-    checked_scale(f"scale {what}", state["scale"])
-    checked_number(f"growth_factor {what}", state["growth_factor"], 1.0, 2.0**127, "a finite number of at least 1")
-    checked_number(f"backoff_factor {what}", state["backoff_factor"], 2.0**-126, 1.0, "a positive number up to 1")
+        raise ValueError(f"the state {owner} lacks {', '.join(sorted(lacking))}")
+    checked_scale(f"scale {owner}", state["scale"])
+    checked_number(f"growth_factor {owner}", state["growth_factor"], 1.0, 2.0**127, "a finite number of at least 1")
+    checked_number(f"backoff_factor {owner}", state["backoff_factor"], 2.0**-126, 1.0, "a positive number up to 1")
     for name, low in (("growth_interval", 1), ("_growth_tracker", 0), ("overflows", 0)):
         accepted = f"an integer of at least {low}"
-        if not checked_number(f"{name} {what}", state.get(name, low), low, math.inf, accepted).is_integer():
-            raise ValueError(f"{name} {what} must be {accepted}, not {state[name]}")
+        if not checked_number(f"{name} {owner}", state.get(name, low), low, math.inf, accepted).is_integer():
+            raise ValueError(f"{name} {owner} must be {accepted}, not {state[name]}")

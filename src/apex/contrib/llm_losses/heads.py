@@ -1,0 +1,458 @@
+"""Losses of linear heads with Liger's constructors and argument orders; none of them ever holds all logits.
+
+`compiled` and `chunk_size` are accepted and have no effect: chunks follow from the sizes of the head. `keep_logits`
+says how many bytes of logits may be kept for the backward pass (see `linear_log_probs`); without them it computes them
+once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ops._checks import check_floats, check_tensors
+from ...ops._library import autocast_dtype, compute_dtype
+from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
+from .policy import PolicySettings, policy_losses, policy_metrics, token_weights
+from .preference import (
+    check_dpo,
+    check_given,
+    cpo_loss,
+    dpo_loss,
+    kto_loss,
+    orpo_loss,
+    sequence_log_probs,
+    simpo_loss,
+    wpo_weights,
+)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, **others: Tensor) -> None:
+    """Raise TypeError for arguments of the wrong type, under the names that Liger gives them."""
+    check_floats(input=input, lin_weight=weight)
+    check_tensors(**others)
+    check_given(bias=bias)
+
+
+class _Loss(nn.Module):
+    """A loss whose constructor's arguments are its attributes."""
+
+    ignore_index: int
+    beta: float
+    alpha: float = 1.0
+    label_smoothing: float
+    average_log_prob: bool
+    compute_nll_loss: bool
+    use_ref_model: bool = False
+    keep_logits: str | bool | int
+    loss_type: Any
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def _rows(self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *outputs: str) -> Any:
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "keep_logits": self.keep_logits}
+        return linear_log_probs(input, weight, target, bias, outputs=("log_probs", *outputs), **options)
+
+    def _reference(self, input: Tensor | None, weight: Tensor | None, target: Tensor, bias: Tensor | None) -> Any:
+        """Return the reference model's log-probabilities of tokens, or None without such a model."""
+        if not self.use_ref_model:
+            return None
+        if input is None or weight is None:
+            raise ValueError("use_ref_model=True needs ref_input and ref_weight")
+        with torch.no_grad():
+            return self._rows(input, weight, target, bias).log_probs
+
+
+class _PairedLoss(_Loss):
+    """A loss of chosen and rejected sequences, stacked along the batch."""
+
+    needs_nll = False
+
+    def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def _forward(
+        self,
+        weight: Tensor,
+        input: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        reference: tuple[Any, ...] = (None, None, None),
+        nll_target: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        _check(input, weight, bias, target=target)
+        check_given(ref_input=reference[0], ref_weight=reference[1], ref_bias=reference[2])
+        if target.dim() != 2 or len(target) % 2:
+            raise ValueError(f"target has shape {list(target.shape)}, expected [2 * pairs, tokens]: chosen, rejected")
+        weighted = getattr(self, "use_weighting", False)
+        found = self._rows(input, weight, target, bias, "mean_logits", *(["log_sum_sq_probs"] if weighted else []))
+        mask = target != self.ignore_index
+        options: dict[str, Any] = {"average": self.average_log_prob, "ld_alpha": getattr(self, "ld_alpha", None)}
+        chosen, rejected = sequence_log_probs(found.log_probs, mask, **options).chunk(2)
+        lengths = mask.sum(-1)
+        sums = (found.mean_logits * mask).sum(-1).chunk(2)
+        means = [total.sum() / count.sum().clamp(min=1) for total, count in zip(sums, lengths.chunk(2), strict=True)]
+        nll = torch.zeros((), dtype=chosen.dtype, device=chosen.device)
+        if nll_target is not None and self.compute_nll_loss:
+            half = len(target) // 2
+            nll = linear_cross_entropy(input[:half], weight, nll_target[:half], bias, ignore_index=self.ignore_index)
+        else:
+            own = found.log_probs.chunk(2)[0].sum() / lengths.chunk(2)[0].sum().clamp(min=1)
+            nll = -own if self.compute_nll_loss or self.needs_nll else nll
+        more: dict[str, Any] = {"nll": nll, "lengths": lengths.chunk(2)}
+        ref_input, ref_weight, ref_bias = reference
+        ref = self._reference(ref_input, ref_weight, target, ref_bias)
+        if ref is not None:
+            more["reference"] = sequence_log_probs(ref, mask, **options).chunk(2)
+        if weighted:
+            weights = wpo_weights(found.log_probs, found.log_sum_sq_probs, mask).chunk(2)
+            more["pair_weights"] = weights[0] * weights[1]
+        loss, *others = self._loss(chosen, rejected, **more)
+        if self.compute_nll_loss:
+            loss = loss + self.alpha * nll
+        metrics = (chosen, rejected, *means, nll, *others)
+        return loss, tuple(metric.detach() for metric in metrics)
+
+
+class FusedLinearDPOLoss(_PairedLoss):
+    """DPO of a linear head; see `dpo_loss` for the loss types, of which several may be given with `loss_weights`."""
+
+    discopop_tau: float
+    loss_weights: Sequence[float] | None
+    f_divergence_type: str
+    f_alpha_divergence_coef: float
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        compute_nll_loss: bool = False,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        loss_type: str | Sequence[str] = "sigmoid",
+        label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05,
+        *,
+        loss_weights: Sequence[float] | None = None,
+        f_divergence_type: str = "reverse_kl",
+        f_alpha_divergence_coef: float = 1.0,
+        ld_alpha: float | None = None,
+        use_weighting: bool = False,
+        keep_logits: str | bool | int = False,
+    ) -> None:
+        types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+        check_dpo(types, label_smoothing)
+        super().__init__(
+            ignore_index=ignore_index, beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss,
+            use_ref_model=use_ref_model, average_log_prob=average_log_prob, loss_type=loss_type,
+            label_smoothing=label_smoothing, discopop_tau=discopop_tau, loss_weights=loss_weights,
+            f_divergence_type=f_divergence_type, f_alpha_divergence_coef=f_alpha_divergence_coef, ld_alpha=ld_alpha,
+            use_weighting=use_weighting, keep_logits=keep_logits, needs_nll="sft" in types,
+        )  # fmt: skip
+
+    def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        return dpo_loss(
+            chosen, rejected, *more.get("reference", ()),
+            beta=self.beta, loss_type=self.loss_type, loss_weights=self.loss_weights,
+            label_smoothing=self.label_smoothing, discopop_tau=self.discopop_tau,
+            f_divergence_type=self.f_divergence_type, f_alpha_divergence_coef=self.f_alpha_divergence_coef,
+            chosen_lengths=more["lengths"][0], rejected_lengths=more["lengths"][1], nll_loss=more["nll"],
+            pair_weights=more.get("pair_weights"),
+        )  # fmt: skip
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss, and log-probabilities, mean logits, likelihood loss and rewards of chosen and rejected."""
+        return self._forward(lin_weight, _input, target, bias, (ref_input, ref_weight, ref_bias))
+
+
+class FusedLinearCPOLoss(_PairedLoss):
+    """CPO of a linear head: the preference of sums of log-probabilities, plus `alpha` times the likelihood loss."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        *,
+        keep_logits: str | bool | int = False,
+    ) -> None:
+        super().__init__(
+            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
+            compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, keep_logits=keep_logits,
+        )  # fmt: skip
+
+    def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss and the metrics of `FusedLinearDPOLoss`."""
+        return self._forward(lin_weight, _input, target, bias)
+
+
+class FusedLinearSimPOLoss(_PairedLoss):
+    """SimPO of a linear head: means of log-probabilities with a margin; adds the likelihood loss unless told not to."""
+
+    gamma: float
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        alpha: float = 1.0,
+        label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        gamma: float = 0.5,
+        chunk_size: int = 1,
+        *,
+        keep_logits: str | bool | int = False,
+    ) -> None:
+        super().__init__(
+            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
+            compute_nll_loss=compute_nll_loss, gamma=gamma, average_log_prob=True, keep_logits=keep_logits,
+        )  # fmt: skip
+
+    def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
+
+    forward = FusedLinearCPOLoss.forward
+
+
+class FusedLinearORPOLoss(_PairedLoss):
+    """ORPO of a linear head: the likelihood loss of the chosen sequences minus `beta` log sigmoid of the log-odds."""
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compute_nll_loss: bool = True,
+        compiled: bool = True,
+        chunk_size: int = 1,
+        *,
+        keep_logits: str | bool | int = False,
+    ) -> None:
+        super().__init__(
+            ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True,
+            keep_logits=keep_logits,
+        )  # fmt: skip
+
+    def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        return orpo_loss(chosen, rejected, beta=self.beta)
+
+    def forward(
+        self,
+        lin_weight: Tensor,
+        _input: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        nll_target: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss and the metrics of `FusedLinearDPOLoss`, the mean log-odds ratio and the mean log-odds."""
+        return self._forward(lin_weight, _input, target, bias, nll_target=nll_target)
+
+
+class FusedLinearKTOLoss(_Loss):
+    """KTO of a linear head."""
+
+    desirable_weight: float
+    undesirable_weight: float
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        beta: float = 0.1,
+        compiled: bool = True,
+        use_ref_model: bool = False,
+        average_log_prob: bool = False,
+        chunk_size: int = 1,
+        *,
+        desirable_weight: float = 1.0,
+        undesirable_weight: float = 1.0,
+        loss_type: str = "kto",
+        keep_logits: str | bool | int = False,
+    ) -> None:
+        super().__init__(
+            ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob,
+            desirable_weight=desirable_weight, undesirable_weight=undesirable_weight, loss_type=loss_type,
+            keep_logits=keep_logits,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        preference_labels: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        kl: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss, and the sums of log-probabilities, logits and rewards of desirable and other sequences."""
+        _check(_input, lin_weight, bias, target=target)
+        check_given(ref_input=ref_input, ref_weight=ref_weight, ref_bias=ref_bias, kl=kl)
+        if preference_labels is None:
+            raise ValueError("preference_labels are missing: a bool for each sequence, true for desirable ones")
+        check_tensors(preference_labels=preference_labels)
+        found = self._rows(_input, lin_weight, target, bias, "mean_logits")
+        mask = target != self.ignore_index
+        logps = sequence_log_probs(found.log_probs, mask, average=self.average_log_prob)
+        ref = self._reference(ref_input, ref_weight, target, ref_bias)
+        ref_logps = None if ref is None else sequence_log_probs(ref, mask, average=self.average_log_prob)
+        weights: dict[str, Any] = {
+            "desirable_weight": self.desirable_weight,
+            "undesirable_weight": self.undesirable_weight,
+        }
+        loss, rewards = kto_loss(
+            logps, preference_labels, ref_logps, kl, beta=self.beta, loss_type=self.loss_type, **weights
+        )
+        desirable = preference_labels.to(logps.dtype)
+        logits = found.mean_logits.sum(-1) * lin_weight.shape[0]
+        values = [value.detach() for value in (logps, logits, rewards)]
+        return loss, tuple((value * side).sum() for value in values for side in (desirable, 1 - desirable))
+
+
+class FusedLinearGRPOLoss(_Loss):
+    """GRPO and its variants of a linear head; see `PolicySettings` and `token_weights` for the loss types.
+
+    Losses with ratios of tokens take one pass over the head. Ratios of sequences need all of a sequence's tokens first:
+    the backward pass reads the logits again if they were kept, else it computes them once more.
+    """
+
+    settings: PolicySettings
+    temperature: float
+    max_completion_length: int | None
+
+    def __init__(
+        self,
+        beta: float = 0.04,
+        compiled: bool = True,
+        use_ref_model: bool = True,
+        chunk_size: int = 1,
+        epsilon_low: float = 0.2,
+        epsilon_high: float = 0.2,
+        loss_type: str = "dapo",
+        max_completion_length: int | None = None,
+        importance_sampling_level: str = "token",
+        sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05,
+        temperature: float = 1.0,
+        delta: float | None = None,
+        use_bias_correction_kl: bool = False,
+        vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0,
+        vespo_k_neg: float = 3.0,
+        vespo_lambda_neg: float = 2.0,
+        *,
+        keep_logits: str | bool | int = "auto",
+    ) -> None:
+        settings = PolicySettings(
+            loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl,
+            sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
+        )  # fmt: skip
+        settings.check()
+        super().__init__(
+            settings=settings, use_ref_model=use_ref_model, temperature=temperature, keep_logits=keep_logits,
+            max_completion_length=max_completion_length, ignore_index=-100,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        _input: Tensor,
+        lin_weight: Tensor,
+        selected_token_ids: Tensor,
+        attention_mask: Tensor,
+        advantages: Tensor,
+        bias: Tensor | None = None,
+        ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None,
+        ref_input: Tensor | None = None,
+        ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None,
+        vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: Tensor | float | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the loss and its metrics: the mean KL estimate if `beta` is not zero, and the share of clipped tokens.
+
+        Input is [B, T, H], ids and mask [B, T], advantages [B] or [B, T].
+        """
+        _check(_input, lin_weight, bias, selected_token_ids=selected_token_ids, attention_mask=attention_mask)
+        check_floats(advantages=advantages)
+        check_given(
+            ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
+            ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio,
+        )  # fmt: skip
+        settings = self.settings
+        head: dict[str, Any] = {"temperature": self.temperature, "ignore_index": self.ignore_index}
+        counted = attention_mask != 0
+        target = selected_token_ids.masked_fill(~counted, self.ignore_index)
+        if settings.beta and self.use_ref_model and ref_per_token_logps is None:
+            if ref_input is None or ref_weight is None:
+                raise ValueError("use_ref_model=True needs ref_per_token_logps, or ref_input and ref_weight")
+            with torch.no_grad():
+                ref_per_token_logps = linear_log_probs(ref_input, ref_weight, target, ref_bias, **head).log_probs
+        if not (settings.beta and self.use_ref_model):
+            ref_per_token_logps = None
+        ranks = 1
+        if num_items_in_batch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+        weights = token_weights(
+            counted, settings.loss_type, max_completion_length=self.max_completion_length,
+            num_items_in_batch=num_items_in_batch, world_size=ranks, dtype=compute_dtype(_input),
+        )  # fmt: skip
+        given: list[Any] = [
+            None if each is None else (each[:, None] if each.dim() == 1 else each).expand_as(counted)
+            for each in (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
+        ]
+        given = [None if each is None else each.masked_fill(~counted, 1.0) for each in given]
+        advantages, *others = given
+        if not settings.is_separable:
+            rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
+            losses, kl, clipped = policy_losses(
+                rows.log_probs, advantages, settings, counted.to(weights.dtype), *others
+            )
+            return (losses * weights).sum(), policy_metrics(counted, kl, clipped)
+        largest = None
+        if torch.float16 in (
+            autocast_dtype(_input),
+            _input.dtype,
+        ):  # small weights would vanish in the gradient of the logits
+            largest = weights.amax().clamp(min=1e-30)
+            weights = weights / largest
+        flat: list[Any] = [None if each is None else each.reshape(-1) for each in (weights, advantages, *others)]
+
+        def losses_of(log_probs: Tensor, part: slice) -> Tensor:
+            chosen: list[Any] = [None if each is None else each[part] for each in flat]
+            weight, advantage, *rest = chosen
+            return policy_losses(log_probs, advantage, settings, None, *rest)[0] * weight
+
+        total, log_probs = linear_token_loss(_input, lin_weight, target, bias, losses_of, **head)
+        with torch.no_grad():
+            _, kl, clipped = policy_losses(log_probs, advantages, settings, None, *others)
+        return total if largest is None else total * largest, policy_metrics(counted, kl, clipped)

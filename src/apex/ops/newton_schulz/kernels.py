@@ -1,0 +1,68 @@
+"""Triton kernel of the Newton-Schulz iteration: a product whose result is known to be symmetric.
+
+left, right  [B, n, K]   any strides
+addend, out  [B, n, n]   contiguous
+
+Only tiles on and below the diagonal are computed; each is stored twice, the second time transposed. This halves the
+work of a general product.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+
+
+@kernel
+@triton.jit
+def symmetric_product(
+    left, right, addend, out,
+    n, depth,
+    left_batch, left_row, left_column,
+    right_batch, right_row, right_column,
+    alpha, beta,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of `alpha left rightᵀ + beta addend` and its mirror image per program.
+
+    EVEN: n and K are multiples of TILE and DEPTH, so that no load needs a mask. WIDE: convert to float32 first, for
+    Triton's interpreter, which cannot multiply bfloat16.
+    """
+    number = tl.program_id(0)
+    # Tiles are counted row by row: row i starts at i (i + 1) / 2. The root may be off by one for large numbers.
+    row = ((tl.sqrt((8 * number + 1).to(tl.float32)) - 1) * 0.5).to(tl.int32)
+    row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
+    column = number - row * (row + 1) // 2
+    batch = tl.program_id(1).to(tl.int64)
+
+    rows = row * TILE + tl.arange(0, TILE)
+    columns = column * TILE + tl.arange(0, TILE)
+    steps = tl.arange(0, DEPTH)
+    left += batch * left_batch + rows.to(tl.int64)[:, None] * left_row + steps[None, :] * left_column
+    right += batch * right_batch + columns.to(tl.int64)[:, None] * right_row + steps[None, :] * right_column
+    total = tl.zeros([TILE, TILE], tl.float32)
+    for start in tl.range(0, depth, DEPTH):
+        if EVEN:
+            a = tl.load(left)
+            b = tl.load(right)
+        else:
+            inside = (start + steps < depth)[None, :]
+            a = tl.load(left, mask=inside & (rows < n)[:, None], other=0.0)
+            b = tl.load(right, mask=inside & (columns < n)[:, None], other=0.0)
+        if WIDE:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, tl.trans(b), total)
+        left += DEPTH * left_column
+        right += DEPTH * right_column
+
+    total = total * alpha
+    inside = (rows < n)[:, None] & (columns < n)[None, :]
+    places = batch * n * n + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    if addend is not None:
+        total += beta * tl.load(addend + places, mask=inside, other=0.0).to(tl.float32)
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + places, result, mask=inside)
+    if row != column:
+        mirrored = batch * n * n + columns.to(tl.int64)[:, None] * n + rows[None, :]
+        tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])

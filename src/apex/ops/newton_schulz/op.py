@@ -1,0 +1,98 @@
+"""Newton-Schulz iteration of batches of matrices, which Muon needs at every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._checks import check_tensors
+from .._host import HOST
+from .._tolerance import excess
+from . import config, reference
+
+kernels = _library.LazyModule(f"{__package__}.kernels")
+
+METHODS = ("auto", "standard", "gram")
+
+
+def newton_schulz(
+    matrices: Tensor,
+    coefficients: Sequence[tuple[float, float, float]],
+    eps: float = 1e-7,
+    method: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return matrices with the singular vectors of `matrices`, [..., rows, columns], and singular values near 1.
+
+    Matrices are divided by their Frobenius norm, or by `eps` if that is larger; each triple (a, b, c) is one step
+    X <- a X + (b X Xᵀ + c (X Xᵀ)²) X. "standard" multiplies X at every step, as `torch.optim.Muon` does. "gram" works
+    on X Xᵀ, which is quicker for matrices that are not square; it needs float16 or a wider dtype. "auto" takes "gram"
+    where kernels run. `dtype` is the dtype of all products: bfloat16 for "standard" and float16 for "gram" by default,
+    float64 for float64 matrices. Not differentiable.
+    """
+    check_tensors(matrices=matrices)
+    if matrices.dim() < 2 or not matrices.is_floating_point():
+        raise ValueError(f"matrices must be floating point [..., rows, columns], got {list(matrices.shape)}")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is none of {', '.join(METHODS)}")
+    for triple in coefficients:
+        if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
+            raise ValueError(f"coefficients must be triples of finite numbers, got {triple!r}")
+    batch = matrices.detach().reshape(-1, *matrices.shape[-2:])
+    small = min(batch.shape[1:]) <= config.SMALL
+    if method == "auto":
+        probe = torch.empty(0, dtype=torch.float16, device=batch.device)
+        method = "gram" if not small and _library.runs_triton(FAMILY, probe) else "standard"
+    if dtype is None:
+        half = torch.float16 if method == "gram" else torch.bfloat16
+        dtype = torch.float64 if matrices.dtype == torch.float64 else half
+    if method == "gram" and dtype == torch.bfloat16:
+        raise ValueError("method='gram' in bfloat16 is off by 16%; use dtype=torch.float16, or method='standard'")
+    if not batch.numel():
+        return matrices.detach().to(dtype, copy=True)
+    X = reference.normalized(batch, eps, dtype)
+    product = launch if not small and _library.runs_triton(FAMILY, X) else reference.product
+    iterate = reference.gram if method == "gram" else reference.standard
+    return iterate(X, coefficients, product).view(matrices.shape)
+
+
+def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, beta: float) -> Tensor:
+    """Return `alpha left rightᵀ + beta addend` by the kernel; the caller knows that the result is symmetric."""
+    batch, n, depth = left.shape
+    out = torch.empty(batch, n, n, dtype=left.dtype, device=left.device)
+    side, step, num_warps, num_stages = config.tile()
+    tiles = -(-n // side)
+    sizes = (n, depth, *left.stride(), *right.stride())
+    even = n % side == 0 and depth % step == 0
+    options = {"TILE": side, "DEPTH": step, "EVEN": even, "WIDE": left.device == HOST}
+    grid = (tiles * (tiles + 1) // 2, batch)
+    kernels.symmetric_product(
+        grid, (left, right, addend, out), sizes, (alpha, beta), **options, num_warps=num_warps, num_stages=num_stages
+    )
+    return out
+
+
+def self_check(device: torch.device) -> float:
+    """Return the error of a small iteration of both methods, as a multiple of its tolerance."""
+    numbers = torch.arange(2 * 80 * 300, dtype=torch.float64, device=HOST)
+    matrices = (numbers * 0.7).sin().view(2, 80, 300)
+    triples = [(3.4445, -4.7750, 2.0315)] * 5
+    expected = newton_schulz(matrices, triples, method="standard")
+    errors = []
+    for method in ("standard", "gram"):
+        actual = newton_schulz(matrices.to(device, torch.float32), triples, method=method, dtype=torch.float16)
+        # Five steps amplify rounding errors of float16 by the product of the first coefficients' slopes.
+        errors.append(float(excess(actual.to(HOST), expected, torch.float16)) / 3.4445**5)
+    return max(errors)
+
+
+SUMMARY = "Newton-Schulz iteration by symmetric products, for Muon"
+HALVES = frozenset({torch.float16, torch.bfloat16})
+SMALL_INPUTS = f"matrices with a side of at most {config.SMALL}: PyTorch's products"
+FAMILY = _library.register_family(
+    _library.OpFamily("newton_schulz", SUMMARY, self_check, triton_dtypes=HALVES, small_inputs=SMALL_INPUTS)
+)

@@ -1,0 +1,344 @@
+"""FusedMuon against `torch.optim.Muon` and a float64 reference, its groups, and its other algorithms."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex import graphs
+from apex.optimizers import FusedMuon, muon_groups
+
+SHAPES = ((24, 40), (40, 24), (16, 16))
+EXACT: Any = {"ns_dtype": torch.float64, "ns_method": "standard"}
+
+
+def make(shapes: Any = SHAPES, dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
+    ]
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.device, param.dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 20, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def reference_step(
+    p: Tensor, g: Tensor, buffer: Tensor, factor: float, lr: float, decay: float, nesterov: bool
+) -> None:
+    """Take a step of Muon in float64, by a singular value decomposition."""
+    buffer.lerp_(g, 0.05)
+    direction = g.lerp(buffer, 0.95) if nesterov else buffer
+    left, values, right = torch.linalg.svd(direction / direction.norm(), full_matrices=False)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    p.mul_(1 - lr * decay).sub_(left @ (values[:, None] * right), alpha=lr * factor)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw", "spectral_unclamped"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_float64_reference(nesterov: bool, adjust: str | None, method: str) -> None:
+    params, expected = make(), [param.detach().clone() for param in make()]
+    buffers = [torch.zeros_like(param) for param in expected]
+    optimizer = FusedMuon(
+        params, 0.02, adjust_lr_fn=adjust, nesterov=nesterov, ns_method=method, ns_dtype=torch.float64
+    )
+    train(optimizer, params)
+    for step in range(20):
+        twins = [nn.Parameter(param) for param in expected]
+        give_gradients(twins, step)
+        for param, twin, buffer in zip(expected, twins, buffers, strict=True):
+            rows, columns = param.shape
+            ratio = rows / columns
+            factors = {None: math.sqrt(max(1, ratio)), "spectral_unclamped": math.sqrt(ratio)}
+            factors |= {"original": factors[None], "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns))}
+            assert twin.grad is not None
+            reference_step(param, twin.grad, buffer, factors[adjust], 0.02, 0.1, nesterov)
+    for param, other in zip(params, expected, strict=True):
+        # Factors of the learning rate are float32.
+        torch.testing.assert_close(param.detach(), other, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with PyTorch 2.9")
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+def test_as_torch(adjust: str | None) -> None:
+    ours, theirs = make(dtype=torch.float32), make(dtype=torch.float32)
+    train(FusedMuon(ours, 0.02, adjust_lr_fn=adjust), ours)
+    train(torch.optim.Muon(theirs, 0.02, adjust_lr_fn=adjust), theirs)
+    for start, param, other in zip(make(dtype=torch.float32), ours, theirs, strict=True):
+        # The iteration runs in bfloat16: its five steps amplify roundings to a few percent of an update.
+        assert (param - other).norm() < 0.02 * (other - start).norm()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with PyTorch 2.9")
+def test_state_dicts_of_torch_both_ways() -> None:
+    params, others = make(dtype=torch.float32), make(dtype=torch.float32)
+    theirs = torch.optim.Muon(others, 0.02, momentum=0.9)
+    train(theirs, others, 3)
+    ours = FusedMuon(params, 0.5)
+    ours.load_state_dict(theirs.state_dict())
+    assert (ours.param_groups[0]["lr"], ours.param_groups[0]["momentum"]) == (0.02, 0.9)
+    assert torch.equal(ours.state[params[0]]["momentum_buffer"], theirs.state[others[0]]["momentum_buffer"])
+    train(ours, params, 1)
+    back = torch.optim.Muon(make(dtype=torch.float32), 0.1)
+    back.load_state_dict(ours.state_dict())
+    assert torch.equal(back.state_dict()["state"][1]["momentum_buffer"], ours.state[params[1]]["momentum_buffer"])
+
+
+def test_a_loaded_optimizer_goes_on_to_the_bit() -> None:
+    shapes = (*SHAPES, (7,))
+    params, resumed = make(shapes), make(shapes)
+    optimizer = FusedMuon(params, 0.02)
+    train(optimizer, params, 3)
+    other = FusedMuon(resumed, 0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        for param, twin in zip(params, resumed, strict=True):
+            twin.copy_(param)
+    train(optimizer, params, 3, first=3)
+    train(other, resumed, 3, first=3)
+    assert all(torch.equal(param, twin) for param, twin in zip(params, resumed, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "parts"),
+    [
+        ((12, 10), {"num_heads": 3}, lambda tensor: tensor.split(4)),
+        ((12, 10), {"split_sizes": (6, 3, 3)}, lambda tensor: tensor.split((6, 3, 3))),
+        ((3, 6, 10), {}, lambda tensor: tensor.unbind()),
+        ((6, 2, 3, 3), {"flatten": True}, lambda tensor: [tensor.flatten(1)]),
+    ],
+    ids=["heads", "split", "experts", "convolution"],
+)
+def test_blocks_are_separate_parameters(shape: tuple[int, ...], options: dict[str, Any], parts: Any) -> None:
+    whole = make((shape,))
+    pieces = [nn.Parameter(part.detach().clone()) for part in parts(whole[0])]
+    first, second = FusedMuon([{"params": whole, **options}], 0.02, **EXACT), FusedMuon(pieces, 0.02, **EXACT)
+    for step in range(3):
+        give_gradients(whole, step)
+        for piece, gradient in zip(pieces, parts(whole[0].grad), strict=True):
+            piece.grad = gradient.clone()
+        first.step()
+        second.step()
+    for part, piece in zip(parts(whole[0].detach()), pieces, strict=True):
+        torch.testing.assert_close(part, piece.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_channels_last_and_transposed_parameters() -> None:
+    usual, other = make(((6, 2, 3, 3),)), make(((6, 2, 3, 3),))
+    other[0].data = other[0].data.to(memory_format=torch.channels_last)
+    for params in (usual, other):
+        train(FusedMuon([{"params": params, "flatten": True}], 0.02, **EXACT), params, 3)
+    torch.testing.assert_close(other[0].detach(), usual[0].detach(), rtol=1e-9, atol=1e-9)
+    usual, other = make(((6, 9),)), make(((6, 9),))
+    other[0].data = other[0].data.t().contiguous().t()
+    for params in (usual, other):
+        train(FusedMuon(params, 0.02, **EXACT), params, 3)
+    torch.testing.assert_close(other[0].detach(), usual[0].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_vectors_are_for_adamw() -> None:
+    params, others = make(((5,), (), (4, 6))), make(((5,), (), (4, 6)))
+    optimizer = FusedMuon(params, 0.02, betas=(0.8, 0.99))
+    assert [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups] == [
+        ("muon", 1),
+        ("adamw", 2),
+    ]
+    train(optimizer, params)
+    train(torch.optim.AdamW(others, 0.02, betas=(0.8, 0.99), weight_decay=0.1), others)
+    for param, other in zip(params[:2], others[:2], strict=True):
+        torch.testing.assert_close(param.detach(), other.detach())
+
+
+def test_lion() -> None:
+    params, expected = make(), [param.detach().clone() for param in make()]
+    optimizer = FusedMuon([{"params": params, "algorithm": "lion"}], 0.02, betas=(0.9, 0.98), weight_decay=0.3)
+    train(optimizer, params, 5)
+    averages = [torch.zeros_like(param) for param in expected]
+    for step in range(5):
+        twins = [nn.Parameter(param) for param in expected]
+        give_gradients(twins, step)
+        for param, twin, average in zip(expected, twins, averages, strict=True):
+            assert twin.grad is not None
+            sign = average.lerp(twin.grad, 0.1).sign()
+            param.sub_(0.02 * (sign + 0.3 * param))
+            average.lerp_(twin.grad, 0.02)
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), other)
+
+
+def test_cautious_decay_spares_elements_that_grow() -> None:
+    first, second, third = make(((4, 6),)), make(((4, 6),)), make(((4, 6),))
+    train(FusedMuon(first, 0.02, weight_decay=0.0, **EXACT), first, 1)
+    train(FusedMuon(second, 0.02, weight_decay=0.5, cautious_weight_decay=True, **EXACT), second, 1)
+    start, update = third[0].detach(), (third[0] - first[0]).detach()
+    expected = first[0].detach() - torch.where(update * start > 0, 0.02 * 0.5 * start, 0.0)
+    torch.testing.assert_close(second[0].detach(), expected)
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    params = make(dtype=torch.float32)
+    optimizer = FusedMuon(params, 0.02)
+    train(optimizer, params, 2)
+    before = [param.detach().clone() for param in params]
+    buffers = [optimizer.state[param]["momentum_buffer"].clone() for param in params]
+    give_gradients(params, 2)
+    assert params[1].grad is not None
+    params[1].grad[0, 0] = torch.inf
+    optimizer.grad_scale, optimizer.found_inf = (
+        torch.full((1,), 4.0),
+        torch.ones(1),
+    )  # as torch.amp.GradScaler sets them
+    optimizer.step()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    states = [optimizer.state[param]["momentum_buffer"] for param in params]
+    assert all(torch.equal(state, old) for state, old in zip(states, buffers, strict=True))
+
+
+def test_the_loss_scale_cancels() -> None:
+    plain, scaled = make(), make()
+    train(FusedMuon(plain, 0.02, **EXACT), plain, 3)
+    optimizer = FusedMuon(scaled, 0.02, **EXACT)
+    for step in range(3):
+        give_gradients(scaled, step)
+        for param in scaled:
+            assert param.grad is not None
+            param.grad *= 4
+        optimizer.grad_scale, optimizer.found_inf = torch.full((1,), 4.0), torch.zeros(1)
+        optimizer.step()
+    for param, other in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(param.detach(), other.detach())
+
+
+def test_master_weights() -> None:
+    half, single = make(dtype=torch.bfloat16), [nn.Parameter(param.float()) for param in make(dtype=torch.bfloat16)]
+    optimizer = FusedMuon(half, 0.02, master_weights=True)
+    train(optimizer, half, 3)
+    other = FusedMuon(single, 0.02)
+    for step in range(3):
+        give_gradients(half, step)
+        for param, twin in zip(single, half, strict=True):
+            assert twin.grad is not None
+            param.grad = twin.grad.float()
+        other.step()
+    for param, twin in zip(half, single, strict=True):
+        assert torch.equal(optimizer.state[param]["master_param"], twin.detach())
+        assert torch.equal(param.detach(), twin.detach().bfloat16())
+
+
+def test_large_groups_are_updated_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, in_parts = make(), make()
+    train(FusedMuon(at_once, 0.02, **EXACT), at_once, 3)
+    monkeypatch.setattr("apex.optimizers.fused_muon.WORKSPACE", 1000)
+    optimizer = FusedMuon(in_parts, 0.02, **EXACT)
+    train(optimizer, in_parts, 3)
+    assert max(space.numel() for space in optimizer._workspaces.values()) < sum(map(Tensor.numel, in_parts))
+    for param, other in zip(in_parts, at_once, strict=True):
+        torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"momentum": 1.0}, "momentum"),
+        ({"ns_steps": 100}, "ns_steps"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
+        ({"ns_method": "fast"}, "ns_method"),
+        ({"lr": -1.0}, "lr"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FusedMuon(make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "words"),
+    [
+        ((6, 2, 3, 3), {}, "flatten=True"),
+        ((7, 4), {"num_heads": 2}, "num_heads=2"),
+        ((7, 4), {"split_sizes": (3, 3)}, "split_sizes"),
+        ((7, 4), {"algorithm": "sgd"}, "algorithm='sgd'"),
+    ],
+)
+def test_bad_groups_are_refused(shape: tuple[int, ...], group: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FusedMuon([{"params": make((shape,)), **group}])
+
+
+def test_groups_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(
+        nn.Embedding(9, 8),
+        nn.Conv1d(4, 4, 3, groups=4),
+        nn.Conv2d(2, 6, 3),
+        nn.LayerNorm(8),
+        nn.Linear(8, 8),
+        nn.Linear(8, 9),
+    )
+    model[5].weight = model[0].weight
+    groups = muon_groups(model, 0.02, 0.001)
+    assert [(group["algorithm"], group["lr"], len(group["params"])) for group in groups] == [
+        ("muon", 0.02, 1),
+        ("muon", 0.02, 1),
+        ("adamw", 0.001, 8),
+    ]
+    assert groups[0]["params"][0] is model[4].weight
+    assert groups[1]["params"][0] is model[2].weight
+    assert "Muon  4.weight [8, 8]" in capsys.readouterr().out
+    optimizer = FusedMuon(groups)
+    params = [param for group in groups for param in group["params"]]
+    train(optimizer, params, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_as_cpu(dtype: torch.dtype) -> None:
+    shapes = ((300, 700), (700, 300), (300, 700), (64, 64), (9,))
+    here, there = make(shapes, dtype), make(shapes, dtype, "cuda")
+    for params in (here, there):
+        train(FusedMuon(params, 0.02, master_weights=dtype == torch.bfloat16), params, 5)
+    for start, param, other in zip(make(shapes, dtype), there, here, strict=True):
+        difference, way = param.detach().cpu().float() - other.detach().float(), (other - start).detach().float()
+        assert difference.norm() < 0.06 * way.norm()
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_eager_steps_to_the_bit() -> None:
+    shapes = ((300, 700), (64, 64), (9,))
+    results = []
+    for captured in (False, True):
+        params = make(shapes, torch.float32, "cuda")
+        optimizer = FusedMuon(params, 0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        inputs = [torch.randn(8, *param.shape, generator=torch.Generator().manual_seed(1)).cuda() for param in params]
+
+        def step(scale: Tensor, params: Any = params, optimizer: Any = optimizer, inputs: Any = inputs) -> Tensor:
+            optimizer.zero_grad()
+            loss = sum(
+                ((param * data).sum((-1,)) * scale).square().mean() for param, data in zip(params, inputs, strict=True)
+            )
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = graphs.capture(step) if captured else step
+        for index in range(8):
+            run(torch.full((), 1.0 + index, device="cuda"))
+            scheduler.step()
+        results.append([param.detach().clone() for param in params])
+    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
