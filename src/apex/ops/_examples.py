@@ -51,6 +51,7 @@ from . import _library
 from ._tolerance import TOLERANCES, excess
 
 Sizes = tuple[int, ...]
+Dtype = torch.dtype  # `Example` has a field that is called torch
 
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
@@ -141,7 +142,7 @@ class Example:
     checked: Callable[..., Sizes] | None = None
     terms: Callable[..., int] = lambda *sizes: 1
     cancels: bool = False
-    slack: Callable[[torch.dtype], float] = lambda dtype: 0.0
+    slack: Callable[[Dtype], float] = lambda dtype: 0.0
     kink: Callable[..., Tensor] | None = None
     strided: bool = False
     differentiable_twice: bool = True

@@ -143,8 +143,9 @@ def parse_call(text: str, dtype: str) -> Call:
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     output = op.run(Maker(dtype, device), shape)
-    for each in output if isinstance(output, list) else [] if output is None else [output]:
-        each.backward(torch.empty_like(each))
+    outputs = output if isinstance(output, list) else [] if output is None else [output]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
 
 
 def _run_script(path: str, device: torch.device) -> None:
