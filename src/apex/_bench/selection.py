@@ -17,7 +17,7 @@ class UnknownFamilyError(ValueError):
 
 
 def known_families() -> dict[str, Family]:
-    """Return every family, by name: those of examples, and those that the modules of `apex._bench.cases` register."""
+    """Return every family by name, from the examples of ops and from the modules of `apex._bench.cases`."""
     for module in pkgutil.iter_modules(cases.__path__):
         importlib.import_module(f"{cases.__name__}.{module.name}")
     return dict(sorted({**REGISTERED, **examples.families()}.items()))

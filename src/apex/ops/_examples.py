@@ -1,4 +1,4 @@
-"""Examples: how the ops of each family are called, at which sizes, and what is right.
+"""Examples of calls: the arguments of each op, the sizes of its tensors, and the exact results.
 
 Each family has a module `examples.py` with a list `EXAMPLES`. Nothing else lists calls or sizes of an op. The readers
 are loops that know no family:

@@ -79,6 +79,11 @@ def _draw(random: Random) -> tuple[int, int, int, int]:
     return -(-tokens // batches), batches, heads, channels
 
 
+def _draw_packed(random: Random) -> Sizes:
+    length, batches, heads, channels = _draw(random)
+    return length * batches, heads, channels
+
+
 def _draw_pair(random: Random) -> Sizes:
     length, batches, heads, channels = _draw(random)
     return batches, length, heads, channels, random.choice((1, heads))
@@ -146,7 +151,7 @@ EXAMPLES = [
         sizes="tokens x heads x size",
         title="rope thd {short} {shape}{way}",
         small=[(23, 4, 32)],
-        draw=lambda random: (lambda length, batch, heads, size: (length * batch, heads, size))(*_draw(random)),
+        draw=_draw_packed,
         listed=_rows([(16384, 32, 128), (16384, 64, 128)], [(1024, 8, 128)]),
         public=[Public(f"{_FUNCTIONAL}_thd", "t", "cu_seqlens", "freqs")],
     ),
