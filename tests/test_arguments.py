@@ -1,8 +1,9 @@
-"""What is no tensor, or no tensor of floats, is refused by every public function with the name of the argument."""
+"""Every public function refuses what it cannot take with the name of the argument, and changes nothing."""
 
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 import numpy
@@ -23,6 +24,51 @@ def wrong_values(call: Call, name: str) -> dict[str, Any]:
     if value.is_floating_point() and name not in call.any_dtype:
         wrong["integers"] = value.detach().long()
     return wrong
+
+
+def wrong_kinds(value: Any) -> dict[str, Any]:
+    """By what they are: values that no number and no shape may have."""
+    if isinstance(value, bool | torch.Tensor | None):
+        return {}
+    wrong = {"None": None, "a string": "text", "an object": object(), "a matrix": torch.ones(2, 2)}
+    return wrong if isinstance(value, tuple) else {**wrong, "a list of a string": ["text"]}
+
+
+def wrong_shapes(value: Any) -> dict[str, Any]:
+    """By what they are: tensors of as good a dtype with another number of dimensions."""
+    if not isinstance(value, torch.Tensor):
+        return {}
+    return {"a scalar": value.detach().flatten()[0].clone(), "7 dimensions": value.new_ones(1, 2, 3, 1, 2, 3, 2)}
+
+
+def broadcasts(call: Call) -> bool:
+    """Return whether a function takes whatever shapes PyTorch broadcasts, and leaves it to PyTorch to refuse others."""
+    owner = call.function if hasattr(call.function, "__name__") else type(call.function)
+    return owner.__module__.startswith("apex.contrib.llm_losses")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_kinds_and_shapes_are_refused_by_name(name: str) -> None:
+    """Shapes that do not fit to each other may be told of by the name of any of them."""
+    call = CALLS[name]
+    failures = []
+    for argument, given in call.arguments.items():
+        kept = getattr(call.function, "named_parameters", dict)()
+        shaped = [each for each, value in call.arguments.items() if isinstance(value, torch.Tensor | tuple)]
+        known = [*shaped, "input", *(key.partition("_")[0] for key, _ in kept)]
+        shapes = {} if broadcasts(call) else wrong_shapes(given)
+        for values, names in ((wrong_kinds(given), [argument]), (shapes, known)):
+            for what, value in values.items():
+                try:
+                    call(**{argument: value})
+                except (TypeError, ValueError) as error:
+                    inside = "/apex/" in traceback.extract_tb(error.__traceback__)[-1].filename
+                    if not inside or not any(re.search(rf"\b{each.strip('_')}", str(error)) for each in names):
+                        failures.append(f"{what} for {argument}: {error}")
+                except Exception as error:
+                    if (name, argument) != ("FusedScaleMaskSoftmax", "mask"):  # the user's function applies it
+                        failures.append(f"{what} for {argument}: {type(error).__name__}: {error}")
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -31,7 +31,9 @@ assert trials.done == 2
 """
 
 
-@pytest.mark.parametrize("name", ["threads, files", "damage, a file", "code in files", "a rank differs"])
+@pytest.mark.parametrize(
+    "name", ["threads, files", "damage, a file", "code in files", "links and names elsewhere", "a rank differs"]
+)
 def test_parts_find_nothing(name: str, tmp_path: Path) -> None:
     """In a process of its own: PyTorch's pool of threads, which another test may have started, is lost in a fork."""
     done = run_python("-c", PART, name, str(tmp_path), cwd=tmp_path, environment=environment())

@@ -40,7 +40,6 @@ def test_the_wheel_holds_everything(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = REPOSITORY / "src"
     expected = {path.relative_to(sources).as_posix() for path in (sources / "apex").rglob("*.py")}
-    expected |= {path.relative_to(sources).as_posix() for path in (sources / "apex/ops/tuned").glob("*.json")}
     expected.add("apex/py.typed")  # else type checkers take no types from the package
     expected |= {path.name for path in (sources / "compiled_names").glob("*.py")}
     expected |= {f"apex/_bench/peers/{path.name}" for path in (REPOSITORY / "benchmarks/peers").iterdir()}

@@ -45,6 +45,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Wait until the bytes of a file are on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its missing parents, and wait until their names are on the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]

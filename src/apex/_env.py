@@ -117,11 +117,9 @@ def _user_cache() -> Path:
 
 
 def tuned_launches() -> Path | None:
-    """Return the table of tuned launches: `APEX_TUNED`, or a file in the user's cache; None if it is `off`."""
+    """Return the path of the table of tuned launches that `APEX_TUNED` names, or None if it is unset or `off`."""
     named = os.environ.get("APEX_TUNED", "").strip()
-    if named.lower() == "off":
-        return None
-    return Path(named) if named else _user_cache() / "apex" / "tuned.json"
+    return None if named.lower() in ("", "off") else Path(named)
 
 
 def cuda_architectures() -> str:

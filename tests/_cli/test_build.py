@@ -16,7 +16,8 @@ import typer
 from apex._cli.build import command
 from apex._cli.build.calls import known_ops, parse_call
 from apex._cli.build.command import run_build, selected_ops
-from apex.ops import _tuned
+from apex.ops import _compile_ahead, _device, _tuned
+from apex.ops.glu import config as glu_config
 
 from .helpers import run_quickly
 
@@ -119,15 +120,27 @@ def test_variables_of_the_originals_select_ops(monkeypatch: pytest.MonkeyPatch) 
     assert set(selected_ops()) == {name for name, op in known_ops().items() if op.extensions} - {"xentropy"}
 
 
-def test_what_a_table_of_tuned_launches_changes_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_for_the_gpu_here_changes_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = _compile_ahead.GPUS["sm_90"]
+    monkeypatch.setattr(_compile_ahead, "gpu_here", lambda: {"here": here})
     call = parse_call("swiglu:64x512", "bfloat16")
-    (row,) = command._plan([call], ["sm_90"])
+    command._plan([call], [])
     before = [launch.prepared.num_warps for _, _, launch in command._tasks]
-    key = ("glu.forward_tile", "16-bit", (("rows", 64), ("width", 256)))
-    monkeypatch.setattr(_tuned, "configurations", lambda: {key: {"num_warps": 16}})
-    (again,) = command._plan([call], ["sm_90"])
-    assert sorted([launch.prepared.num_warps for _, _, launch in command._tasks]) == sorted([*before, 16])
-    assert again == row
+    with _compile_ahead.planning(here):
+        warps = glu_config.forward_tile(64, 256, 2, here.facts).num_warps
+    entry = {"op": "glu.forward_tile", "dtype": "16-bit", "shape": {"rows": 64, "width": 256}}
+    entry |= {"config": {"num_warps": 16}, "instead_of": {"num_warps": warps}}
+    tables = [{"gpu": here.facts.name, **_tuned.versions(), "entries": [entry]}]
+    (tmp_path / "tuned.json").write_text(json.dumps({"format": _tuned.FORMAT, "tables": tables}))
+    monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
+    _device.forget_launches()
+    try:
+        command._plan([call], [])
+    finally:
+        monkeypatch.undo()
+        _device.forget_launches()
+    after = [launch.prepared.num_warps for _, _, launch in command._tasks]
+    assert sorted(after) == sorted([16, *before[1:]])
 
 
 PLANS = """

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import apex
 from apex._cli.app import app
 from apex._cli.doctor import dispatch, installation
-from apex.ops import _library, _tuned, all_families
+from apex.ops import _device, _library, _tuned, all_families
 
 from .helpers import write_distribution, write_package
 
@@ -195,14 +195,13 @@ def test_tuned_launches_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
     (tmp_path / "tuned.json").write_text(json.dumps({"format": 1, "tables": tables}))
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
-    _tuned.forget_tables()
+    _device.forget_launches()
     try:
         status, report = doctor()
         text = CliRunner().invoke(app, ["doctor"]).stdout
     finally:
         monkeypatch.undo()
-        _tuned.forget_tables()
+        _device.forget_launches()
     assert status == 0
     assert [(row["gpu"], row["entries"], row["in_use"]) for row in report["tuned"]] == [
         (name, 2, 1),

@@ -297,6 +297,21 @@ def test_apex_to_the_booster(name: str, tmp_path: Path) -> None:
     assert losses_of(code) == losses_of(source)
 
 
+def test_clipping_of_master_parameters_becomes_the_optimizers(tmp_path: Path) -> None:
+    assert "    optimizer.clip_grad_by_norm(0.3)\n" in rewritten(SETUP + PLAIN, tmp_path, "booster")
+    listed = PLAIN.replace(
+        "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.3)", "print(amp.master_params(optimizer))"
+    )
+    assert "    print(optimizer.parameters)\n" in rewritten(SETUP + listed, tmp_path, "booster")
+
+
+def test_a_function_that_is_called_under_autocast_gets_no_second_one(tmp_path: Path) -> None:
+    """`compute_loss` is called by `train_step` alone; `evaluate` runs the model by itself."""
+    code = rewritten(SETUP + APEX["trainer-O1"], tmp_path, "torch")
+    assert code.count("autocast(") == 2
+    assert "        return F.cross_entropy(self.model(x), y)\n" in code
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_booster_accepts_o2_which_torch_refuses(level: str, tmp_path: Path) -> None:
     source = SETUP + PLAIN.replace("O1", level)

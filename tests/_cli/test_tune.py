@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from apex._cli.app import app
 from apex._cli.build.calls import parse_call
 from apex._cli.tune import command, replay, search
-from apex.ops import _examples, _library, _tuned
+from apex.ops import _device, _examples, _library, _tuned
 from apex.ops._device import INTERPRETER, facts
 from apex.ops._examples import by_name
 
@@ -27,13 +27,12 @@ Trial = dict[str, int]
 @pytest.fixture(autouse=True)
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
     monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
     monkeypatch.setattr(_examples, "USUAL_ELEMENTS", 1 << 10)
-    _tuned.forget_tables()
+    _device.forget_launches()
     yield
     monkeypatch.undo()
-    _tuned.forget_tables()
+    _device.forget_launches()
 
 
 def questions(*names: str) -> list[tuple[_tuned.Question, Any]]:

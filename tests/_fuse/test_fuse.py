@@ -54,6 +54,21 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class GatedT5(nn.Module):
+    """As T5 has it: the last layer may keep float32 where the others are in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi_0, self.wi_1, self.wo = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout, self.act = nn.Dropout(0.0), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.act(self.wi_0(x)) * self.wi_1(x))
+        if isinstance(self.wo.weight, torch.Tensor) and self.wo.weight.dtype not in (x.dtype, torch.int8):
+            x = x.to(self.wo.weight.dtype)
+        return self.wo(x)
+
+
 class Bottleneck(nn.Module):
     """The shape of torchvision's."""
 
@@ -453,3 +468,15 @@ def test_the_dtypes_of_autocast_stay_on_a_gpu() -> None:
             torch.testing.assert_close(one(x), other(x), rtol=1e-2, atol=1e-2)
     small = torch.full_like(x, 1e-3)  # where eps decides
     torch.testing.assert_close(model[1].bfloat16()(small), plain[1].bfloat16()(small), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("last", [torch.float32, torch.bfloat16])
+def test_a_gated_unit_whose_last_layer_keeps_another_dtype(last: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = GatedT5().bfloat16()
+    model.wo.to(last)
+    plain, x = copy.deepcopy(model), torch.randn(5, 8).bfloat16()
+    (row,) = apex.fuse(model, verbose=False)
+    assert type(model) is not GatedT5, row
+    assert model(x).dtype == last
+    torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-6)

@@ -506,12 +506,17 @@ def other_loss_scales(rank: int) -> None:
                 optimizer.step()
 
 
+def one_of_each(first: int) -> list[str]:
+    """Return the names of checks of equality: each plugin once, and as many precisions as there are plugins."""
+    chosen = (PRECISIONS[(first + number) % len(PRECISIONS)] for number in range(len(PLUGINS)))
+    return [f"equal {plugin} {precision}" for plugin, precision in zip(PLUGINS, chosen, strict=True)]
+
+
 assert ROWS % 64 == 0  # a multiple of 16 for each of four processes, for float8
 CHECKS: dict[str, Check] = {
     f"equal {plugin} {precision}": equality(plugin, precision, ("adam", "sgd")[index % 2])
     for index, (plugin, precision) in enumerate((one, other) for one in PLUGINS for other in PRECISIONS)
 }
-EQUAL = sorted(CHECKS)
 CHECKS["starts from the first process"] = starts_from_the_first_process
 for plugin in ("ddp", "apex ddp", "zero 1", *(["fsdp"] if needs_fsdp else [])):
     for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):

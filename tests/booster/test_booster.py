@@ -251,6 +251,10 @@ def test_wrappers_are_transparent() -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     assert len(optimizer.parameters) == len(list(inner.parameters())) + 1
     assert "AdamW" in repr(optimizer)
+    optimizer.unwrap().note = "of the optimizer inside"
+    assert optimizer.note == "of the optimizer inside"
+    with pytest.raises(AttributeError, match="optim"):  # and no endless recursion
+        _ = type(optimizer).__new__(type(optimizer)).note
     assert len(pickle.loads(pickle.dumps(optimizer.unwrap())).param_groups) == 3
     assert copy.deepcopy(model).unwrap() is not inner
 

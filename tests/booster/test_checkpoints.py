@@ -174,6 +174,11 @@ def test_tied_weights(tmp_path: Path) -> None:
         booster.load_model(other, tmp_path / str(number))
         assert_equal(dict(other.state_dict()), dict(model.state_dict()))
         assert other[0].weight is other[1].weight
+    for use_safetensors in (True, False):
+        folder = tmp_path / f"folder {use_safetensors}"
+        booster.save_model(model, folder, shard=True, use_safetensors=use_safetensors)
+        (index,) = folder.glob("*.index.json")
+        assert ("1.weight" in json.loads(index.read_text())["weight_map"]) is not use_safetensors
 
 
 def test_a_missing_buffer_among_distributed_ones(tmp_path: Path) -> None:

@@ -65,6 +65,49 @@ def test_the_manifest_lists_saved_files(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_text() for name in ("tokenizer.json", "notes.txt")] == ["mine", "other"]
 
 
+class Adapted(nn.Linear):
+    """A stand-in for a model with adapters of peft, of which it writes two, one under a name of its own."""
+
+    def __init__(self, text: str, fails: bool = False) -> None:
+        super().__init__(2, 2)
+        self.text, self.fails = text, fails
+
+    def save_pretrained(self, folder: str, safe_serialization: bool) -> None:
+        path = Path(folder)
+        (path / "named").mkdir(exist_ok=True)
+        for name in ("adapter_config.json", "README.md", "named/adapter_model.bin"):
+            (path / name).write_text(self.text)
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (path / ("adapter_model.safetensors" if safe_serialization else "adapter_model.bin")).write_text(self.text)
+
+
+def test_adapters_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    (folder / "named").mkdir()
+    (folder / "named" / "notes").write_text("mine")
+    make().save_lora_as_pretrained(Adapted("old"), folder)
+
+    def contents() -> dict[str, str]:
+        files = (each for each in folder.rglob("*") if each.is_file() and each.name != "manifest.json")
+        return {each.relative_to(folder).as_posix(): each.read_text() for each in files}
+
+    mine = {"README.md": "mine", "named/notes": "mine"}
+    common = ("adapter_config.json", "named/adapter_model.bin")
+    assert contents() == {**mine, **dict.fromkeys((*common, "adapter_model.bin"), "old")}
+    with pytest.raises(OSError, match="No space left"):
+        make().save_lora_as_pretrained(Adapted("new", fails=True), folder)
+    assert contents() == {**mine, **dict.fromkeys((*common, "adapter_model.bin"), "old")}
+    make().save_lora_as_pretrained(Adapted("new"), folder, use_safetensors=True)
+    assert contents() == {**mine, **dict.fromkeys((*common, "adapter_model.safetensors"), "new")}
+    checkpoint.verify(folder)
+    assert [each.name for each in tmp_path.iterdir()] == ["adapters"]
+    with pytest.raises(TypeError, match="model must be one with adapters, from enable_lora, not a Net"):
+        make().save_lora_as_pretrained(net(), folder)
+
+
 @pytest.mark.parametrize("name", [*sorted(WRITTEN), "manifest.json", "config.json"])
 def test_a_foreign_file_under_a_needed_name(name: str, tmp_path: Path) -> None:
     """Save into a folder with files from Hugging Face."""

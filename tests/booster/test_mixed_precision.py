@@ -242,7 +242,7 @@ def test_the_whole_state_of_the_scaler_is_saved(cut: int) -> None:
 
 
 def test_arguments_of_naive(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="hysteresis=0 must be at least 1"):
+    with pytest.raises(ValueError, match="hysteresis must be an integer of at least 1, got 0"):
         FP16NaiveMixedPrecision(hysteresis=0)
     with pytest.raises(ValueError, match="min_scale=4"):
         FP16NaiveMixedPrecision(max_scale=2.0, min_scale=4.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from apex.checkpoint import load
-from tests.booster import alone_checks, four_checks, hybrid_checks, hybrid_four_checks, killed, process_checks
+from tests.booster import alone_checks, four_checks, hybrid_checks, killed, process_checks
 from tests.booster.problem import assert_equal
 from tests.parallel.processes import environment, run_checks
 from tests.warm import run_python
@@ -86,13 +86,3 @@ def content(folder: Path) -> dict[str, Any]:
     for path in sorted((folder / "optimizer").glob("*.bin")):
         optimizer |= torch.load(path)
     return {"model": torch.load(folder / "model"), "optimizer": optimizer, "scheduler": load(folder / "scheduler")}
-
-
-@pytest.fixture(scope="module")
-def split_in_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_checks(hybrid_four_checks.__name__, Path(tmp_path_factory.mktemp("four")), processes=4)
-
-
-@pytest.mark.parametrize("name", hybrid_four_checks.CHECKS)
-def test_split_models_beside_replicas(name: str, split_in_four: dict[str, str]) -> None:
-    assert not split_in_four[name], split_in_four[name]

@@ -28,6 +28,7 @@ import torch
 import apex
 from tests.campaign.boosted import damage_boosted, foreign, full_disk_boosted, readers, refused
 from tests.campaign.differences import differ
+from tests.campaign.inputs import arguments, elsewhere
 from tests.campaign.runs import calls, overflow, ranks
 from tests.campaign.saves import code, damage, full_disk, kill, metadata, threads
 from tests.campaign.trials import Trials, in_child
@@ -53,11 +54,13 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "refused loads, Booster": (100, refused),
     "code in files": (200, code),
     "changed metadata": (300, metadata),
+    "links and names elsewhere": (400, elsewhere),
     "a rank dies": (4, ranks, signal.SIGKILL),
     "a rank stops": (2, ranks, signal.SIGSTOP),
     "a rank differs": (60, differ),
     "overflow": (60, overflow),
     "calls": (1, calls),
+    "wrong arguments": (5000, arguments),
 }
 
 

@@ -119,8 +119,8 @@ def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_save_return
             source = Path(source)
             renames.append(Path(target))
             for path in [source, *(source.rglob("*") if source.is_dir() else ())]:
-                # PyTorch flushes its own `.metadata` while the bytes are still in a buffer of Python's.
-                is_theirs = path.name.startswith(".metadata")
+                # PyTorch renames this file inside of the unfinished folder; it is flushed under its later name.
+                is_theirs = path.name == ".metadata.tmp"
                 if not is_theirs and flushed.get(path.stat().st_ino, -1) != path.stat().st_size:
                     unflushed.append(str(path))
             flushed.pop(Path(target).parent.stat().st_ino, None)

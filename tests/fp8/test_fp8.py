@@ -146,11 +146,20 @@ def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
     assert torch.equal(perceptron(x), usual)
 
 
+def test_layers_that_torchao_does_not_have_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[set[str]] = []
+    monkeypatch.setattr(sys.modules["apex.fp8.convert"], "_convert_with_torchao", lambda *given: taken.append(given[2]))
+    model = nn.Sequential(nn.Linear(32, 32), FusedDense(32, 32))
+    report = fp8.convert(model, smallest_weight=0, float8_all_gather=True, emulate=True)
+    assert [row.reason for row in report] == ["", "float8_all_gather has torch.nn.Linear only"]
+    assert taken == [{"0"}]
+
+
 def test_arguments_that_are_no_model_are_refused():
     for call in (fp8.convert, fp8.revert):
-        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not \[Linear"):
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got \[Linear"):
             call([torch.nn.Linear(16, 16)])
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not None"):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got None"):
         fp8.convert(None)
 
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import _env
 from apex.ops import _device, _library, attention, batch_norm, dense, group_norm, norm
@@ -76,7 +75,7 @@ def test_a_fallback_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch
     with caplog.at_level(logging.INFO, logger="apex.ops"), _library.implementation("auto"):
         for _ in range(3):
             _library.explain(norm.FAMILY, CPU, torch.float64)
-            _library._choices.clear()
+            _library._runs_triton.clear()
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert "float64" in messages[0]
@@ -103,62 +102,6 @@ def test_a_gpu_takes_triton() -> None:
     with _library.implementation("auto"):
         assert _library.explain(norm.FAMILY, torch.device("cuda", 0), torch.bfloat16).implementation == "triton"
         assert _library.explain(norm.FAMILY, torch.device("cuda", 0), torch.float64).implementation == "torch"
-
-
-def test_quick_apply_is_apply() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[override]
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, dy):  # type: ignore[override]
-            return 2 * dy
-
-    quick = _library.quick_apply(Double)
-    x = torch.ones(3, requires_grad=True)
-    output = quick(x)
-    assert type(output.grad_fn) is type(Double.apply(x).grad_fn)
-    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], torch.full((3,), 2.0))
-
-    class Triple(Double):
-        @staticmethod
-        def backward(ctx, dy):  # type: ignore[override]
-            return 3 * dy
-
-    assert torch.equal(torch.autograd.grad(Triple.apply(x).sum(), x)[0], torch.full((3,), 3.0))
-    slope = torch.autograd.grad(quick(x), x, x, create_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(slope.sum(), x)[0], torch.full((3,), 2.0))
-    for apply in (Double.apply, quick):  # both leave it to PyTorch to say what torch.func needs
-        with pytest.raises(RuntimeError, match="setup_context"):
-            torch.func.grad(lambda x, apply=apply: apply(x).sum())(x)
-
-
-def test_an_operator_is_called_without_the_dispatcher_where_nothing_looks_on() -> None:
-    call = _library._quick_call(lambda *_, **__: "dispatcher", lambda *_: "implementation")
-    x = torch.ones(3)
-    arguments = (x, torch.nn.Parameter(x), None, 1e-5, 3, True, "silu", torch.float32, [True, False])
-    assert call(*arguments) == "dispatcher"  # there may be something to differentiate
-    with torch.no_grad():
-        assert call(*arguments) == "implementation"
-        assert call(x, eps=1e-5) == "dispatcher"
-        assert call(x.to("meta")) == "dispatcher"
-        assert call(x, FakeTensorMode().from_tensor(x)) == "dispatcher"
-        with FakeTensorMode():
-            assert call(x) == "dispatcher"
-        with torch.device("cpu"):  # a mode that sees functions
-            assert call(x) == "dispatcher"
-        assert torch.func.vmap(lambda row: x if call(row) == "dispatcher" else None)(torch.ones(2, 3)) is not None
-        with torch.profiler.profile() as profiler:
-            torch.ops.apex.norm.default(x, None, None, 3, 1e-5, True, False, torch.float32, torch.float32)
-        assert "apex::norm" in {event.name for event in profiler.events()}
-        frames: list[str] = []
-        monitor = sys.getprofile()
-        sys.setprofile(lambda frame, *_: frames.append(frame.f_code.co_filename))
-        torch.ops.apex.norm.default(x, None, None, 3, 1e-5, True, False, torch.float32, torch.float32)
-        sys.setprofile(monitor)
-    assert frames
-    assert not [name for name in frames if name.endswith("_library/autograd.py")]
 
 
 PASSES = {

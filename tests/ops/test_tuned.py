@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from apex.ops import _library, _tuned, all_families, layer_norm
+from apex.ops import _device, _launch, _library, _tuned, layer_norm
 from apex.ops._device import INTERPRETER, DeviceFacts, facts
 from apex.ops._launch import record_launches
-from apex.ops.norm import add_norm, config, op
-from apex.ops.norm.op import NORM
+from apex.ops.norm import config
 
 pytest.importorskip("triton")
 
@@ -32,17 +31,16 @@ ENTRY |= {"config": {"num_warps": 2, "rows_per_program": 4}, "instead_of": BEFOR
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a table is found; none is there yet."""
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(_tuned, "SHIPPED", tmp_path / "none")
-    _tuned.forget_tables()
+    _device.forget_launches()
     yield tmp_path / "tuned.json"
     monkeypatch.undo()
-    _tuned.forget_tables()
+    _device.forget_launches()
 
 
 def write(path: Path, *entries: dict[str, Any], **head: Any) -> None:
     versions = {"gpu": HERE.name, **_tuned.versions(), **head}
     path.write_text(json.dumps({"format": _tuned.FORMAT, "tables": [{**versions, "entries": list(entries)}]}))
-    _tuned.forget_tables()
+    _device.forget_launches()
 
 
 def launched(rows: int = 8) -> tuple[int, int]:
@@ -73,19 +71,23 @@ def test_numbers_are_the_same_with_another_launch(table: Path) -> None:
 def test_off_leaves_every_rule_alone(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(table, ENTRY)
     monkeypatch.setenv("APEX_TUNED", "off")
-    _tuned.forget_tables()
+    _device.forget_launches()
     assert launched() == (1, 1)
     assert _tuned.tables() == ()
 
 
-def test_the_users_entries_come_before_those_of_the_package(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shipped = table.parent / "shipped"
-    shipped.mkdir()
-    monkeypatch.setattr(_tuned, "SHIPPED", shipped)
-    write(shipped / "gpu.json", ENTRY)
-    assert launched() == (4, 2)
-    write(table, {**ENTRY, "config": {"num_warps": 4}, "instead_of": {"num_warps": 1}})
-    assert launched() == (1, 4)
+def test_a_table_is_used_only_if_it_is_named(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(table, ENTRY)
+    monkeypatch.delenv("APEX_TUNED")
+    _device.forget_launches()
+    assert launched() == (1, 1)
+
+
+def test_a_named_file_that_is_missing_is_reported(table: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "apex.ops"):
+        assert launched() == launched(3) == (1, 1)
+    (record,) = caplog.records
+    assert record.getMessage() == f"the tuned launches of {table} are not used: there is no such file"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_what_is_no_table_is_ignored_with_one_message(
     table: Path, text: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     table.write_text(text)
-    _tuned.forget_tables()
+    _device.forget_launches()
     with caplog.at_level(logging.WARNING, "apex.ops"):
         assert launched() == launched() == launched(3) == (1, 1)
     (record,) = caplog.records
@@ -160,74 +162,26 @@ def test_questions_are_noted_and_answers_tried(table: Path) -> None:
     assert launched() == (4, 2)
 
 
-def test_the_tables_of_the_package_can_be_read() -> None:
-    all_families()
-    assert list(_tuned.SHIPPED.glob("*.json"))
-    for path in _tuned.SHIPPED.glob("*.json"):
-        for found in _tuned.read_tables(path):
-            assert found.problem is None
-            for entry in found.entries:
-                assert _tuned.fits(entry)
-                assert entry["op"] in _tuned.TUNABLE
-                assert entry["after_us"] * 1.03 <= entry["before_us"] + 0.01
+def test_a_launch_that_does_not_fit_names_the_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
 
+    def fail(*_: Any) -> None:
+        raise OutOfResources(300000, 232448, "shared memory")
 
-class OutOfResources(Exception):
-    """Named as Triton's."""
-
-
-def _fails_with_two_warps(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
-    """Has a function fail as a launch that needs too much memory does; returns the warps of its calls so far."""
-    function, warps = getattr(owner, name), []
-
-    def fails(*arguments: Any) -> Any:
-        warps.append(config.forward_config(8, 64, 4, True, HERE).num_warps)
-        if warps[-1] == 2:
-            raise OutOfResources("shared memory")
-        return function(*arguments)
-
-    monkeypatch.setattr(owner, name, fails)
-    return warps
-
-
-def test_a_launch_that_does_not_fit_is_made_as_the_rule_says(
-    table: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(table, ENTRY)
-    warps = _fails_with_two_warps(monkeypatch, NORM, "_forward")
-    x = torch.randn(8, 64, dtype=torch.float32, device=DEVICE)
-    with _library.implementation("triton"), torch.no_grad(), caplog.at_level(logging.WARNING, "apex.ops"):
-        torch.testing.assert_close(layer_norm(x, (64,)), torch.nn.functional.layer_norm(x, (64,)))
-        layer_norm(x, (64,))
-    assert warps == [2, 1, 1]
-    (record,) = caplog.records
-    assert "the tuned launches of norm are no longer used, since one does not fit" in record.getMessage()
-
-
-def test_so_is_one_that_adds_a_residual(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs more memory than the launch of the same rule that was tuned."""
-    write(table, ENTRY)
-    warps = _fails_with_two_warps(monkeypatch, op, "_forward_launch")
-    x, weight = torch.randn(8, 64, dtype=torch.float32, device=DEVICE), torch.ones(64, device=DEVICE)
-    with _library.implementation("triton"), torch.no_grad():
-        output, total = add_norm(x, x, None, 64, weight, weight, subtract_mean=True)
-    torch.testing.assert_close(output, torch.nn.functional.layer_norm(total, (64,)) + 1)
-    assert warps == [2, 1]
-
-
-def test_without_a_table_what_does_not_fit_is_an_error(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any) -> Any:
-        raise OutOfResources("shared memory")
-
-    monkeypatch.setattr(NORM, "_forward", fails)
+    monkeypatch.setattr(_launch.PreparedLaunch, "_launch_plainly", fail)
     x = torch.ones(8, 64, dtype=torch.float32, device=DEVICE)
-    with _library.implementation("triton"), pytest.raises(OutOfResources):
+    message = "norm_forward_rows needs more than this GPU has: out of resource: shared memory, Required: 300000"
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match=f"{message}.*APEX_TUNED names, .*json"):
         layer_norm(x, (64,))
+    monkeypatch.delenv("APEX_TUNED")
+    with _library.implementation("triton"), pytest.raises(RuntimeError, match=message) as raised:
+        layer_norm(x, (64,))
+    assert "APEX_TUNED" not in str(raised.value)
 
 
 def test_rules_ask_the_tables_once(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(_tuned, "_from_tables", lambda question, answer, device: asked.append(question) or answer)
+    monkeypatch.setattr(_tuned, "entries_for", lambda device: asked.append(device) or {})
     for _ in range(3):
         config.forward_config(8, 64, 4, True, INTERPRETER)
     assert len(asked) == 1

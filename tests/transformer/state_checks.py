@@ -88,12 +88,23 @@ def mistakes_change_nothing(rank: int) -> None:
         ((3,), "not divisible"),
         ((1, 1, 2), "interleaving needs at least 2 pipeline stages"),
         ((1, 4, None, 4), "must be a stage, 0 to 3, got 4"),
+        ((0,), "tensor_model_parallel_size_ must be an integer of at least 1, got 0"),
+        ((1, -2), "pipeline_model_parallel_size_ must be an integer of at least 1, got -2"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=words):
             ps.initialize_model_parallel(*arguments)
         assert ps.is_unitialized()
         assert ps.get_virtual_pipeline_model_parallel_world_size() is None
         assert ps.get_pipeline_model_parallel_split_rank() is None
+    with pytest.raises(ValueError, match=r"p2p_backend='text' is no backend that this PyTorch has; it knows .*gloo"):
+        ps.initialize_model_parallel(p2p_backend="text")
+    with pytest.raises(TypeError, match="device_mesh must be a DeviceMesh or None, got 'text'"):
+        ps.initialize_model_parallel(device_mesh="text")
+    for setter in (ps.set_tensor_model_parallel_rank, ps.set_pipeline_model_parallel_world_size):
+        with pytest.raises((TypeError, ValueError), match=r"rank must|world_size must"):
+            setter(-1)
+    assert not ps._state.rank_overrides
+    assert not ps._state.size_overrides
     if not dist.is_ucc_available():
         with pytest.raises(ImportError, match="UCC backend requires pytorch source build with UCC installed"):
             ps.initialize_model_parallel(default_backend="ucc")

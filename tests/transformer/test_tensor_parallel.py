@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex.transformer.tensor_parallel import RingMemBuffer, VocabUtility, memory, split_tensor_along_last_dim
+from apex.transformer.tensor_parallel import RingMemBuffer, VocabUtility, memory, random, split_tensor_along_last_dim
 from apex.transformer.utils import divide
 from tests.parallel.processes import run_checks
 from tests.transformer import tensor_parallel_checks
@@ -72,3 +72,42 @@ def test_memory_buffers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     with pytest.raises(AssertionError, match="already allocated"):
         memory.allocate_mem_buff("ring 0", 1, torch.float32, track_usage=False)
     assert memory.get_mem_buff("ring 0") is first
+    with pytest.raises(KeyError, match="name='circle': no memory buffer is called so; there are ring 0, ring 1"):
+        memory.get_mem_buff("circle")
+
+
+def test_refused_memory_buffers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_buffers", {})
+    ring = RingMemBuffer("ring", 2, 8, torch.float32, track_usage=False)
+    for _ in range(2):
+        ring.get_next_buffer().add(torch.zeros(1))
+    ring.buffers[1].reset()
+    for _ in range(2):
+        with pytest.raises(AssertionError, match="already in use"):
+            ring.get_next_buffer()
+    memory.allocate_mem_buff("other 1", 8, torch.float32, track_usage=False)
+    with pytest.raises(AssertionError, match="other 1 already allocated"):
+        RingMemBuffer("other", 2, 8, torch.float32, track_usage=False)
+    assert list(memory._buffers) == ["ring 0", "ring 1", "other 1"]
+
+
+def test_refused_seeds_change_no_random_numbers() -> None:
+    tracker = random.CudaRNGStatesTracker()
+    tracker.add("one", 1)
+    before, states = torch.get_rng_state(), dict(tracker.states_)
+    for name, seed, error in (("two", 2**80, ValueError), ("two", "text", TypeError), (None, 3, TypeError)):
+        with pytest.raises(error, match=r"name|seed"):
+            tracker.add(name, seed)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="states must be"):
+        tracker.set_states("text")  # type: ignore[arg-type]
+    assert (tracker.seeds_, tracker.states_) == ({1}, states)
+    tracker.add("two", 2)
+    random.get_cuda_rng_tracker().add("kept", 5)
+    try:
+        for seed in (7, 2**80):  # there are no groups, and no such seed
+            with pytest.raises((AssertionError, ValueError)):
+                random.model_parallel_cuda_manual_seed(seed)
+        assert list(random.get_cuda_rng_tracker().states_) == ["kept"]
+    finally:
+        random.get_cuda_rng_tracker().reset()
+    assert torch.equal(torch.get_rng_state(), before)

@@ -165,14 +165,12 @@ def tune(
         Path | None, Option(metavar="SCRIPT", help="A script to run first; its launches are tuned.")
     ] = None,
     budget: Annotated[str, Option(help="When to stop: 90s, 5m, 1h.")] = "5m",
-    output: Annotated[
-        Path | None, Option(help="The table to write to; by default $APEX_TUNED or the user's cache.")
-    ] = None,
+    output: Annotated[Path | None, Option(help="The table to write to; by default $APEX_TUNED.")] = None,
 ) -> None:
     """Find quicker kernel launches before a job starts.
 
     Times configurations near those that the launch rules choose, for the shapes of a script or a file. Keeps one that
-    is at least 3% quicker, in every turn, and right. Jobs find them in the user's cache or with APEX_TUNED.
+    is at least 3% quicker, in every turn, and right. Jobs use the table that APEX_TUNED names.
     """
     options = locals()
     from .tune.command import run_tune

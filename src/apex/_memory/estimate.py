@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._arguments import Count, checked
 from ..transformer import parallel_state
 from ..transformer.tensor_parallel import model_parallel_cuda_manual_seed
 from .tasks import find_task, parse_shape, task_of
@@ -68,17 +69,18 @@ class Measured:
     reserved: int
 
 
+@checked
 def estimate_memory(
     factory: Callable[[], Any] | str,
     input_shapes: Sequence[str] = (),
     *,
     opt_level: str = "O0",
     optimizer: str = "FusedAdam",
-    batch: int = 1,
+    batch: Count = 1,
     zero: bool = False,
-    world: int = 1,
-    tensor_parallel: int = 1,
-    pipeline_parallel: int = 1,
+    world: Count = 1,
+    tensor_parallel: Count = 1,
+    pipeline_parallel: Count = 1,
     checkpointing: bool = False,
 ) -> Memory:
     """Estimate the GPU memory that one process of a training run needs; computes nothing and needs no GPU.

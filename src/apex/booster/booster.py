@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from ..amp._checks import check_loss
+from ..checkpoint._huggingface import write_adapters
 from ..checkpoint._ranks import is_first
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
@@ -123,9 +124,10 @@ class Booster:
         assert self.plugin.support_no_sync(), f"{type(self.plugin).__name__} has no no_sync"
         return self.plugin.no_sync(model, optimizer)
 
+    @checked
     def execute_pipeline(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Any,
         model: Any,
         criterion: Any,
         optimizer: Any = None,
@@ -141,14 +143,19 @@ class Booster:
         assert isinstance(self.plugin, PipelinePluginBase), (
             f"execute_pipeline needs a plugin with pipelines (HybridParallelPlugin), not {type(self.plugin).__name__}"
         )
+        if not hasattr(data_iter, "__next__"):
+            raise TypeError(
+                f"data_iter must be an iterator, such as iter(dataloader), not a {type(data_iter).__name__}"
+            )
         if optimizer is not None:
             check_boosted(optimizer)
         return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
 
+    @checked
     def enable_lora(
         self,
         model: nn.Module,
-        pretrained_dir: str | None = None,
+        pretrained_dir: str | os.PathLike[str] | None = None,
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
         quantize: bool = False,
@@ -158,7 +165,8 @@ class Booster:
             raise NotImplementedError("quantized base weights are not supported; quantize must be False")
         assert self.plugin is not None, "LoRA needs a plugin"
         assert self.plugin.support_lora(), f"{type(self.plugin).__name__} has no LoRA"
-        return self.plugin.enable_lora(model, pretrained_dir, lora_config)
+        folder = None if pretrained_dir is None else os.fspath(pretrained_dir)
+        return self.plugin.enable_lora(model, folder, lora_config)
 
     save_model = _io_method(CheckpointIO.save_model)
     load_model = _io_method(CheckpointIO.load_model)
@@ -168,11 +176,19 @@ class Booster:
     load_lr_scheduler = _io_method(CheckpointIO.load_lr_scheduler)
     wait_for_saves = _io_method(CheckpointIO.wait_for_saves)
 
-    def save_lora_as_pretrained(self, model: Any, checkpoint: str | Path, use_safetensors: bool = False) -> None:
-        """Save the LoRA adapters of a model to a folder that `enable_lora(pretrained_dir=...)` can load."""
+    @checked
+    def save_lora_as_pretrained(
+        self, model: Any, checkpoint: str | os.PathLike[str], use_safetensors: bool = False
+    ) -> None:
+        """Save the LoRA adapters of a model, whole or not at all, for `enable_lora(pretrained_dir=...)`."""
         adapted = unwrapped(model)
+        if not hasattr(adapted, "save_pretrained"):
+            raise TypeError(f"model must be one with adapters, from enable_lora, not a {type(adapted).__name__}")
+        options = {"safe_serialization": use_safetensors}
         CheckpointIO()._write(
-            lambda path: adapted.save_pretrained(str(path), safe_serialization=use_safetensors), checkpoint, False
+            lambda path: write_adapters(path, lambda folder: adapted.save_pretrained(str(folder), **options)),
+            checkpoint,
+            False,
         )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as files
+from .._arguments import Count, Index, Stateful, checked
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
@@ -35,14 +36,15 @@ class CheckpointIO:
         # The last asynchronous save, until it is waited for. It does nothing in processes other than the first.
         self._writing: concurrent.futures.Future[None] | None = None
 
+    @checked
     def save_model(
         self,
         model: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: Index = 1024,
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
@@ -65,13 +67,14 @@ class CheckpointIO:
 
         self._write(write, checkpoint, use_async)
 
+    @checked
     def load_model(
         self,
         model: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         strict: bool = True,
         low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
+        num_threads: Count = 1,
     ) -> None:
         """Load a checkpoint of `save_model`, with any plugin and number of processes, or a folder of Hugging Face.
 
@@ -91,14 +94,15 @@ class CheckpointIO:
             threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
             load_tensors(model, source.parts(names, threads))
 
+    @checked
     def save_optimizer(
         self,
         optimizer: Any,
-        checkpoint: str | Path,
+        checkpoint: str | os.PathLike[str],
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
-        size_per_shard: int = 1024,
+        size_per_shard: Index = 1024,
         use_async: bool = False,
     ) -> None:
         """Save an optimizer's state with the loss scale; the arguments mean the same as in `save_model`."""
@@ -116,8 +120,9 @@ class CheckpointIO:
 
         self._write(write, checkpoint, use_async)
 
+    @checked
     def load_optimizer(
-        self, optimizer: Any, checkpoint: str | Path, low_cpu_mem_mode: bool = True, num_threads: int = 1
+        self, optimizer: Any, checkpoint: str | os.PathLike[str], low_cpu_mem_mode: bool = True, num_threads: Count = 1
     ) -> None:
         """Load a checkpoint of `save_optimizer`, with any plugin and number of processes."""
         assert isinstance(optimizer, OptimizerWrapper), (
@@ -132,18 +137,20 @@ class CheckpointIO:
             _check_same(source, names)
         load_optimizer_state(optimizer, state)
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    @checked
+    def save_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | os.PathLike[str]) -> None:
         """Save a scheduler's state to a file."""
         self.wait_for_saves()
         files.save(lr_scheduler.state_dict(), checkpoint, wait=True)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    @checked
+    def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | os.PathLike[str]) -> None:
         """Load a checkpoint of `save_lr_scheduler`. The scheduler keeps its state if it raises an error."""
         self.wait_for_saves()
         with restoring([lr_scheduler]), refusing_together():
             lr_scheduler.load_state_dict(files.load(checkpoint))
 
-    def _write(self, write: Callable[[Path], None], checkpoint: str | Path, use_async: bool) -> None:
+    def _write(self, write: Callable[[Path], None], checkpoint: str | os.PathLike[str], use_async: bool) -> None:
         """Call `write(checkpoint)` in the first process, in a thread if `use_async`; else the others wait for it."""
         path = Path(checkpoint)
         self.wait_for_saves()

@@ -207,11 +207,11 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file, a symbolic link or a folder to a second name."""
+    """Link a file, a symbolic link or a folder to a second name; files that a new folder of that name has stay."""
     if source.is_symlink():
         os.symlink(os.readlink(source), target)
     elif source.is_dir():
-        shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
+        shutil.copytree(source, target, symlinks=True, copy_function=_link_file, dirs_exist_ok=True)
     else:
         _link_file(source, target)
 
@@ -220,6 +220,8 @@ def _link_file(source: Any, target: Any) -> Any:
     """Link a file to a second name, or copy it if the disk has no hard links."""
     try:
         os.link(source, target)
+    except FileExistsError:
+        return target
     except OSError:
         shutil.copy2(source, target)
     return target

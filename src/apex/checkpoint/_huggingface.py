@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from .._atomic import atomic_file, make_folder, replacing, unfinished_folder
+from .._atomic import atomic_file, make_folder, replacing, sync_file, sync_folder, unfinished_folder
 from ..ops._host import HOST
 from ._damage import DamagedCheckpoint
 from ._files import check_file, opened, read, shapes_in, write_state
@@ -31,7 +31,7 @@ from ._safetensors import ENDING as _SAFE
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
-_INDEX = ".index.json"
+_INDEX, _CARD = ".index.json", "README.md"
 # Length of the end of a file that holds the archive's directory: about 100 bytes for each tensor.
 _TAIL_BYTES = 1 << 18
 
@@ -101,6 +101,27 @@ def write_optimizer(path: Path, state: dict[str, Any], prefix: str | None, size:
     _replace(path, [*names, groups, f"{name}{_INDEX}"], fill, _is_optimizer)
 
 
+def write_adapters(path: Path, save: Callable[[Path], None]) -> None:
+    """Write a folder with the files that `save(folder)` makes: adapters of peft, and their configuration.
+
+    A model card of the user stays, which adapters do not need. Adapters with a name are in a folder of that name.
+    """
+
+    def fill(folder: Path) -> None:
+        save(folder)
+        try:
+            check_names(path, [_CARD])
+        except FileExistsError:
+            (folder / _CARD).unlink(missing_ok=True)
+
+    _replace(path, ["adapter_config.json"], fill, _is_adapter)
+
+
+def _is_adapter(file: str) -> bool:
+    """Return whether a file belongs to adapters."""
+    return file.startswith("adapter_") or file == _CARD
+
+
 def _is_optimizer(file: str) -> bool:
     """Return True if a file is a part or an index of an optimizer, with any prefix."""
     return "pytorch_optim" in file
@@ -157,11 +178,9 @@ def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], our
     prepare(path, names)
     with unfinished_folder(path) as temporary:
         fill(temporary)
-        written = {}
-        for file in temporary.iterdir():
-            with open(file, "rb") as opened_file:
-                os.fsync(opened_file.fileno())
-            written[file.name] = size_and_checksum(file)
+        for file in temporary.rglob("*"):
+            (sync_file if file.is_file() else sync_folder)(file)
+        written = {file.name: size_and_checksum(file) for file in temporary.iterdir() if file.is_file()}
         publish(temporary, path, written, ours)
 
 

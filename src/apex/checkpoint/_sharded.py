@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._atomic import make_folder, unfinished_folder
+from .._atomic import make_folder, sync_file, unfinished_folder
 from .._distributed.collectives import gather_objects
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
@@ -45,6 +45,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         checksums: dict[str, tuple[int, int]] = {}
         with raising_everywhere(failed, temporary), _without_warning_of_one_process():
             checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
+            if is_first():  # PyTorch flushes this file while its bytes are still in a buffer of Python's
+                sync_file(temporary / METADATA)
             checksums = {
                 name: size_and_checksum(temporary / name)
                 for name in _names(temporary)

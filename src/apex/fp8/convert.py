@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._arguments import Index, checked
 from ..ops import float8
 from .linear import LAYERS, check_scaling, linear, make_history
 
@@ -27,12 +28,13 @@ class Converted(NamedTuple):
     reason: str
 
 
+@checked
 def convert(
     model: nn.Module,
     scaling: str = "tensorwise",
     *,
     choose: Callable[[str, nn.Module], bool] | None = None,
-    smallest_weight: int = SMALLEST_WEIGHT,
+    smallest_weight: Index = SMALLEST_WEIGHT,
     float8_all_gather: bool = False,
     emulate: bool = False,
 ) -> list[Converted]:
@@ -48,7 +50,6 @@ def convert(
 
     A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
-    _check_model(model)
     check_scaling(scaling)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if not emulate:
@@ -87,9 +88,9 @@ def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emula
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name in names)
 
 
+@checked
 def revert(model: nn.Module) -> None:
     """Undo `convert`."""
-    _check_model(model)
     module: Any
     for module in model.modules():
         if type(module) in LAYERS.values():
@@ -100,6 +101,7 @@ def revert(model: nn.Module) -> None:
             module._linear = module._linear.usual
 
 
+@checked
 def table(report: list[Converted]) -> str:
     """Return the result of `convert` as text, one line for each layer."""
     width = max([5, *(len(row.name) for row in report)])
@@ -107,11 +109,6 @@ def table(report: list[Converted]) -> str:
     for row in report:
         lines.append(f"{row.name:{width}}  {row.in_features:6} {row.out_features:6}  {row.reason or 'yes'}")
     return "\n".join(lines)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {model!r:.80}; convert models of a list one by one")
 
 
 def _is_linear(module: nn.Module) -> bool:

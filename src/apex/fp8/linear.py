@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._arguments import Index, checked
 from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
+from ..ops._checks import check_floats
 
 # "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
 # and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
@@ -19,6 +21,7 @@ SCALINGS = ("tensorwise", "rowwise", "delayed")
 HISTORY = 16
 
 
+@checked
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -41,6 +44,7 @@ def linear(
             "torch.func neither differentiates nor batches float8 products; use torch.autograd, or apply it to a model "
             "before fp8.convert or after fp8.revert"
         )
+    _check_shapes(input, weight, bias, history)
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
     if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
@@ -49,6 +53,20 @@ def linear(
     output = _Float8Product.apply(input.reshape(rows, -1), weight, history, *options)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
+
+
+def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> None:
+    """Raise for tensors that are no input, weight, bias and history of one linear layer."""
+    check_floats(input=input, weight=weight)
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input of shape {list(input.shape)} and weight of shape {list(weight.shape)} do not fit: expected "
+            "[..., inputs] and [outputs, inputs]"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, expected floats of shape {list(weight.shape[:1])}")
+    if history is not None and (history.dtype != torch.float32 or history.dim() != 2 or history.shape[0] != 3):
+        raise ValueError(f"history is {history.dtype} {list(history.shape)}, expected float32 of shape [3, steps]")
 
 
 def check_scaling(scaling: str) -> None:
@@ -150,8 +168,9 @@ class Float8Linear(_Float8Layer, nn.Linear):
 
     usual = nn.Linear
 
+    @checked
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
+        self, in_features: Index, out_features: Index, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.set_scaling(scaling)

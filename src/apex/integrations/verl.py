@@ -30,6 +30,8 @@ def linear_cross_entropy(
     """
     check_floats(hidden=hidden)
     check_tensors(labels=labels)
+    if not hidden.dim():
+        raise ValueError("hidden must be (..., H), got a scalar")
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction {reduction!r} is not known; use none, sum, mean")
     found = linear_log_probs(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
+from ..ops._checks import integer
 from ..ops.dense import MlpFunction, mlp, split_mlp
 
 __all__ = ["MLP", "MlpFunction", "mlp_function"]
@@ -24,7 +25,7 @@ def mlp_function(bias: bool | int, activation: int, *args: Tensor) -> Tensor:
     `activation` is 0 for none, 1 for relu, 2 for sigmoid. Under autocast (and so under `apex.amp` O1) it runs in
     autocast's dtype.
     """
-    if activation not in (0, 1, 2):
+    if integer("activation", activation) not in (0, 1, 2):
         raise ValueError(f"activation is {activation!r}; use 0 (none), 1 (relu) or 2 (sigmoid)")
     input, weights, biases = split_mlp(bias, args)
     return mlp(input, weights, biases, ACTIVATIONS[activation])

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import init
 
+from .._arguments import checked
 from ..ops import norm
-from ..ops._checks import check_floats, check_tensors
+from ..ops._checks import check_floats, check_parameters, check_tensors
 from ..ops._library import cast_for_autocast
 
 NormalizedShape = int | Sequence[int]
@@ -164,11 +165,15 @@ def mixed_dtype_fused_rms_norm_affine(
     )
 
 
+@checked
 def manual_rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
     """Compute RMS norm by PyTorch's operators: statistics in float32, the product in a half weight's dtype."""
     check_floats(input=input)
+    shape = tuple(normalized_shape)
+    if not shape or input.shape[-len(shape) :] != shape:
+        raise ValueError(f"normalized_shape={list(shape)} does not end the input's shape {list(input.shape)}")
     if weight is not None:
-        check_floats(weight=weight)
+        check_parameters(input, shape, weight=weight)
     dimensions = tuple(range(-len(normalized_shape), 0))
     mean_square = input.float().square().mean(dimensions, keepdim=True)
     normalised = input * torch.rsqrt(mean_square + eps)

@@ -47,6 +47,14 @@ def integer(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} must be an integer") from None
 
 
+def number(name: str, value: Any) -> float:
+    """Return `value` as a float, as `float` does, strings of digits included; raise TypeError with its name if not."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a number, got {value!r:.40} of type {type(value).__name__}") from None
+
+
 def at_hand(tensor: Tensor) -> bool:
     """Return whether a tensor's values can be read now, without a device synchronisation or a graph break."""
     return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -81,23 +82,21 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(sizes)])
 
 
-_kept_rules: list[Any] = []
+# The one cache of launches: the answers of launch rules, prepared kernels among them, by rule and arguments.
+_answers = functools.lru_cache(maxsize=1 << 15)(types.FunctionType.__call__)
 
 
-def launch_rule(rule: Callable[..., _Answer]) -> functools._lru_cache_wrapper[_Answer]:
+def launch_rule(rule: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Cache the answers of a launch rule: a function of a few numbers and a device or its facts.
 
     Without the cache a rule takes the host 1 to 5 us, as long as a launch.
     """
-    kept = functools.lru_cache(maxsize=1024)(rule)
-    _kept_rules.append(kept)
-    return kept
+    return functools.partial(_answers, rule)
 
 
 def forget_launches() -> None:
-    """Clear the caches of all launch rules, after a change of the tuned launches or of the device they depend on."""
-    for rule in _kept_rules:
-        rule.cache_clear()
+    """Clear the cache of launches, after a change of the tuned launches or of the device they depend on."""
+    _answers.cache_clear()
 
 
 # Triton's interpreter runs one program after the other; few programs keep it quick, and more than one keeps the
@@ -146,21 +145,12 @@ def real_tensors() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def pretend(other: DeviceFacts) -> Iterator[None]:
-    """Plan launches for a device that may be absent, as `stand_ins` does, with cleared caches of the launch rules."""
-    forget_launches()
-    try:
-        with stand_ins(other):
-            yield
-    finally:
-        forget_launches()
-
-
-@contextlib.contextmanager
-def stand_ins(device: DeviceFacts) -> Iterator[None]:
-    """Let tensors without memory represent tensors on `device`; launch rules keep their cached answers for it."""
+    """Plan launches for a device that may be absent: tensors without memory represent tensors on it."""
     global _pretended
-    previous, _pretended = _pretended, device
+    forget_launches()
+    previous, _pretended = _pretended, other
     try:
         yield
     finally:
         _pretended = previous
+        forget_launches()

@@ -102,7 +102,7 @@ class CaptureContext:
         self.after: list[Callable[[], None]] = []
         # Actions before the first replay only: they fill the parts of `memory` that no replay changes.
         self.once: list[Callable[[], Any]] = []
-        # Tickets of kernels (see `_partial_sums`), by the stream of their launches.
+        # Tickets of kernels (see `_tickets`), by the stream of their launches.
         self.tickets: dict[int, Tensor | None] = {}
         # Hyperparameters that are read again: id of the optimizer, index of the group, name. The others are frozen.
         self.followed: set[tuple[int, int, str]] = set()

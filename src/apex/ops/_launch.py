@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from ._device import current_device, current_stream
+from .. import _env
+from ._device import current_device, current_stream, launch_rule
 
 KERNELS: dict[str, Kernel] = {}
 
 _recorder: MutableSequence[Launch] | None = None
-_recorded_type: str | None = None
-
 
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; other versions are launched plainly.
@@ -44,17 +44,12 @@ class Launch:
     floats: tuple[float, ...]
 
 
-# Most launches that a kernel keeps. A program with more of them hardly ever sees the same shape twice.
-MOST_LAUNCHES = 4096
-
-
 class Kernel:
     """A Triton kernel whose arguments are tensors first, then integers, then floats, then `tl.constexpr` values."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
         self.name: str = function.fn.__name__
-        self._prepared: dict[tuple, PreparedLaunch] = {}
         KERNELS[self.name] = self
 
     def __call__(
@@ -73,14 +68,7 @@ class Kernel:
         `constants` are the kernel's `tl.constexpr` arguments. Triton specialises the program on their values and on the
         integers in `sizes`, never on the values of floats.
         """
-        key = (grid, sizes, num_warps, num_stages, *constants, *constants.values())
-        launch = self._prepared.get(key)
-        if launch is None:
-            launch = self.prepare(grid, sizes, num_warps=num_warps, num_stages=num_stages, **constants)
-            if len(self._prepared) >= MOST_LAUNCHES:
-                self._prepared.clear()
-            self._prepared[key] = launch
-        launch(tensors, floats)
+        _prepared(self, grid, sizes, num_warps, num_stages, *constants.items())(tensors, floats)
 
     def prepare(
         self,
@@ -97,6 +85,13 @@ class Kernel:
         names = self.function.arg_names
         values = tuple(constants[name] for name in names[len(names) - len(constants) :])
         return PreparedLaunch(self, grid, sizes, values, num_warps, num_stages)
+
+
+@launch_rule
+def _prepared(
+    kernel: Kernel, grid: tuple[int, ...], sizes: tuple[int, ...], num_warps: int, num_stages: int, *constants: Any
+) -> PreparedLaunch:
+    return kernel.prepare(grid, sizes, num_warps=num_warps, num_stages=num_stages, **dict(constants))
 
 
 class PreparedLaunch:
@@ -125,7 +120,8 @@ class PreparedLaunch:
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launch the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
-        if _recorder is not None and self._is_recorded(tensors, floats):
+        if _recorder is not None:
+            self._record(_recorder, tensors, floats)
             return
         index = tensors[0].get_device()  # type: ignore[union-attr]
         key: Any = (index, *[None if tensor is None else tensor.dtype for tensor in tensors])
@@ -147,17 +143,21 @@ class PreparedLaunch:
             return
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
 
-    def _is_recorded(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> bool:
-        """Record the launch if a recorder is active. Reads no addresses, because meta tensors have none."""
+    def _record(
+        self, recorder: MutableSequence[Launch], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
+    ) -> None:
+        """Record the launch. Reads no addresses, because meta tensors have none."""
         device = tensors[0].device  # type: ignore[union-attr]
-        if _recorder is None or _recorded_type not in (None, device.type):
-            return False
-        _recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
-        return True
+        recorder.append(Launch(self, device, tensors, tuple(map(float, floats))))
 
     def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
-        compiled = self._launch_plainly(tensors, floats)
+        try:
+            compiled = self._launch_plainly(tensors, floats)
+        except OutOfResources as error:
+            table = _env.tuned_launches()
+            cause = "" if table is None else f"; the table that APEX_TUNED names, {table}, may be the cause"
+            raise RuntimeError(f"{self.kernel.name} needs more than this GPU has: {error}{cause}") from error
         if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             self._compiled[key] = (*_launcher(compiled), absent)
@@ -209,16 +209,14 @@ def kernel(function: Any) -> Kernel:
 
 
 @contextlib.contextmanager
-def record_launches(keep: bool = True, device_type: str | None = None) -> Iterator[MutableSequence[Launch]]:
+def record_launches(keep: bool = True) -> Iterator[MutableSequence[Launch]]:
     """Collect launches instead of running them, so that they can be compiled for a GPU that this machine lacks.
 
-    If `keep` is false, launches and their tensors are dropped at once. If a `device_type` is given, launches on other
-    devices run as usual: they come from other threads.
+    If `keep` is false, launches and their tensors are dropped at once.
     """
-    global _recorder, _recorded_type
-    previous = _recorder, _recorded_type
-    _recorder, _recorded_type = [] if keep else deque(maxlen=0), device_type
+    global _recorder
+    previous, _recorder = _recorder, [] if keep else deque(maxlen=0)
     try:
         yield _recorder
     finally:
-        _recorder, _recorded_type = previous
+        _recorder = previous

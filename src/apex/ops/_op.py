@@ -4,10 +4,9 @@
         FAMILY,
         "glu(Tensor input, Tensor? bias, str activation) -> Tensor",
         reference=reference.forward,  # any device and dtype, differentiable
-        forward=launch_forward,  # tensors that the kernels take
-        backward=launch_backward,  # gradients in the order of the schema's tensors
-        fake=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
-        saves=("input", "bias"),
+        kernels=Kernels(launch_forward, launch_backward),  # tensors that the kernels take
+        shapes=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
+        saved=Saved("input", "bias"),
     )
     output = GLU(input, bias, "silu")
 
@@ -20,46 +19,81 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _library, _tuned
+from . import _library
 from ._library import TOO_WIDE
 from ._tolerance import TOLERANCES, excess
 
-Results = Tensor | tuple[Tensor | None, ...]
-Gradients = Tensor | None | tuple[Tensor | None, ...]
 Found = tuple[Tensor | None, ...]
+Results = Tensor | Found
+Gradients = Tensor | None | Found
 Values = Sequence[Any]
 
 _CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """Functions that launch an op's kernels.
+
+    `forward` takes the schema's arguments and returns its results. `backward` takes the output's gradient, the saved
+    tensors, the settings, and `wanted`, a bool for each tensor that can have a gradient; it returns one gradient for
+    each. `takes(*arguments)` may return False for arguments that kernels could take but the reference should.
+    """
+
+    forward: Callable[..., Results]
+    backward: Callable[..., Gradients]
+    takes: Callable[..., bool] | None = None
+
+
+class Saved:
+    """Names of arguments and results kept for the backward pass; `choose(arguments, results)` may choose them."""
+
+    def __init__(self, *names: str, choose: Callable[[tuple, tuple], tuple] | None = None) -> None:
+        self.names, self.choose = names, choose
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Names of an op's tensors that need not be contiguous in memory.
+
+    Kernels take arguments, and gradients of results, that are `strided`, as they lie. Results and arguments that are
+    `same_as_first` lie as the first argument does, and so do their gradients; `torch.compile` sees others contiguous.
+    """
+
+    strided: Sequence[str] = ()
+    same_as_first: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """Gradients of an op: `of` names the tensors that can have one, None: all.
+
+    - `backward` takes the arguments of the kernels' `backward` and is used when no kernel is. Without it, autograd
+      differentiates the reference, as it does for second derivatives.
+    - `shapes` is the shape rule of the gradients; by default a gradient is like the saved tensor of the same name.
+    - `formula` replaces the reference in second derivatives if PyTorch has no second derivative of the reference.
+    - `once(*settings)` returns why there is no second derivative, or None if there is one.
+    """
+
+    of: Sequence[str] | None = None
+    backward: Callable[..., Gradients] | None = None
+    shapes: Callable[..., Gradients] | None = None
+    formula: Callable[..., Results] | None = None
+    once: Callable[..., str | None] | None = None
+
+
 class Op:
     """An operator with Triton kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
 
-    `reference` and `forward` take the schema's arguments and return its results: first the output for the caller, then
-    tensors (or None) that only the backward pass needs. `backward` takes the output's gradient, the saved tensors, the
-    settings, and `wanted`, a bool for each name in `gradients`; it returns one gradient for each.
-
-    - `saves` names the arguments and results (named in the schema) to keep for the backward pass. If the choice depends
-      on the settings, `save(arguments, results)` returns the tensors for these names.
-    - `gradients` names the tensors that can have a gradient; default: all.
-    - `strided` names the arguments, and the results, whose tensors or gradients kernels take with any strides; the
-      others are made contiguous.
-    - `same_layout` names the results and arguments that lie in memory as the first argument does, and whose gradients
-      lie as they do. All others are contiguous for `torch.compile`.
-    - `takes(*arguments)` may return False for arguments that kernels could take but the reference should.
-    - `fake` is the shape rule of the results. `backward_fake` is the shape rule of the gradients; by default a gradient
-      is like the saved tensor of the same name.
-    - `reference_backward` takes the arguments of `backward` and is used when no kernel is. Without it, autograd
-      differentiates the reference, as it does for second derivatives. `formula` replaces the reference for these if
-      PyTorch has no second derivative of the reference. `once(*settings)` returns why there is no second derivative.
-    - `sums_rounded_products` lets the check of `apex doctor` measure errors against the largest element of a result,
-      because single elements may cancel to nothing.
-    - `replayed` lets compiled code replay the launches; settings and tensor layouts must then determine all launches.
+    `reference` takes the schema's arguments and returns its results: first the output for the caller, then tensors (or
+    None) that only the backward pass needs. `shapes` is the shape rule of the results. With `sums_rounded_products`,
+    `apex doctor` compares errors with the largest element of a result, because single elements may cancel to nothing.
     """
 
     def __init__(
@@ -68,21 +102,12 @@ class Op:
         schema: str,
         *,
         reference: Callable[..., Results],
-        forward: Callable[..., Results],
-        backward: Callable[..., Gradients],
-        fake: Callable[..., Results],
-        saves: Sequence[str],
-        save: Callable[[tuple, tuple], tuple] | None = None,
-        gradients: Sequence[str] | None = None,
-        strided: Sequence[str] = (),
-        same_layout: Sequence[str] = (),
-        takes: Callable[..., bool] | None = None,
-        reference_backward: Callable[..., Gradients] | None = None,
-        backward_fake: Callable[..., Gradients] | None = None,
-        formula: Callable[..., Results] | None = None,
-        once: Callable[..., str | None] | None = None,
+        kernels: Kernels,
+        shapes: Callable[..., Results],
+        saved: Saved,
+        memory: Memory = Memory(),  # noqa: B008  immutable
+        derivative: Derivative = Derivative(),  # noqa: B008  immutable
         sums_rounded_products: bool = False,
-        replayed: bool = False,
         checks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.family = family
@@ -94,29 +119,29 @@ class Op:
             raise ValueError(f"{self.name} must name its tensors first: {schema}")
         self.arguments = [argument.name for argument in parsed.arguments]
         self.results = [result.name for result in parsed.returns]
-        self.saves = tuple(saves)
-        self.gradients = tuple(self.arguments[: self.tensors] if gradients is None else gradients)
+        self.saves = saved.names
+        self.gradients = tuple(self.arguments[: self.tensors] if derivative.of is None else derivative.of)
         self._reference = reference
-        self._reference_backward = reference_backward
-        self._formula = formula or reference
-        self._forward = forward
-        self._backward = backward
-        self._takes = takes
-        self._once = once
+        self._reference_backward = derivative.backward
+        self._formula = derivative.formula or reference
+        self._forward = kernels.forward
+        self._backward = kernels.backward
+        self._takes = kernels.takes
+        self._once = derivative.once
         self._sums_rounded_products = sums_rounded_products
         self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._gradients_lead = self._gradient_places == list(range(len(self.gradients)))
-        self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in strided]
+        self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in memory.strided]
         backward_tensors = (self.results[0], *self.saves)
-        self._loose_backward = [i for i, name in enumerate(backward_tensors) if name not in strided]
+        self._loose_backward = [i for i, name in enumerate(backward_tensors) if name not in memory.strided]
         names = (*self.arguments, *self.results)
-        self._save = save or self._save_by_name
-        self._saved_places = [] if save else [names.index(name) for name in self.saves]
-        self._node = _library.eager_apply(_node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])))
-        self._launching_node = _library.eager_apply(_node_of(self, self._launch_and_save))
-        self._same_layout = frozenset(same_layout)
-        self._register(schema, fake, backward_fake or self._like_saved, family if replayed else None)
+        self._save = saved.choose or self._save_by_name
+        self._saved_places = [] if saved.choose else [names.index(name) for name in self.saves]
+        self._node = _node_of(self, lambda ctx, *given: self.forward_and_save(ctx, *given[-1])).apply
+        self._launching_node = _node_of(self, self._launch_and_save).apply
+        self._same_layout = frozenset(memory.same_as_first)
+        self._register(schema, shapes, derivative.shapes or self._like_saved)
         family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -178,13 +203,8 @@ class Op:
         return _as_tuple((self._library_op if torch.compiler.is_compiling() else self.run)(*arguments))
 
     def _launch(self, arguments: tuple) -> tuple[Tensor | None, ...]:
-        try:
-            results = self._forward(*_contiguous(arguments, self._loose))
-            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
-        except Exception as error:
-            if not _tuned.give_up(self.family.name, error):
-                raise
-        return self._launch(arguments)
+        results = self._forward(*_contiguous(arguments, self._loose))
+        return results if type(results) is tuple else (results,)  # type: ignore[return-value]
 
     def run_backward(self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]) -> Found:
         """Return the wanted gradients, and None for the others, without autograd."""
@@ -194,13 +214,8 @@ class Op:
         return self.run_reference_backward(gradients, saved, settings, wanted)
 
     def _launch_backward(self, tensors: Values, settings: Values, wanted: Sequence[bool]) -> Found:
-        try:
-            results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
-            return results if type(results) is tuple else (results,)  # type: ignore[return-value]
-        except Exception as error:
-            if not _tuned.give_up(self.family.name, error):
-                raise
-        return self._launch_backward(tensors, settings, wanted)
+        results = self._backward(*_contiguous(tensors, self._loose_backward), *settings, wanted)
+        return results if type(results) is tuple else (results,)  # type: ignore[return-value]
 
     def run_reference_backward(
         self, gradients: Values, saved: Values, settings: Values, wanted: Sequence[bool]
@@ -338,7 +353,7 @@ class Op:
             for name, needed in zip(self.gradients, wanted, strict=True)
         )
 
-    def _register(self, schema: str, fake: Callable, backward_fake: Callable, family: Any) -> None:
+    def _register(self, schema: str, fake: Callable, backward_fake: Callable) -> None:
         """Define `torch.ops.apex.<name>` and `<name>_backward`; they return an empty tensor in place of None."""
         settings = schema[schema.index("(") + 1 : schema.index(")")].split(", ")[self.tensors :]
         tensors = ["Tensor grad_output", *(f"Tensor? {name}" for name in self.saves)]
@@ -383,7 +398,6 @@ class Op:
             schema,
             implementation,
             lambda *arguments: _real(_as_tuple(fake(*arguments)), arguments[0], kept),
-            family,
             backward=op_backward,
             setup_context=setup_context,
         )
@@ -391,7 +405,6 @@ class Op:
             backward_schema,
             backward_implementation,
             lambda *arguments: _real(_as_tuple(backward_fake(*arguments)), arguments[0], kept_gradients),
-            family,
             backward=refuse,
         )
         self._library_op = getattr(torch.ops.apex, self.name).default
@@ -421,16 +434,12 @@ class Op:
         gradients = self.run_backward((grad_output.to(device),), saved, in_dtype, wanted)
         pairs: list[Any] = [(results[0], expected)]
         pairs += zip([gradient for gradient in gradients if gradient is not None], exact_gradients, strict=True)
-        largest = max(tensor.numel() for tensor in tensors if tensor is not None)
-        return max(
-            excess(
-                actual.cpu(), wide.detach(), None, max(1, largest // max(1, wide.numel())), self._slack(actual, wide)
-            )
-            for actual, wide in pairs
-        )
-
-    def _slack(self, actual: Tensor, exact: Tensor) -> float:
-        return max(TOLERANCES[actual.dtype]) * float(exact.detach().abs().max()) if self._sums_rounded_products else 0.0
+        largest, worst = max(tensor.numel() for tensor in tensors if tensor is not None), 0.0
+        for actual, wide in pairs:
+            slack = float(wide.detach().abs().max()) * max(TOLERANCES[actual.dtype]) * self._sums_rounded_products
+            terms = max(1, largest // max(1, wide.numel()))
+            worst = max(worst, excess(actual.cpu(), wide.detach(), None, terms, slack))
+        return worst
 
 
 def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
@@ -481,11 +490,8 @@ def _sample(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Tenso
     """Return a tensor for a check: normal random numbers of a given shape, or the result of `value(generator)`."""
     if value is None:
         return None
-    tensor = (
-        value(generator)
-        if callable(value)
-        else torch.randn(value, generator=generator, dtype=torch.float32, device="cpu")
-    )
+    made: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    tensor = value(generator) if callable(value) else torch.randn(value, **made)
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

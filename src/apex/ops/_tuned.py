@@ -1,7 +1,7 @@
-"""Tuned launches: tables of measured configurations that replace the answers of launch rules.
+"""Tuned launches: a table of measured configurations that replaces answers of launch rules.
 
-`apex tune` writes them. A `@tunable` rule of a family's config.py looks into them only when a launch is first made,
-because its answers are cached. Without an entry the rule's own answer stands.
+`apex tune` writes a table, and `APEX_TUNED` names the one to use. A `@tunable` rule of a family's config.py looks into
+it only when a launch is first made, because its answers are cached. Without an entry the rule's own answer stands.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from . import _library
 from ._device import DeviceFacts, forget_launches, launch_rule, next_power_of_2
 
 FORMAT = 1
-# Tables that come with the package, a file for each GPU.
-SHIPPED = Path(__file__).parent / "tuned"
 # Sizes that are shared out among programs: a shape class rounds these arguments of rules up to a power of two.
 ROUNDED = frozenset({"rows", "columns", "queries", "tokens", "images"})
 
@@ -63,8 +61,6 @@ TUNABLE: dict[str, Varied] = {}
 
 _noted: dict[Key, tuple[Question, Any]] | None = None
 _trial: Mapping[Key, Changes] | None = None
-# Families whose entries are no longer used, because a tuned launch did not fit on the device.
-_given_up: set[str] = set()
 
 
 def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
@@ -82,28 +78,23 @@ def tunable(varied: Varied) -> Callable[[Callable[..., Any]], Any]:
         @functools.wraps(rule)
         def choose(*arguments: Any) -> Any:
             *values, device = arguments
-            question, answer = Question(op, dict(zip(names, values, strict=True))), rule(*arguments)
+            answer = rule(*arguments)
             if answer is None:
                 return None
+            question = Question(op, dict(zip(names, values, strict=True)))
             if _noted is not None:
                 _noted.setdefault(question.key, (question, answer))
             if _trial is not None:
                 return answer._replace(**_trial.get(question.key, {}))
-            return _from_tables(question, answer, device)
+            entry = entries_for(device).get(question.key)
+            # An entry does not apply if the rule has changed, or chooses something else for this member of the class.
+            if entry and all(getattr(answer, name, None) == value for name, value in entry["instead_of"].items()):
+                return answer._replace(**entry["config"])
+            return answer
 
         return launch_rule(choose)
 
     return decorate
-
-
-def _from_tables(question: Question, answer: Any, device: DeviceFacts) -> Any:
-    if question.op.partition(".")[0] in _given_up:
-        return answer
-    entry = entries_for(device).get(question.key)
-    # An entry does not apply if the rule has changed, or if it chooses something else for this member of the class.
-    if entry is None or any(getattr(answer, name, None) != value for name, value in entry["instead_of"].items()):
-        return answer
-    return answer._replace(**entry["config"])
 
 
 @contextlib.contextmanager
@@ -157,20 +148,19 @@ def versions() -> dict[str, Any]:
     }
 
 
-@functools.cache
+@launch_rule
 def tables() -> tuple[Table, ...]:
-    """Return every table: first the package's, then the tables of `APEX_TUNED` or of the user's cache."""
-    chosen = _env.tuned_launches()
-    if chosen is None:
+    """Return the tables of the file that `APEX_TUNED` names."""
+    path = _env.tuned_launches()
+    if path is None:
         return ()
-    all_tables = [table for path in (*sorted(SHIPPED.glob("*.json")), chosen) for table in read_tables(path)]
-    here = versions()
-    for table in all_tables:
+    here, found = versions(), read_tables(path)
+    for table in found:
         differing = [f"{name} {getattr(table, name)}" for name in here if getattr(table, name) != here[name]]
         if table.problem is None and differing:
             now = ", ".join(f"{name} {value}" for name, value in here.items())
             table.problem = f"made with {', '.join(differing)}; here is {now}"
-    return tuple(all_tables)
+    return tuple(found) if path.exists() else (Table(path, problem="there is no such file"),)
 
 
 def read_tables(path: Path) -> list[Table]:
@@ -194,67 +184,19 @@ def key_of(entry: Mapping[str, Any]) -> Key:
     return entry["op"], entry["dtype"], tuple(sorted(entry["shape"].items()))
 
 
-@functools.cache
+@launch_rule
 def entries_for(device: DeviceFacts) -> dict[Key, dict[str, Any]]:
-    """Return the entries in use on a device; warn once about tables of the user that are not used."""
+    """Return the entries in use on a device; warn once about tables that are not used."""
     entries: dict[Key, dict[str, Any]] = {}
     for table in tables():
         if table.problem is None and table.gpu == device.name:
             entries |= {key_of(entry): entry for entry in table.entries if fits(entry)}
-        elif table.problem is not None and table.gpu in ("", device.name) and table.path.parent != SHIPPED:
+        elif table.problem is not None and table.gpu in ("", device.name):
             _library.logger.warning("the tuned launches of %s are not used: %s", table.path, table.problem)
     return entries
-
-
-def give_up(family: str, error: Exception) -> bool:
-    """Return whether to repeat a launch that raised `error`, after dropping the tuned launches of its family.
-
-    A launch with other options than the tuned ones may need more shared memory than the device has.
-    """
-    ops = [entry["op"] for table in tables() if table.problem is None for entry in table.entries]
-    tuned = family not in _given_up and any(op.startswith(f"{family}.") for op in ops)
-    if type(error).__name__ != "OutOfResources" or _trial is not None or not tuned:
-        return False
-    _given_up.add(family)
-    forget_launches()
-    _library.logger.warning("the tuned launches of %s are no longer used, since one does not fit: %s", family, error)
-    return True
-
-
-def falls_back(family: str) -> Callable[[Callable[..., Any]], Any]:
-    """Let a function that launches kernels of a family outside of an `Op` retry once if `give_up` says so."""
-
-    def decorate(launch: Callable[..., Any]) -> Any:
-        @functools.wraps(launch)
-        def run(*arguments: Any) -> Any:
-            try:
-                return launch(*arguments)
-            except Exception as error:
-                if not give_up(family, error):
-                    raise
-            return launch(*arguments)
-
-        return run
-
-    return decorate
-
-
-def configurations() -> dict[Key, Changes]:
-    """Return the changes of all tables for this version of Triton, for any GPU and driver: for compiling ahead."""
-    triton = versions()["triton"]
-    entries = [entry for table in tables() if table.triton == triton for entry in table.entries if fits(entry)]
-    return {key_of(entry): entry["config"] for entry in entries}
 
 
 def fits(entry: Mapping[str, Any]) -> bool:
     """Return whether an entry replaces integers by integers, and names the same fields for both."""
     changed = (*entry["config"].values(), *entry["instead_of"].values())
     return entry["config"].keys() == entry["instead_of"].keys() and all(type(value) is int for value in changed)
-
-
-def forget_tables() -> None:
-    """Clear the cached tables, so that they are read again."""
-    _given_up.clear()
-    tables.cache_clear()
-    entries_for.cache_clear()
-    forget_launches()

@@ -31,7 +31,7 @@ WORKSPACE = 1 << 29
 class FusedMuon(FusedOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon): momentum whose singular values are replaced by 1.
 
-    The first nine arguments, and the numbers that they give, are those of `torch.optim.Muon`:
+    The first nine arguments are `torch.optim.Muon`'s, and give the same numbers:
 
     - `ns_coefficients`: one triple (a, b, c) for all `ns_steps` of the Newton-Schulz iteration, or a list of triples,
       whose last one is repeated;
@@ -272,15 +272,15 @@ class Directions:
         start = 0
         for (shape, stride), indices in by_shape.items():
             blocks = _blocks_in_memory(params[indices[0]], group)
-            each = [factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in blocks_of(shape, group)]
-            are_equal = len(set(each)) == 1  # then the update pass multiplies, in float32
+            rates = [factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in blocks_of(shape, group)]
+            are_equal = len(set(rates)) == 1  # then the update pass multiplies, in float32
             size = math.prod(shape)
             stack = workspace[start : start + size * len(indices)].view(len(indices), -1, blocks[0].columns)
             start += stack.numel()
-            for place, index in enumerate(indices):
-                self._views[index] = stack[place].as_strided(shape, stride)
-                factors[index, 0] = each[0] if are_equal else 1.0
-            self._stacks.append((stack, list(zip(blocks, [1.0] * len(each) if are_equal else each, strict=True))))
+            for position, index in enumerate(indices):
+                self._views[index] = stack[position].as_strided(shape, stride)
+                factors[index, 0] = rates[0] if are_equal else 1.0
+            self._stacks.append((stack, list(zip(blocks, [1.0] * len(rates) if are_equal else rates, strict=True))))
         self.factors = factors.to(bucket.device)
         self._lists: Any = None
         self._addresses: list[int] = []
@@ -340,9 +340,9 @@ def muon_groups(
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    kept = {id(module.weight) for module in (*tables, *linears[-1:])}
+    for_adamw = {id(module.weight) for module in (*tables, *linears[-1:])}
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    chosen: dict[int, bool] = {id(module.weight): False for module in linears if id(module.weight) not in kept}
+    chosen: dict[int, bool] = {id(module.weight): False for module in linears if id(module.weight) not in for_adamw}
     for module in model.modules():
         if isinstance(module, convolutions) and not module.weight.shape[1] == 1 < module.groups:
             chosen[id(module.weight)] = True

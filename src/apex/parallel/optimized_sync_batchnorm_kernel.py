@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ops import batch_norm
-from ..ops._library import eager_apply, once_differentiable
+from ..ops._library import once_differentiable
 from ._statistics import exchange_of
 
 
@@ -49,6 +49,3 @@ class SyncBatchnormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor):  # type: ignore[override]
         return *batch_norm.saved_gradients(ctx, grad_output, ctx.needs_input_grad[:4]), *(None,) * 8
-
-
-eager_apply(SyncBatchnormFunction)  # its nodes call `backward` directly, without PyTorch's wrapper

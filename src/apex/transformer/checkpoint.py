@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .._arguments import checked
 from ..checkpoint._ranks import is_first, restoring
 from ..checkpoint._sharded import fill, open_checked, raising_everywhere, save_sharded
 from ..ops._host import HOST
@@ -30,6 +31,7 @@ Model = nn.Module | list[nn.Module]
 _FORMAT = 1
 
 
+@checked
 def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> None:
     """Write a model, its optimizer and other state to a folder; all processes call it.
 
@@ -39,6 +41,7 @@ def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     save_sharded(state_of(model, optimizer, **others), path)
 
 
+@checked
 def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """Return the state that `save` writes, for `apex.checkpoint.Series(..., sharded=True)`.
 
@@ -71,6 +74,7 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
     return entries.state
 
 
+@checked
 def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> dict[str, Any]:
     """Load a checkpoint of `save` into any layout of processes; all processes call it.
 

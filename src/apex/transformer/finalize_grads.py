@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._distributed import collectives, exchange
 from .._distributed.experts import is_expert
 from . import parallel_state
 from .pipeline_parallel.utils import REPLICATED
 
 
+@checked
 def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_parallel: bool | None = None) -> None:
     """Make the gradients of a split model equal to the whole model's: call it before the optimizer's step.
 

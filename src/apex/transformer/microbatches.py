@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+from .._arguments import Index, checked
 from .log_util import get_transformer_logger
 
 logger = get_transformer_logger(__name__)
 
 
+@checked
 def build_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: list[int] | None,
+    rampup_batch_size: Sequence[int | str] | None,
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
@@ -30,7 +33,10 @@ def build_num_microbatches_calculator(
             raise ValueError(
                 f"rampup_batch_size must be [start batch size, increment, samples], got {rampup_batch_size}"
             )
-        start, increment, samples = (int(number) for number in rampup_batch_size)
+        try:
+            start, increment, samples = (int(number) for number in rampup_batch_size)
+        except ValueError:
+            raise ValueError(f"rampup_batch_size must be three integers, got {rampup_batch_size}") from None
         words = f"batch size grows from {start} by {increment} to {global_batch_size} over {samples} samples"
         calculator = RampupBatchsizeNumMicroBatches(
             start, increment, samples, global_batch_size, micro_batch_size, data_parallel_size
@@ -56,7 +62,7 @@ class NumMicroBatchesCalculator(ABC):
         return self.current_global_batch_size
 
     @abstractmethod
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
         """Update both numbers for the next step, given the number of samples consumed so far."""
 
 
@@ -68,6 +74,7 @@ def _positive(**numbers: int) -> None:
 class ConstantNumMicroBatches(NumMicroBatchesCalculator):
     """A number of microbatches that is the same in every step."""
 
+    @checked
     def __init__(self, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> None:
         super().__init__()
         _positive(
@@ -84,13 +91,15 @@ class ConstantNumMicroBatches(NumMicroBatchesCalculator):
         self.current_global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
 
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+    @checked
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
         """Do nothing, because the numbers are constant."""
 
 
 class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
     """A global batch that grows from `start_batch_size` to `global_batch_size` evenly over `ramup_samples` samples."""
 
+    @checked
     def __init__(
         self,
         start_batch_size: int,
@@ -123,7 +132,8 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         self.rampup_samples_per_increment = ramup_samples / steps if steps else 0.0
         self.update(0, False)
 
-    def update(self, consumed_samples: int, consistency_check: bool) -> None:
+    @checked
+    def update(self, consumed_samples: Index, consistency_check: bool) -> None:
         """Set the sizes; `consistency_check` asserts that the global batch has whole microbatches on all ranks."""
         size = self.global_batch_size
         if consumed_samples <= self.ramup_samples and self.rampup_samples_per_increment:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._arguments import Count, Index, checked
 from .._distributed.groups import make_group
 from ._groups.layout import (
     ParallelSizes,
@@ -29,7 +30,7 @@ from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
 from ._groups.nccl_network import new_process_group as new_process_group
 from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
 from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
-from ._groups.process_groups import ModelParallelGroups, device_mesh_of, make_groups
+from ._groups.process_groups import ModelParallelGroups, check_backend, device_mesh_of, make_groups
 
 
 class ExperimentalWarning(Warning):
@@ -56,18 +57,19 @@ class _State:
 _state = _State()
 
 
+@checked
 def initialize_model_parallel(
-    tensor_model_parallel_size_: int = 1,
-    pipeline_model_parallel_size_: int = 1,
-    virtual_pipeline_model_parallel_size_: int | None = None,
-    pipeline_model_parallel_split_rank_: int | None = None,
+    tensor_model_parallel_size_: Count = 1,
+    pipeline_model_parallel_size_: Count = 1,
+    virtual_pipeline_model_parallel_size_: Count | None = None,
+    pipeline_model_parallel_split_rank_: Index | None = None,
     use_fp8_: bool = False,
     init_mpi_proc_group: bool = False,
     *,
     default_backend: str | None = None,
     p2p_backend: str | None = None,
-    context_parallel_size: int = 1,
-    expert_model_parallel_size: int = 1,
+    context_parallel_size: Count = 1,
+    expert_model_parallel_size: Count = 1,
     device_mesh: Any = None,
 ) -> None:
     """Make all process groups of a model that is split over the processes of the default group.
@@ -96,8 +98,9 @@ def initialize_model_parallel(
         stages, _, context, tensor = mesh.shape
         sizes = parallel_sizes(world, tensor, stages, context, expert_model_parallel_size)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
-    for backend in (default_backend, p2p_backend):
-        _check_backend(backend)
+    for name, backend in ("default_backend", default_backend), ("p2p_backend", p2p_backend):
+        check_backend(name, backend)
+        _check_ucc(backend)
     if init_mpi_proc_group and not dist.is_mpi_available():
         raise RuntimeError("init_mpi_proc_group=True needs a PyTorch that was built with MPI")
 
@@ -120,14 +123,14 @@ def _at_most(world: int, **size: int) -> int:
     if not isinstance(value, int) or value <= world:
         return value
     ranks = f"{world} process" if world == 1 else f"{world} processes"
-    warnings.warn(f"{name}={value} is more than the {ranks} that there are: {world} is used instead", stacklevel=3)
+    warnings.warn(f"{name}={value} is more than the {ranks} that there are: {world} is used instead", stacklevel=4)
     return world
 
 
-def _check_backend(backend: str | None) -> None:
+def _check_ucc(backend: str | None) -> None:
     if backend == "ucc":
         check_torch_ucc_availability()
-        warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=3)
+        warnings.warn("`ucc` backend support is experimental", ExperimentalWarning, stacklevel=4)
 
 
 def check_torch_ucc_availability() -> None:
@@ -220,6 +223,7 @@ def get_pipeline_model_parallel_group() -> Any:
     return _group("pipeline", "pipeline model parallel group")
 
 
+@checked
 def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
     """Return the group of ranks with the same parameters and different samples.
 
@@ -293,11 +297,13 @@ def get_pipeline_model_parallel_rank() -> int:
     return _rank("pipeline", "pipeline model parallel group")
 
 
+@checked
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
     """Return the number of ranks that hold the same parameters."""
     return dist.get_world_size(get_data_parallel_group(with_context_parallel))
 
 
+@checked
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
     """Return this process's rank among those with the same parameters."""
     return dist.get_rank(get_data_parallel_group(with_context_parallel))
@@ -333,22 +339,26 @@ def get_expert_data_parallel_rank() -> int:
     return dist.get_rank(get_expert_data_parallel_group())
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+@checked
+def set_tensor_model_parallel_world_size(world_size: Count | None) -> None:
     """Override the result of `get_tensor_model_parallel_world_size`; None removes the override."""
     _state.size_overrides["tensor"] = world_size
 
 
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_world_size(world_size: Count | None) -> None:
     """Override the result of `get_pipeline_model_parallel_world_size`; None removes the override."""
     _state.size_overrides["pipeline"] = world_size
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_tensor_model_parallel_rank(rank: Index | None) -> None:
     """Override the result of `get_tensor_model_parallel_rank`; None removes the override."""
     _state.rank_overrides["tensor"] = rank
 
 
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_rank(rank: Index | None) -> None:
     """Override the result of `get_pipeline_model_parallel_rank`; None removes the override."""
     _state.rank_overrides["pipeline"] = rank
 
@@ -395,7 +405,8 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
     return _state.virtual_rank
 
 
-def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+@checked
+def set_virtual_pipeline_model_parallel_rank(rank: Index | None) -> None:
     """Set the index of the chunk that is being built or run."""
     _state.virtual_rank = rank
 
@@ -405,7 +416,8 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _state.virtual_size
 
 
-def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+@checked
+def set_virtual_pipeline_model_parallel_world_size(size: Count | None) -> None:
     """Set the number of chunks per rank."""
     _state.virtual_size = size
 
@@ -415,11 +427,13 @@ def get_pipeline_model_parallel_split_rank() -> int | None:
     return _state.split_rank
 
 
-def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: int | None) -> None:
+@checked
+def set_pipeline_model_parallel_split_rank(pipeline_model_parallel_split_rank: Index | None) -> None:
     """Set the decoder's first stage."""
     _state.split_rank = pipeline_model_parallel_split_rank
 
 
+@checked
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
     """Return True on the first pipeline rank, for its first chunk only unless `ignore_virtual`."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != 0:
@@ -427,6 +441,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
     return get_pipeline_model_parallel_rank() == 0
 
 
+@checked
 def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
     """Return True on the last pipeline rank, for its last chunk only unless `ignore_virtual`."""
     if not ignore_virtual and _state.virtual_size is not None and _state.virtual_rank != _state.virtual_size - 1:
@@ -434,6 +449,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
     return get_pipeline_model_parallel_rank() == get_pipeline_model_parallel_world_size() - 1
 
 
+@checked
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     """Return True if stage `rank` (default: this one) belongs to the encoder, or if the model is not split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
@@ -441,6 +457,7 @@ def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     return (get_pipeline_model_parallel_rank() if rank is None else rank) < _state.split_rank
 
 
+@checked
 def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
     """Return True if stage `rank` (default: this one) belongs to the decoder, or if the model is not split."""
     if get_pipeline_model_parallel_world_size() == 1 or _state.split_rank is None:
@@ -454,6 +471,7 @@ def is_pipeline_stage_at_split() -> bool:
     return is_pipeline_stage_before_split(rank) and is_pipeline_stage_after_split(rank + 1)
 
 
+@checked
 def is_rank_in_embedding_group(ignore_virtual: bool = False) -> bool:
     """Return True if this rank holds word embeddings, in the current chunk unless `ignore_virtual`."""
     ranks = _state.groups.ranks.get("embedding", [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -369,6 +369,61 @@ def test_errors() -> None:
         ASP.init_optimizer_for_pruning(torch.optim.SGD(make().parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"mask_calculator gave \[1, 16\] for 0.weight of shape \[32, 16\]"):
         ASP.compute_sparse_masks()
+
+
+def test_bad_arguments_change_nothing() -> None:
+    """Whatever is refused leaves weights, buffers and hooks as they were, and ASP without a model."""
+    model, other = make(), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+
+    def fails_later(param: Tensor) -> Any:
+        return torch.ones_like(param) if param.shape[0] == 32 else None
+
+    def prune(**options: Any) -> None:
+        quiet(model, **options)
+        ASP.compute_sparse_masks()
+
+    calls: list[tuple[type[Exception], str, Callable[[], None]]] = [
+        (TypeError, "optimizer must be", lambda: ASP.prune_trained_model(model, object())),
+        (ValueError, "none of the parameters", lambda: ASP.prune_trained_model(model, FusedSGD(other.parameters(), 1))),
+        (TypeError, "model must be a torch.nn.Module", lambda: ASP.prune_trained_model("text", optimizer)),
+        (TypeError, "verbosity must be an integer", lambda: ASP.init_model_for_pruning(model, verbosity="text")),
+        (TypeError, "mask_calculator must be a string or", lambda: quiet(model, mask_calculator=3)),
+        (TypeError, "whitelist must be a list of", lambda: quiet(model, whitelist=["Linear"])),
+        (TypeError, "disallowed_layer_names must be", lambda: quiet(model, disallowed_layer_names="3")),
+        (TypeError, "custom_layer_dict must have", lambda: quiet(model, custom_layer_dict={nn.Linear: "weight"})),
+        (ValueError, "mask_calculator gave NoneType for 5.weight", lambda: prune(mask_calculator=fails_later)),
+    ]
+    for error, words, call in calls:
+        with pytest.raises(error, match=words):
+            call()
+        for key, value in before.items():
+            assert torch.equal(model.state_dict()[key], value), words
+        assert not optimizer._optimizer_step_pre_hooks
+        if ASP.already_init_asp_model():  # by `prune`, whose masks keep everything
+            assert not ASP.is_sparsity_enabled()
+            ASP.reset()
+        assert model.state_dict().keys() == before.keys(), words
+    quiet(model)
+    for error, words, call in [
+        (TypeError, "example_inputs must be a tensor", lambda: ASP.compute_sparse_masks("text")),
+        (ValueError, r"model must have a 0.weight of shape \[32, 16\], it has none", lambda: ASP.add_copy(nn.ReLU())),
+        (TypeError, "permutation_output_dir must be", lambda: ASP.set_permutation_saving_params(True, True, 3)),
+    ]:
+        with pytest.raises(error, match=words):
+            call()
+    assert not ASP.is_sparsity_enabled()
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+def test_a_model_that_cannot_be_pruned_keeps_no_masks() -> None:
+    model = make().to("meta")
+    keys = model.state_dict().keys()
+    with pytest.raises(AssertionError, match="meta device"):
+        ASP.prune_trained_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.state_dict().keys() == keys
+    assert not ASP.already_init_asp_model()
 
 
 def test_masks_that_do_not_agree() -> None:

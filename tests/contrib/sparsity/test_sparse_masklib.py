@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +109,18 @@ def test_errors() -> None:
 def test_masks_are_the_same_on_a_gpu(pattern: str) -> None:
     tensor = torch.randint(-4, 5, (64, 64, 3, 3)).half()
     assert torch.equal(create_mask(tensor.cuda(), pattern).cpu(), create_mask(tensor, pattern))
+
+
+def test_scores_of_few_blocks_are_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    expected = sparse_masklib.mn_2d_best(matrix, 4, 2)
+    patterns, sizes, zeros = len(sparse_masklib.compute_valid_2d_patterns(4, 2)), [], torch.zeros
+
+    def note(*shape: Any, **options: Any) -> torch.Tensor:
+        sizes.append(shape)
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(sparse_masklib, "_CHUNK", 10 * patterns)
+    monkeypatch.setattr(torch, "zeros", note)
+    assert torch.equal(sparse_masklib.mn_2d_best(matrix, 4, 2), expected)
+    assert [rows for rows, _ in sizes] == [10, 10, 10, 10, 10, 10, 4]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex.ops import _library, float8
-from apex.ops.float8 import reference
+from apex.ops.float8 import reference, scales
 from tests.harness import opcheck, routes
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -128,7 +128,7 @@ def test_products_are_those_of_the_rounded_numbers(by_row, route):
 def test_scales_are_rounded_once(dtype):
     """So that they are too large as often as too small, whatever number of bfloat16 is the largest magnitude."""
     amax, limit = torch.arange(128, 256).to(torch.bfloat16), torch.finfo(dtype).max
-    inverse, scale = reference.scales_of(amax, dtype)
+    inverse, scale = scales.scales_of(amax, dtype)
     assert torch.equal(scale, (limit / amax.double()).float())
     assert torch.equal(inverse, (amax.double() / limit).float())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from apex.ops import implementation
 from apex.ops._device import DeviceFacts
-from apex.ops.multi_tensor import l2norm, lamb_step, make_lists, max_norm, op, rules
+from apex.ops.multi_tensor import dispatch, l2norm, lamb_step, make_lists, max_norm, rules
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.harness import Route, assert_close, routes
 
@@ -27,7 +27,7 @@ def tensors_of(sizes: tuple[int, ...], device: str) -> list[Tensor]:
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were launched; with a second launch, as on AMD, or without."""
     monkeypatch.setattr(DeviceFacts, "publishes_for_all", request.param == "one launch")
-    monkeypatch.setattr(op, "_kept", OrderedDict())
+    monkeypatch.setattr(dispatch, "_groups_by_signature", OrderedDict())
     from apex.ops._launch import PreparedLaunch  # which needs triton
 
     names: list[str] = []

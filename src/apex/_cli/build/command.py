@@ -19,7 +19,7 @@ import typer
 
 from ... import _env
 from ...op_builder import ALL_OPS
-from ...ops import _library, _tuned
+from ...ops import _library
 from ..console import make_console, make_table, print_json_document, print_table, with_progress
 from .calls import Call, known_ops, parse_call
 
@@ -109,17 +109,11 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
         raise ValueError(f"{said}; name one or more with --gpu: {', '.join(_compile_ahead.GPUS)}")
     _tasks.clear()
     rows, planned = [], set()
-    # A GPU that is not here may be one that a table of tuned launches is for: what that changes is compiled as well.
-    tuned = _tuned.configurations() if gpus else {}
     for name in gpus or known:
         for call in calls:
-            with _compile_ahead.planning(known[name]) as launches, _tuned.noting() as noted:
+            with _compile_ahead.planning(known[name]) as launches:
                 try:
                     call.run(torch.device("meta"))
-                    kernels = len(launches)
-                    if tuned.keys() & noted.keys():
-                        with _tuned.trying(tuned):
-                            call.run(torch.device("meta"))
                 except Exception as error:
                     raise ValueError(
                         f"{call.name} cannot be planned without its data: {type(error).__name__}: {error}. "
@@ -127,7 +121,7 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
                     ) from error
             if not launches:
                 raise ValueError(f"{call.name} launches no kernel of apex on {name}: PyTorch's operators take it")
-            rows.append(Row(call.name, name, kernels))
+            rows.append(Row(call.name, name, len(launches)))
             for launch in launches:
                 key = (name, *_compile_ahead.program_key(launch))
                 if key not in planned:

@@ -22,7 +22,7 @@ class TunedTable:
 
 
 def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
-    """Return the tables of the package and of `apex tune`, checked for the GPUs of these names, and findings."""
+    """Return the tables of the file that APEX_TUNED names, and findings about those not used on the GPUs here."""
     tables: list[TunedTable] = []
     findings: list[Finding] = []
     for table in _tuned.tables():

@@ -1,1 +1,1 @@
-"""`apex tune`: launch configurations that are measured before a job starts."""
+"""`apex tune`: a search for quicker launch configurations before a job starts."""

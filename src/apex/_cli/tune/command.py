@@ -14,8 +14,8 @@ import torch
 from ... import _env
 from ..._atomic import atomic_file, make_folder
 from ...ops import _library, _tuned
-from ...ops._device import facts
-from ...ops._tuned import Question, forget_tables, noting
+from ...ops._device import facts, forget_launches
+from ...ops._tuned import Question, noting
 from ..build.calls import known_ops, parse_call
 from ..console import make_console, make_table, print_table, with_progress
 from .search import Search, search
@@ -32,15 +32,15 @@ def run_tune(
     budget: str = "5m",
     output: Path | None = None,
 ) -> int:
-    """Tunes the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
+    """Tune the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
 
-    The exit status is 0, or 130 where it was interrupted; what was found until then is in the table. A request that
-    cannot be met is a ValueError.
+    Return the exit status: 0, or 130 if the search was interrupted; entries found before are in the table. Raise a
+    ValueError for a request that cannot be met.
     """
     seconds, device = parse_budget(budget), _gpu()
     output = output or _env.tuned_launches()
     if output is None:
-        raise ValueError("APEX_TUNED=off leaves no table to write to; name one with --output")
+        raise ValueError("there is no table to write to; name one with --output, or set APEX_TUNED")
     for table in _tuned.read_tables(output):
         if table.problem is not None:
             raise ValueError(f"{output} {table.problem}; name another file with --output")
@@ -60,7 +60,7 @@ def run_tune(
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of `90s`, `5m`, `1h` or `90`."""
+    """Return the seconds of `90s`, `5m`, `1h` or `90`; raise a ValueError for other text."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
     try:
         seconds = float(number) * UNITS[unit]
@@ -88,7 +88,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Question, Any]]:
-    """What launch rules are asked by calls of `apex build`; nothing is computed."""
+    """Return the questions that calls of `apex build` ask launch rules, with the answers; compute nothing."""
     from ...ops import _compile_ahead
 
     calls = [parse_call(name, "bfloat16") for name in names]
@@ -103,7 +103,7 @@ def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Ques
 
 
 def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question, Any]]:
-    """What launch rules are asked while a script runs, for real; ctrl-C ends it, not the tuning."""
+    """Run a script, and return the questions it asks launch rules, with the answers. Ctrl-C ends the script only."""
     if not script.is_file():
         raise ValueError(f"there is no script {str(script)!r}")
     before, path = sys.argv, list(sys.path)
@@ -129,7 +129,7 @@ def record_script(script: Path, arguments: Sequence[str]) -> list[tuple[Question
 def tune(
     questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float, output: Path
 ) -> tuple[list[Search], bool]:
-    """Searches, and writes the table anew with every entry found; whether it was interrupted is the second result."""
+    """Search, and write the table anew with every entry found; return the outcomes and whether Ctrl-C ended it."""
     outcomes: list[Search] = []
     try:
         for outcome in with_progress(search(questions, device, seconds), "launches", len(questions)):
@@ -139,12 +139,12 @@ def tune(
     except KeyboardInterrupt:
         return outcomes, True
     finally:
-        forget_tables()
+        forget_launches()
     return outcomes, False
 
 
 def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> None:
-    """Puts entries for this GPU, driver and Triton into a file, beside what it has."""
+    """Add entries for this GPU, driver and Triton to a file, which keeps its other tables."""
     here = {"gpu": gpu, **_tuned.versions()}
     tables = {tuple(getattr(table, name) for name in here): table.entries for table in _tuned.read_tables(path)}
     mine = [*tables.get(tuple(here.values()), ()), *entries]
@@ -159,7 +159,7 @@ def write_entries(path: Path, gpu: str, entries: Sequence[dict[str, Any]]) -> No
 
 
 def report(outcomes: Sequence[Search], asked: int, output: Path) -> None:
-    """Prints a row for every launch: what was found, or why the rule's answer stands."""
+    """Print a row for every launch: the configuration found, or why the rule's answer stands."""
     console = make_console()
     numbers = ("before", "after", "gain", "tried")
     table = make_table(console, None, "op", "dtype", "shape", *numbers, "found", right=numbers)

@@ -180,7 +180,7 @@ def replay_of(question: Question, device: torch.device) -> Replay | ExampleRepla
     dtype = DTYPES.get(arguments.pop("element_size"))
     for _, example in _examples.by_name():
         sizes = example.asks[question.op](**arguments) if question.op in example.asks else None
-        if sizes is not None and dtype is not None and math.prod(sizes):
+        if sizes is not None and dtype is not None and 0 not in sizes:
             return ExampleReplay(example, sizes, dtype, device)
     if question.op not in CALLS or dtype is None:
         return None

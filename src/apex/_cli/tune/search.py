@@ -19,11 +19,11 @@ from ...ops._tuned import TUNABLE, Changes, Question, noting, trying
 from ..build.calls import _run_op
 from .replay import replay_of
 
-# How much quicker a configuration must be, and what a first look must promise for a second one.
+# How much quicker a configuration must be, and how much quicker at first sight to be timed again.
 GAIN, PROMISE = 1.03, 1.02
-# Turns of the rule's answer and of a candidate, by which it is decided, and calls of each turn.
+# Turns in which the rule's answer and a candidate are timed to decide, and calls in each turn.
 ROUNDS, CALLS_PER_ROUND = 5, 10
-# Neighbours of neighbours that are looked at.
+# How many times the neighbours of the best candidate are tried.
 STEPS = 3
 MOST_STAGES = 6
 TOGETHER = 16  # questions whose candidates are compiled side by side
@@ -31,7 +31,7 @@ COMPILING_SECONDS = 60
 
 
 def neighbours(answer: Any, varied: Sequence[str], device: DeviceFacts) -> list[dict[str, int]]:
-    """Changes of one field, or of one and the number of warps together: twice and half, one stage more and less."""
+    """Return the changes to try: one field doubled, halved or one stage more or less, alone or with the warps."""
     near: dict[str, list[int]] = {}
     for name in varied:
         value = getattr(answer, name)
@@ -48,7 +48,7 @@ def neighbours(answer: Any, varied: Sequence[str], device: DeviceFacts) -> list[
 
 
 class Search:
-    """The search for one question. `config` was found to be quicker than `instead_of`; else `reason` says why not."""
+    """The search for one question. `config` is quicker than `instead_of`, or `reason` says why nothing was found."""
 
     def __init__(self, question: Question, answer: Any, device: torch.device) -> None:
         self.question, self.answer, self.device = question, answer, device
@@ -68,7 +68,7 @@ class Search:
             self._add_neighbours(answer)
 
     def entry(self) -> dict[str, Any]:
-        """The line of a table."""
+        """Return the result as an entry of a table."""
         question = {"op": self.question.op, "dtype": self.question.dtype, "shape": self.question.shape}
         times = {"before_us": round(self.before, 2), "after_us": round(self.after, 2)}
         return {**question, "config": self.config, "instead_of": self.instead_of, **times}
@@ -82,7 +82,7 @@ class Search:
                 self.pending.append(changes)
 
     def begin(self) -> None:
-        """Finds the pass that asks the question; nothing is pending where there is none, or no memory for it."""
+        """Find the pass that asks the question; drop all candidates if no pass does, or if memory does not suffice."""
         try:
             for call in (self.replay.forward, self.replay.backward):  # type: ignore[union-attr]
                 with noting() as noted:
@@ -96,11 +96,11 @@ class Search:
         self.pending = []
 
     def trying(self, changes: Changes) -> Any:
-        """The rule's answer has these changes inside."""
+        """Return a context in which the rule's answer has these changes."""
         return trying({self.question.key: changes})
 
     def time_candidates(self, out_of_time: Callable[[], bool]) -> None:
-        """A first look at what is pending; the neighbours of the best one are pending next."""
+        """Time the pending candidates once; the neighbours of the best one become pending."""
         candidates, self.pending = self.pending, []
         before = self.microseconds({}) if candidates else 0.0
         for changes in candidates:
@@ -121,7 +121,7 @@ class Search:
             self._add_neighbours(self.answer._replace(**self._promising[0][1]))
 
     def decide(self) -> Search:
-        """Takes the best candidate that is right, deterministic and quicker in every turn."""
+        """Take the best candidate that is right, deterministic and quicker in every turn."""
         for _, changes in self._promising:
             problem = self._problem(changes) or self._too_slow(changes)
             if not problem:
@@ -156,7 +156,7 @@ class Search:
         return f"takes {self.after:.1f} us instead of {self.before:.1f}: too little, or noise"
 
     def microseconds(self, changes: Changes) -> float:
-        """The median time of the pass."""
+        """Return the median time of the pass."""
         assert self.call is not None
         with self.trying(changes):
             self.call()
@@ -168,7 +168,7 @@ def _described(error: Exception) -> str:
 
 
 def samples(call: Callable[[], Any], device: torch.device) -> list[float]:
-    """Microseconds of single calls with a cold cache, on a GPU without the host's share."""
+    """Return microseconds of single calls with a cold cache; on a GPU without time that the host needs."""
     if device.type != "cuda":
         return timing.device_samples(call, device, timing.QUICK)
     timing.synchronize(device)
@@ -179,7 +179,7 @@ def samples(call: Callable[[], Any], device: torch.device) -> list[float]:
 
 
 def search(questions: Sequence[tuple[Question, Any]], device: torch.device, seconds: float) -> Iterator[Search]:
-    """Searches for each question until the time is over; those that it came to, with what they found."""
+    """Search for each question until the time is over; yield the searches that were finished."""
     stop = time.perf_counter() + seconds
 
     def out_of_time() -> bool:
@@ -203,12 +203,12 @@ def search(questions: Sequence[tuple[Question, Any]], device: torch.device, seco
                     each.replay.release()
 
 
-# Launches to compile, which worker processes, being forks, find by number.
+# Launches to compile. Worker processes are forks, so a number tells them which launch is meant.
 _launches: list[Any] = []
 
 
 def _compile(searches: Sequence[Search], device: torch.device, stop: float) -> None:
-    """Compiles the candidates into Triton's cache in many processes; what fails there fails again, with its reason."""
+    """Compile the candidates into Triton's cache in many processes. Errors are reported when a candidate is timed."""
     if device.type != "cuda":
         return
     from ...ops import _compile_ahead

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import check_floats
-from ...ops._library import autocast_dtype, autocast_off, eager_apply, is_eager, once_differentiable
+from ...ops._library import autocast_dtype, autocast_off, is_eager, once_differentiable
 from ...ops.conv.bottleneck import (
     bottleneck_backward,
     bottleneck_forward,
@@ -85,9 +85,6 @@ class BottleneckFunction(torch.autograd.Function):
             gradients = bottleneck_backward(dy, ctx.saved_tensors, ctx.stride, needs_grad, ctx.pad)
         gradients = [gradient if gradient is None else _channels_last(gradient, ctx.nhwc) for gradient in gradients]
         return *[None] * (len(ctx.needs_input_grad) - ctx.count), *gradients
-
-
-_bottleneck = eager_apply(BottleneckFunction)
 
 
 class SpatialBottleneckFunction(BottleneckFunction):
@@ -220,7 +217,7 @@ class Bottleneck(nn.Module):
             options = (*self.spatial_parallel_args, nhwc, stride, scales, biases, None, None)
             return SpatialBottleneckFunction.apply(*options, x, *weights)
         if is_eager(x):
-            return _bottleneck(nhwc, stride, scales, biases, x, *weights)
+            return BottleneckFunction.apply(nhwc, stride, scales, biases, x, *weights)
         if scales is None:
             scales, biases = scales_and_biases(biases)
         images, *weights = (_channels_second(tensor, nhwc) for tensor in (x, *weights))

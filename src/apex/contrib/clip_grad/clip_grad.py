@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ...ops._checks import number
 from ...ops.multi_tensor import clip, clipped_before, l2norm, scale
 from ...ops.multi_tensor import max_norm as maximum
 
@@ -39,13 +40,17 @@ def clip_grad_norm_(
         for gradient in gradients:
             if not (gradient.is_floating_point() or gradient.is_complex()):
                 raise TypeError(f"parameters have a gradient of {gradient.dtype}, which has no norm to clip")
-    norm_type = float(norm_type)
+    norm_type = number("norm_type", norm_type)
+    if not isinstance(max_norm, Tensor):
+        max_norm = number("max_norm", max_norm)
+    elif max_norm.numel() != 1:
+        raise ValueError(f"max_norm must be one number, got a tensor of shape {list(max_norm.shape)}")
     if not gradients or norm_type not in (2.0, torch.inf) or (known is None and not _are_plain(gradients)):
         if norm_type == torch.inf:  # PyTorch raises for the maximum of a gradient without elements
             parameters = [parameter for parameter in parameters if parameter.grad is None or parameter.grad.numel()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
     if not error_if_nonfinite and not isinstance(max_norm, Tensor):
-        return clip(gradients, float(max_norm), MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
+        return clip(gradients, max_norm, MARGIN, maximum=norm_type != 2.0, known=known).reshape(())
     norm = (l2norm if norm_type == 2.0 else maximum)(gradients)[0].reshape(())
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from ...ops._library import cast_for_autocast, once_differentiable, quick_apply
+from ...ops._library import cast_for_autocast, once_differentiable
 from ...ops.conv import ConvSpec, conv_bias, conv_bias_gradients, conv_bias_relu, conv_bias_relu_gradients
 
 
@@ -99,9 +99,9 @@ class ConvBias_(torch.autograd.Function):
         return dx, dweight, None if dbias is None else dbias.view(ctx.bias_shape), None, None
 
 
-ConvBiasReLU = quick_apply(ConvBiasReLU_)
-ConvBiasMaskReLU = quick_apply(ConvBiasMaskReLU_)
-ConvFrozenScaleBiasReLU = quick_apply(ConvFrozenScaleBiasReLU_)
+ConvBiasReLU = ConvBiasReLU_.apply
+ConvBiasMaskReLU = ConvBiasMaskReLU_.apply
+ConvFrozenScaleBiasReLU = ConvFrozenScaleBiasReLU_.apply
 
 
 def ConvBias(x: Tensor, weight: Tensor, bias: Tensor, padding: int, stride: int) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._checks import check_tensors
-from ...ops._library import eager_apply
 from ...ops.attention import op_packed, packed_attention
 
 
@@ -34,9 +33,6 @@ class FMHAFun(torch.autograd.Function):
         return *op_packed.PACKED_ATTENTION.backward_from_saved(ctx, dout), None, None, None, None, None
 
 
-eager_apply(FMHAFun)  # its nodes call `backward` directly
-
-
 class FMHA(nn.Module):
     """Self-attention with the sizes of a BERT configuration.
 
@@ -60,6 +56,9 @@ class FMHA(nn.Module):
     ) -> Tensor:
         """Map `qkv` [total, 3 * hidden size], ordered queries, keys, values, to [total, hidden size]."""
         check_tensors(qkv=qkv)
+        if qkv.numel() % (3 * self.hidden_size):
+            expected = f"[total, 3 * hidden_size = {3 * self.hidden_size}]"
+            raise ValueError(f"qkv has shape {list(qkv.shape)}, expected {expected}")
         context = packed_attention(
             qkv.view(-1, 3, self.h, self.d),
             cu_seqlens,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops._checks import check_tensors
-from ...ops._library import quick_apply
+from ...ops._checks import check_tensors, number
 from ...ops.focal_loss import FOCAL_LOSS, check
 
 
@@ -18,15 +17,13 @@ class FocalLoss(torch.autograd.Function):
         ctx, cls_output, cls_targets_at_level, num_positives_sum, num_real_classes, alpha, gamma, label_smoothing=0.0
     ):
         check(cls_output, cls_targets_at_level, num_positives_sum, num_real_classes)
-        settings = (num_real_classes, float(alpha), float(gamma), float(label_smoothing))
+        floats = (number("alpha", alpha), number("gamma", gamma), number("label_smoothing", label_smoothing))
+        settings = (num_real_classes, *floats)
         return FOCAL_LOSS.forward_and_save(ctx, cls_output, cls_targets_at_level, num_positives_sum, *settings)
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[override]
         return *FOCAL_LOSS.backward_from_saved(ctx, grad_loss), None, None, None, None, None, None
-
-
-_apply_node = quick_apply(FocalLoss)
 
 
 def focal_loss(
@@ -45,6 +42,8 @@ def focal_loss(
     background, -2 for an anchor to ignore. `num_positive_sum` is a tensor of one element, the divisor.
     """
     check_tensors(num_positive_sum=num_positive_sum)
-    return _apply_node(
+    if num_positive_sum.numel() != 1:
+        raise ValueError(f"num_positive_sum must have one element, its shape is {list(num_positive_sum.shape)}")
+    return FocalLoss.apply(
         cls_output, cls_targets_at_level, num_positive_sum, num_real_classes, alpha, gamma, label_smoothing
     )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...ops import index_mul
-from ...ops._library import quick_apply
 
 
 class IndexMul2d_(torch.autograd.Function):
@@ -51,8 +50,7 @@ def index_mul_2d(in1: Tensor, in2: Tensor, idx1: Tensor) -> Tensor:
     index_mul.check(in1, in2, idx1)
     if index_mul.prefers_operators(in2):
         return index_mul.by_operators(in1, in2, idx1)
-    return _apply_node(in1, in2, idx1)
+    return IndexMul2d_.apply(in1, in2, idx1)
 
 
-_apply_node = quick_apply(IndexMul2d_)
 index_mul_2d_backward = IndexMul2dBackward_.apply

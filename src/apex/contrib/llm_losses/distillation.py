@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def distillation_loss(
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum().clamp(min=1)
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearDistillationLoss(torch.nn.Module):
     """Hard and soft loss of a student's linear head against a teacher, a chunk of rows at a time.
 
@@ -113,26 +115,22 @@ class FusedLinearDistillationLoss(torch.nn.Module):
     effect.
     """
 
-    def __init__(
-        self,
-        weight_hard_loss: float = 0.5,
-        weight_soft_loss: float = 0.5,
-        beta: float = 0.5,
-        ignore_index: int = -100,
-        temperature: float = 1.0,
-        compiled: bool = True,
-        chunk_size: int = 1024,
-        return_soft_hard_loss: bool = False,
-        kind: str = "jsd",
-    ) -> None:
+    weight_hard_loss: float = 0.5
+    weight_soft_loss: float = 0.5
+    beta: float = 0.5
+    ignore_index: int = -100
+    temperature: float = 1.0
+    compiled: bool = True
+    chunk_size: int = 1024
+    return_soft_hard_loss: bool = False
+    kind: str = "jsd"
+
+    def __post_init__(self) -> None:
         super().__init__()
-        if not temperature > 0.0:
-            raise ValueError(f"temperature={temperature} must be positive")
-        if kind not in ("jsd", "tvd"):
-            raise ValueError(f"kind {kind!r} is not known; use jsd, tvd")
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature, self.chunk_size = ignore_index, temperature, chunk_size
-        self.return_soft_hard_loss, self.kind = return_soft_hard_loss, kind
+        if not self.temperature > 0.0:
+            raise ValueError(f"temperature={self.temperature} must be positive")
+        if self.kind not in ("jsd", "tvd"):
+            raise ValueError(f"kind {self.kind!r} is not known; use jsd, tvd")
 
     def forward(
         self,

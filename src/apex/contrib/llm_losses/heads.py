@@ -8,6 +8,7 @@ once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, **others: Tensor)
 
 
 class _Loss(nn.Module):
-    """A loss whose constructor's arguments are its attributes."""
+    """A module that is a dataclass: its settings are fields, in the order of Liger's constructors."""
 
     ignore_index: int
     beta: float
@@ -48,12 +49,13 @@ class _Loss(nn.Module):
     compute_nll_loss: bool
     use_ref_model: bool = False
     keep_logits: str | bool | int
-    loss_type: Any
 
-    def __init__(self, **settings: Any) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        for name, value in settings.items():
-            setattr(self, name, value)
+
+    def _chosen(self, *names: str) -> dict[str, Any]:
+        """Return some settings by name."""
+        return {name: getattr(self, name) for name in names}
 
     def _rows(self, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *outputs: str) -> Any:
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "keep_logits": self.keep_logits}
@@ -120,54 +122,41 @@ class _PairedLoss(_Loss):
         return loss, tuple(metric.detach() for metric in metrics)
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearDPOLoss(_PairedLoss):
     """DPO of a linear head; see `dpo_loss` for the loss types, of which several may be given with `loss_weights`."""
 
-    discopop_tau: float
-    loss_weights: Sequence[float] | None
-    f_divergence_type: str
-    f_alpha_divergence_coef: float
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    compute_nll_loss: bool = False
+    compiled: bool = True
+    use_ref_model: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    loss_type: str | Sequence[str] = "sigmoid"
+    label_smoothing: float = 0.0
+    discopop_tau: float = 0.05
+    _: KW_ONLY
+    loss_weights: Sequence[float] | None = None
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 1.0
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+    keep_logits: str | bool | int = False
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        compute_nll_loss: bool = False,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        loss_type: str | Sequence[str] = "sigmoid",
-        label_smoothing: float = 0.0,
-        discopop_tau: float = 0.05,
-        *,
-        loss_weights: Sequence[float] | None = None,
-        f_divergence_type: str = "reverse_kl",
-        f_alpha_divergence_coef: float = 1.0,
-        ld_alpha: float | None = None,
-        use_weighting: bool = False,
-        keep_logits: str | bool | int = False,
-    ) -> None:
-        types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
-        check_dpo(types, label_smoothing)
-        super().__init__(
-            ignore_index=ignore_index, beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss,
-            use_ref_model=use_ref_model, average_log_prob=average_log_prob, loss_type=loss_type,
-            label_smoothing=label_smoothing, discopop_tau=discopop_tau, loss_weights=loss_weights,
-            f_divergence_type=f_divergence_type, f_alpha_divergence_coef=f_alpha_divergence_coef, ld_alpha=ld_alpha,
-            use_weighting=use_weighting, keep_logits=keep_logits, needs_nll="sft" in types,
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        check_dpo(types, self.label_smoothing)
+        self.needs_nll = "sft" in types
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
-        return dpo_loss(
-            chosen, rejected, *more.get("reference", ()),
-            beta=self.beta, loss_type=self.loss_type, loss_weights=self.loss_weights,
-            label_smoothing=self.label_smoothing, discopop_tau=self.discopop_tau,
-            f_divergence_type=self.f_divergence_type, f_alpha_divergence_coef=self.f_alpha_divergence_coef,
-            chosen_lengths=more["lengths"][0], rejected_lengths=more["lengths"][1], nll_loss=more["nll"],
-            pair_weights=more.get("pair_weights"),
-        )  # fmt: skip
+        lengths = {"chosen_lengths": more["lengths"][0], "rejected_lengths": more["lengths"][1]}
+        settings = self._chosen("beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau")
+        divergence = self._chosen("f_divergence_type", "f_alpha_divergence_coef")
+        others = {"nll_loss": more["nll"], "pair_weights": more.get("pair_weights")}
+        return dpo_loss(chosen, rejected, *more.get("reference", ()), **settings, **divergence, **lengths, **others)
 
     def forward(
         self,
@@ -183,26 +172,20 @@ class FusedLinearDPOLoss(_PairedLoss):
         return self._forward(lin_weight, _input, target, bias, (ref_input, ref_weight, ref_bias))
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearCPOLoss(_PairedLoss):
     """CPO of a linear head: the preference of sums of log-probabilities, plus `alpha` times the likelihood loss."""
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        *,
-        keep_logits: str | bool | int = False,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, average_log_prob=average_log_prob, keep_logits=keep_logits,
-        )  # fmt: skip
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    _: KW_ONLY
+    keep_logits: str | bool | int = False
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
         return cpo_loss(chosen, rejected, beta=self.beta, label_smoothing=self.label_smoothing)
@@ -214,28 +197,22 @@ class FusedLinearCPOLoss(_PairedLoss):
         return self._forward(lin_weight, _input, target, bias)
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearSimPOLoss(_PairedLoss):
     """SimPO of a linear head: means of log-probabilities with a margin; adds the likelihood loss unless told not to."""
 
-    gamma: float
+    average_log_prob = True
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        alpha: float = 1.0,
-        label_smoothing: float = 0.0,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        gamma: float = 0.5,
-        chunk_size: int = 1,
-        *,
-        keep_logits: str | bool | int = False,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, beta=beta, alpha=alpha, label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss, gamma=gamma, average_log_prob=True, keep_logits=keep_logits,
-        )  # fmt: skip
+    ignore_index: int = -100
+    beta: float = 0.1
+    alpha: float = 1.0
+    label_smoothing: float = 0.0
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    gamma: float = 0.5
+    chunk_size: int = 1
+    _: KW_ONLY
+    keep_logits: str | bool | int = False
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
         return simpo_loss(chosen, rejected, beta=self.beta, gamma=self.gamma, label_smoothing=self.label_smoothing)
@@ -243,23 +220,19 @@ class FusedLinearSimPOLoss(_PairedLoss):
     forward = FusedLinearCPOLoss.forward
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearORPOLoss(_PairedLoss):
     """ORPO of a linear head: the likelihood loss of the chosen sequences minus `beta` log sigmoid of the log-odds."""
 
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compute_nll_loss: bool = True,
-        compiled: bool = True,
-        chunk_size: int = 1,
-        *,
-        keep_logits: str | bool | int = False,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True,
-            keep_logits=keep_logits,
-        )  # fmt: skip
+    average_log_prob = True
+
+    ignore_index: int = -100
+    beta: float = 0.1
+    compute_nll_loss: bool = True
+    compiled: bool = True
+    chunk_size: int = 1
+    _: KW_ONLY
+    keep_logits: str | bool | int = False
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
         return orpo_loss(chosen, rejected, beta=self.beta)
@@ -276,31 +249,21 @@ class FusedLinearORPOLoss(_PairedLoss):
         return self._forward(lin_weight, _input, target, bias, nll_target=nll_target)
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearKTOLoss(_Loss):
     """KTO of a linear head."""
 
-    desirable_weight: float
-    undesirable_weight: float
-
-    def __init__(
-        self,
-        ignore_index: int = -100,
-        beta: float = 0.1,
-        compiled: bool = True,
-        use_ref_model: bool = False,
-        average_log_prob: bool = False,
-        chunk_size: int = 1,
-        *,
-        desirable_weight: float = 1.0,
-        undesirable_weight: float = 1.0,
-        loss_type: str = "kto",
-        keep_logits: str | bool | int = False,
-    ) -> None:
-        super().__init__(
-            ignore_index=ignore_index, beta=beta, use_ref_model=use_ref_model, average_log_prob=average_log_prob,
-            desirable_weight=desirable_weight, undesirable_weight=undesirable_weight, loss_type=loss_type,
-            keep_logits=keep_logits,
-        )  # fmt: skip
+    ignore_index: int = -100
+    beta: float = 0.1
+    compiled: bool = True
+    use_ref_model: bool = False
+    average_log_prob: bool = False
+    chunk_size: int = 1
+    _: KW_ONLY
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    loss_type: str = "kto"
+    keep_logits: str | bool | int = False
 
     def forward(
         self,
@@ -325,19 +288,15 @@ class FusedLinearKTOLoss(_Loss):
         logps = sequence_log_probs(found.log_probs, mask, average=self.average_log_prob)
         ref = self._reference(ref_input, ref_weight, target, ref_bias)
         ref_logps = None if ref is None else sequence_log_probs(ref, mask, average=self.average_log_prob)
-        weights: dict[str, Any] = {
-            "desirable_weight": self.desirable_weight,
-            "undesirable_weight": self.undesirable_weight,
-        }
-        loss, rewards = kto_loss(
-            logps, preference_labels, ref_logps, kl, beta=self.beta, loss_type=self.loss_type, **weights
-        )
+        settings = self._chosen("beta", "loss_type", "desirable_weight", "undesirable_weight")
+        loss, rewards = kto_loss(logps, preference_labels, ref_logps, kl, **settings)
         desirable = preference_labels.to(logps.dtype)
         logits = found.mean_logits.sum(-1) * lin_weight.shape[0]
         values = [value.detach() for value in (logps, logits, rewards)]
         return loss, tuple((value * side).sum() for value in values for side in (desirable, 1 - desirable))
 
 
+@dataclass(eq=False, repr=False)
 class FusedLinearGRPOLoss(_Loss):
     """GRPO and its variants of a linear head; see `PolicySettings` and `token_weights` for the loss types.
 
@@ -345,42 +304,35 @@ class FusedLinearGRPOLoss(_Loss):
     the backward pass reads the logits again if they were kept, else it computes them once more.
     """
 
-    settings: PolicySettings
-    temperature: float
-    max_completion_length: int | None
+    ignore_index = -100
 
-    def __init__(
-        self,
-        beta: float = 0.04,
-        compiled: bool = True,
-        use_ref_model: bool = True,
-        chunk_size: int = 1,
-        epsilon_low: float = 0.2,
-        epsilon_high: float = 0.2,
-        loss_type: str = "dapo",
-        max_completion_length: int | None = None,
-        importance_sampling_level: str = "token",
-        sapo_temperature_pos: float = 1.0,
-        sapo_temperature_neg: float = 1.05,
-        temperature: float = 1.0,
-        delta: float | None = None,
-        use_bias_correction_kl: bool = False,
-        vespo_k_pos: float = 2.0,
-        vespo_lambda_pos: float = 3.0,
-        vespo_k_neg: float = 3.0,
-        vespo_lambda_neg: float = 2.0,
-        *,
-        keep_logits: str | bool | int = "auto",
-    ) -> None:
-        settings = PolicySettings(
-            loss_type, beta, epsilon_low, epsilon_high, delta, importance_sampling_level, use_bias_correction_kl,
-            sapo_temperature_pos, sapo_temperature_neg, vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg,
-        )  # fmt: skip
-        settings.check()
-        super().__init__(
-            settings=settings, use_ref_model=use_ref_model, temperature=temperature, keep_logits=keep_logits,
-            max_completion_length=max_completion_length, ignore_index=-100,
-        )  # fmt: skip
+    beta: float = 0.04
+    compiled: bool = True
+    use_ref_model: bool = True
+    chunk_size: int = 1
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    loss_type: str = "dapo"
+    max_completion_length: int | None = None
+    importance_sampling_level: str = "token"
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    temperature: float = 1.0
+    delta: float | None = None
+    use_bias_correction_kl: bool = False
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    _: KW_ONLY
+    dual_clip: float | None = None
+    kl_type: str = "k3"
+    keep_logits: str | bool | int = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.settings = PolicySettings(**self._chosen(*PolicySettings._fields))
+        self.settings.check()
 
     def forward(
         self,

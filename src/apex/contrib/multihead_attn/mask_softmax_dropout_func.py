@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops import multihead, softmax
-from ...ops._checks import check_floats, check_optional_tensors
+from ...ops._checks import check_floats, check_optional_tensors, integer, number
 from ...ops._library import once_differentiable
 
 
@@ -30,15 +30,20 @@ class MaskSoftmaxDropout(torch.autograd.Function):
     ) -> Tensor:
         check_floats(inputs=inputs)
         check_optional_tensors(pad_mask=pad_mask)
-        if inputs.dim() != 3 or heads < 1 or inputs.shape[0] % heads:
+        if inputs.dim() != 3 or integer("heads", heads) < 1 or inputs.shape[0] % heads:
             raise ValueError(
                 f"inputs of shape {list(inputs.shape)} must be [batch * heads, queries, keys] with heads={heads}"
             )
         batch, (queries, keys) = inputs.shape[0] // heads, inputs.shape[1:]
+        if pad_mask is not None and pad_mask.shape != (batch, keys):
+            raise ValueError(f"pad_mask has shape {list(pad_mask.shape)}, expected [batch, keys] = {[batch, keys]}")
+        dropout = number("dropout_prob", dropout_prob)
+        if not 0.0 <= dropout <= 1.0:
+            raise ValueError(f"dropout_prob={dropout} must be a probability, between 0 and 1")
         mask = multihead.make_mask(pad_mask, use_time_mask=False, additive=mask_additive)
         multihead.check_mask(mask, queries, keys, batch, inputs.device)
         cover = multihead.broadcastable(mask, queries, keys, inputs.device)
-        spec = softmax.SoftmaxSpec(dropout=float(dropout_prob) if is_training else 0.0)
+        spec = softmax.SoftmaxSpec(dropout=dropout if is_training else 0.0)
         logits = inputs.reshape(batch, heads, queries, keys)
         softmax.check_arguments(logits, cover, spec)
         noise = softmax.draw_noise(logits, spec)

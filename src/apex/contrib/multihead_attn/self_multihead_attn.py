@@ -105,6 +105,8 @@ class SelfMultiheadAttn(MultiheadAttnBase):
         `is_training`, not on the module's mode.
         """
         check_floats(query=query)
+        if query.dim() != 3:
+            raise ValueError(f"query has shape {list(query.shape)}, expected [length, batch, embed_dim]")
         mask = self._mask(key_padding_mask, attn_mask, self.mask_additive)
         dropout = self.dropout if is_training else 0.0
         weight, bias = self._input_parameters()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ...ops._host import HOST
 from . import _parameters as parameters
 from ._graph import LAYERS
@@ -51,6 +53,19 @@ def _obstacle(param: Any) -> str | None:
     return None
 
 
+def _check_optimizer(optimizer: Any, model: nn.Module) -> Any:
+    """Return the innermost optimizer; raise if there is none, or if it updates nothing of the model."""
+    inner = parameters.optimizer_chain(optimizer)[-1]
+    if not hasattr(inner, "register_step_pre_hook"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
+    if not parameters.updates(optimizer, model):
+        raise ValueError(
+            f"none of the parameters of the optimizer ({type(inner).__name__}) belongs to the model "
+            f"({type(model).__name__}) that ASP prunes; make the optimizer from this model's parameters()"
+        )
+    return inner
+
+
 class ASP:
     """Automatic sparsity of one model per process; all methods are class methods.
 
@@ -72,6 +87,7 @@ class ASP:
     to_semi_structured = staticmethod(to_semi_structured)
 
     @classmethod
+    @checked
     def init_model_for_pruning(
         cls,
         model: nn.Module,
@@ -81,7 +97,7 @@ class ASP:
         allowed_layer_names: Iterable[str] | None = None,
         disallowed_layer_names: Iterable[str] = (),
         allow_recompute_mask: bool = False,
-        custom_layer_dict: dict[type, Sequence[str]] | None = None,
+        custom_layer_dict: Mapping[type, Sequence[str]] | None = None,
         allow_permutation: bool = True,
     ) -> None:
         """Choose the parameters of `model` to prune and register a mask for each.
@@ -96,6 +112,9 @@ class ASP:
         if isinstance(mask_calculator, str):
             find_pattern(mask_calculator)  # raises an error if the name is unknown
             mask_calculator = functools.partial(create_mask, pattern=mask_calculator)
+        for layer, listed in (custom_layer_dict or {}).items():
+            if not isinstance(layer, type) or isinstance(listed, str) or not all(isinstance(n, str) for n in listed):
+                raise TypeError(f"custom_layer_dict must have lists of names by class, got {{{layer!r}: {listed!r}}}")
         names = {**_PRUNED_NAMES, **(custom_layer_dict or {})}
         types = (*whitelist, *(custom_layer_dict or ()))
         chosen = dict(eligible_modules(model, types, allowed_layer_names, disallowed_layer_names))
@@ -150,14 +169,7 @@ class ASP:
         model = cls.__check_model("init_optimizer_for_pruning")
         if any(optimizer is known for known in cls.__optimizers):
             raise SparsityError("this optimizer has been initialized for pruning already")
-        inner = parameters.optimizer_chain(optimizer)[-1]
-        if not hasattr(inner, "register_step_pre_hook"):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer or wrap one, got {type(optimizer).__name__}")
-        if not parameters.updates(optimizer, model):
-            raise ValueError(
-                f"none of the parameters of the optimizer ({type(inner).__name__}) belongs to the model "
-                f"({type(model).__name__}) that ASP prunes; make the optimizer from this model's parameters()"
-            )
+        inner = _check_optimizer(optimizer, model)
         hooks = [
             inner.register_step_pre_hook(lambda *_: cls.__mask(gradients=True)),
             inner.register_step_post_hook(lambda *_: cls.__mask()),
@@ -167,9 +179,17 @@ class ASP:
         cls.__optimizers, cls.__hooks = (*cls.__optimizers, optimizer), (*cls.__hooks, *hooks)
 
     @classmethod
+    @checked
     def add_copy(cls, model: nn.Module) -> None:
         """Register a copy of the model, such as a moving average of its weights, to be permuted and masked with it."""
-        cls.__check_model("add_copy")
+        pruned = parameters.copies_of(cls.__check_model("add_copy"), (), [model])
+        for sparse in cls.__parameters:
+            shapes = [list(each.shape) for each in pruned.get(sparse.param, ())]
+            if shapes != [list(sparse.param.shape)]:
+                found = f"one of shape {shapes[0]}" if shapes else "none"
+                raise ValueError(
+                    f"model must have a {sparse.full_name} of shape {list(sparse.param.shape)}, it has {found}"
+                )
         cls.__averages = (*cls.__averages, model)
 
     @classmethod
@@ -188,6 +208,11 @@ class ASP:
             )
         if any(sparse.param.is_meta for sparse in cls.__parameters):
             raise SparsityError("parameters on the meta device have no values to prune: give them some first")
+        if not isinstance(example_inputs, Tensor | tuple | list | None):
+            raise TypeError(f"example_inputs must be a tensor, a tuple of them or None, got {example_inputs!r:.80}")
+        if cls.__permutes and not cls.__known_pattern():
+            for sparse in cls.__parameters:  # a function that fails must do so before channels are permuted
+                cls.__new_mask(sparse)
         if not all(bool(whole(sparse.buffer()).all()) for sparse in cls.__parameters):
             cls.restore_pruned_weights()
         if cls.__permutes:
@@ -199,16 +224,12 @@ class ASP:
             with cls.__companions() as companions:
                 tied = lambda tensor: [*itertools.chain(*companions(tensor)), *of_calculator(tensor)]  # noqa: E731
                 Permutation.permute_model(inner, example_inputs=example_inputs, tied=tied)
-        for sparse in cls.__parameters:
+        for sparse, mask in [(sparse, cls.__new_mask(sparse)) for sparse in cls.__parameters]:
             param, pruned = sparse.param.detach(), sparse.buffer("pruned_p")
-            mask = cls.__calculate(whole(param))
-            if not isinstance(mask, Tensor) or mask.shape != param.shape:
-                shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-                raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
-            sparse.buffer().copy_(shard_like(mask.bool(), param))
+            sparse.buffer().copy_(shard_like(mask, param))
             if pruned is not None:
                 pruned.copy_(param * ~sparse.buffer())
-            cls.__say(2, f"keeps {float(mask.bool().float().mean()):.1%} of {sparse.full_name}")
+            cls.__say(2, f"keeps {float(mask.float().mean()):.1%} of {sparse.full_name}")
         cls.__mask(gathers=True)
 
     @classmethod
@@ -232,7 +253,7 @@ class ASP:
         shares = {sparse.full_name: float(whole(sparse.buffer()).double().mean()) for sparse in cls.__parameters}
         if all(share == 1 for share in shares.values()):
             return False
-        exact = getattr(cls.__calculate, "keywords", {}).get("pattern") in ("m4n2_1d", "m4n2_2d_best")
+        exact = cls.__known_pattern() in ("m4n2_1d", "m4n2_2d_best")
         wrong = {name: share for name, share in shares.items() if (share != 0.5 if exact else share == 1)}
         if wrong:
             raise SparsityError(f"masks do not agree whether the model is pruned; these keep other shares: {wrong}")
@@ -241,18 +262,30 @@ class ASP:
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
         """Prune 2 of 4 weights of a trained model's linear layers, convolutions and attention, for further training."""
+        if isinstance(model, nn.Module):  # else the next call says what it is
+            _check_optimizer(optimizer, model)
         types = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
         cls.init_model_for_pruning(model, verbosity=2, whitelist=types)
-        cls.init_optimizer_for_pruning(optimizer)
-        cls.compute_sparse_masks()
+        try:
+            cls.init_optimizer_for_pruning(optimizer)
+            cls.compute_sparse_masks()
+        except SparsityError:  # raised before weights change: masks and hooks are taken off again
+            cls.reset()
+            raise
 
     @classmethod
+    @checked
     def set_permutation_saving_params(
-        cls, allow_permutation: bool = True, save_permutation_graph: bool = False, permutation_output_dir: str = "."
+        cls,
+        allow_permutation: bool = True,
+        save_permutation_graph: bool = False,
+        permutation_output_dir: str | os.PathLike[str] = ".",
     ) -> None:
         """Set whether channels are permuted, whether JSON files describe the result, and the folder for these."""
         cls.__permutes = allow_permutation
-        Permutation.set_permutation_saving_params(allow_permutation, save_permutation_graph, permutation_output_dir)
+        Permutation.set_permutation_saving_params(
+            allow_permutation, save_permutation_graph, str(permutation_output_dir)
+        )
 
     @classmethod
     def reset(cls) -> None:
@@ -281,6 +314,21 @@ class ASP:
                 values, state, grads = companions(sparse.param)
                 pairs += [(tensor, sparse.buffer()) for tensor in (grads if gradients else values + state)]
             parameters.mask_all(pairs)
+
+    @classmethod
+    def __known_pattern(cls) -> str | None:
+        """Return the name of the pattern of `sparse_masklib`, or None if a function of the user computes masks."""
+        return getattr(cls.__calculate, "keywords", {}).get("pattern")
+
+    @classmethod
+    def __new_mask(cls, sparse: SparseParameter) -> Tensor:
+        """Return a new mask for a parameter, without a change of either; raise ValueError if it has another shape."""
+        param = sparse.param.detach()
+        mask = cls.__calculate(whole(param))
+        if not isinstance(mask, Tensor) or mask.shape != param.shape:
+            shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"mask_calculator gave {shape} for {sparse.full_name} of shape {list(param.shape)}")
+        return mask.bool()
 
     @classmethod
     def __check_model(cls, method: str) -> nn.Module:

@@ -8,7 +8,6 @@ from torch import Tensor
 from ...ops import transducer as ops
 from ...ops._checks import check_tensors, integer
 from ...ops._host import HOST
-from ...ops._library import quick_apply
 
 
 class TransducerJoint(torch.nn.Module):
@@ -53,12 +52,12 @@ class TransducerJoint(torch.nn.Module):
         cumsum(f_len * g_len), and `packed_batch`, its last element or more. Padding is filled with -1, and so are the
         rows after the last sequence of a packed result.
         """
-        if self.pack_output and (batch_offset is None or packed_batch == 0):
+        if self.pack_output and (batch_offset is None or integer("packed_batch", packed_batch) == 0):
             raise ValueError("pack_output=True needs batch_offset and packed_batch")
         flags = (self.pack_output, self.relu, self.dropout and self.training)
         packing = (batch_offset if self.pack_output else self.dummy_batch_offset, packed_batch)
         settings = (self.opt, self.fwd_tile_size, self.dropout_prob, self.mask_probe)
-        return _apply_joint(f, g, f_len, g_len, *flags, *packing, *settings)
+        return TransducerJointFunc.apply(f, g, f_len, g_len, *flags, *packing, *settings)
 
 
 class TransducerLoss(torch.nn.Module):
@@ -98,11 +97,13 @@ class TransducerLoss(torch.nn.Module):
         if self.packed_input:
             if batch_offset is None or max_f_len is None:
                 raise ValueError("packed_input=True needs batch_offset and max_f_len")
+            if integer("max_f_len", max_f_len) < 1:
+                raise ValueError(f"max_f_len={max_f_len} must be at least 1, the longest of f_len")
         else:
             # If x has no dimension of frames, the later check of x names the problem.
             batch_offset, max_f_len = self.dummy_batch_offset, x.size(1) if x.dim() > 1 else 0
         arguments = (x, label, f_len, y_len, batch_offset, max_f_len, blank_idx)
-        return _apply_loss(*arguments, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)
+        return TransducerLossFunc.apply(*arguments, self.fuse_softmax_backward, debug_list, self.opt, self.packed_input)
 
 
 class TransducerLossFunc(torch.autograd.Function):
@@ -148,6 +149,3 @@ class TransducerJointFunc(torch.autograd.Function):
     def backward(ctx, loss_grad):  # type: ignore[override]
         df, dg = ops.JOINT.backward_from_saved(ctx, loss_grad)
         return df, dg, None, None, None, None, None, None, None, None, None, None, None
-
-
-_apply_joint, _apply_loss = quick_apply(TransducerJointFunc), quick_apply(TransducerLossFunc)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ...ops._library import eager_apply
 from ...ops.xentropy import XENTROPY, check_logits, reference
 
 
@@ -32,6 +31,3 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return reference.backward(grad_loss, *ctx.saved_tensors, *ctx.settings), None, None, None, None
         return *XENTROPY.backward_from_saved(ctx, grad_loss), None, None, None, None
-
-
-eager_apply(SoftmaxCrossEntropyLoss)  # its nodes call `backward` directly

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_floats, check_optional_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .op_common import (
     FAMILY,
@@ -423,15 +423,14 @@ ATTENTION = Op(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, float inf) "
     "-> (Tensor output, Tensor statistics)",
     reference=_reference,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("query", "key", "value", "mask", "bias", "output", "statistics"),
-    gradients=("query", "key", "value", "bias"),
-    strided=("query", "key", "value", "mask", "bias", "output", "statistics"),
-    same_layout=("output", "query", "key", "value"),
-    takes=_takes,
-    formula=reference.attention,
+    kernels=Kernels(launch_forward, launch_backward, _takes),
+    shapes=_fake,
+    saved=Saved("query", "key", "value", "mask", "bias", "output", "statistics"),
+    memory=Memory(
+        strided=("query", "key", "value", "mask", "bias", "output", "statistics"),
+        same_as_first=("output", "query", "key", "value"),
+    ),
+    derivative=Derivative(of=("query", "key", "value", "bias"), formula=reference.attention),
     sums_rounded_products=True,
     checks=[
         {

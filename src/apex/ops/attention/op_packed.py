@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import check_tensors, values_at_hand
+from .._checks import check_tensors, integer, number, values_at_hand
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
 
@@ -87,8 +87,9 @@ def check(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) ->
         raise TypeError(f"cu_seqlens is {cu_seqlens.dtype}; int32 and int64 are accepted")
     if cu_seqlens.device != qkv.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, qkv on {qkv.device}")
-    if not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= number("p_dropout", dropout_p) < 1.0:
         raise ValueError(f"p_dropout={dropout_p} is not in [0, 1)")
+    integer("max_s", max_seqlen)
     bounds = values_at_hand(cu_seqlens)
     if bounds is not None:
         lengths = [end - start for start, end in pairwise(bounds)]
@@ -255,15 +256,15 @@ PACKED_ATTENTION = Op(
     "packed_attention(Tensor qkv, Tensor cu_seqlens, Tensor? seed, int max_seqlen, float dropout_p, bool zero_tail, "
     "bool cudnn_first) -> (Tensor output, Tensor statistics)",
     reference=_reference,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("qkv", "cu_seqlens", "seed", "output", "statistics"),
-    gradients=("qkv",),
-    strided=("qkv",),
-    takes=_takes,
-    formula=lambda qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others: reference.padded_attention(
-        qkv, cu_seqlens, max_seqlen, dropout_p, seed, sdpa=False
+    kernels=Kernels(launch_forward, launch_backward, _takes),
+    shapes=_fake,
+    saved=Saved("qkv", "cu_seqlens", "seed", "output", "statistics"),
+    memory=Memory(strided=("qkv",)),
+    derivative=Derivative(
+        of=("qkv",),
+        formula=lambda qkv, cu_seqlens, seed, max_seqlen, dropout_p, *others: reference.padded_attention(
+            qkv, cu_seqlens, max_seqlen, dropout_p, seed, sdpa=False
+        ),
     ),
     sums_rounded_products=True,
     checks=[

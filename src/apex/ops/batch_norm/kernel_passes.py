@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import _library
 from .._device import empty_on, facts, launch_rule
-from .._partial_sums import partial_sums
 from . import config, reference
 from .reference import BatchNormSpec, Channels, Exchange, GradientSums
 
@@ -90,7 +89,7 @@ def launch_forward(
         if launches.whole is not None:
             launches.whole((input, z, weight, bias, *old, mean, variance, y), (eps, momentum))
             return y, mean, variance
-        partials, _ = partial_sums(launches.partials, device, tickets=False)
+        partials = empty((launches.partials,), (1,), torch.float32)
         launches.measure((input, partials))
         finish = launches.finish
         if exchange is not None:
@@ -163,9 +162,10 @@ def _measured(input: Tensor, channel_dim: int) -> tuple[Tensor, ForwardLaunches,
     launches = _forward_launches(input.shape, input.stride(), channel_dim, dtypes, (True, False, False), device)
     if launches is None:
         return _measured(dense(input, channel_dim), channel_dim)
-    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    empty = empty_on(device)
+    partials = empty((launches.partials,), (1,), torch.float32)
     launches.measure((input, partials))
-    return partials, launches, empty_on(device)
+    return partials, launches, empty
 
 
 def _rank_statistics(partials: Tensor, launches: ForwardLaunches, empty: Any) -> Tensor:
@@ -263,7 +263,7 @@ def launch_backward(
     if launches.whole is not None:
         launches.whole((input, dy, output, *parameters, sum_dy, sum_dy_xhat, dx, dz), (eps,))
         return dx, dy if wants_z and not relu else dz, sum_dy_xhat, sum_dy
-    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    partials = empty((launches.partials,), (1,), torch.float32)
     launches.measure((input, dy, output, *parameters, dz, partials), (eps,))
     rank_stats = None if exchange is None else empty(launches.rank_stats, (1,), torch.float32)
     launches.sums((partials, sum_dy, sum_dy_xhat, rank_stats), (launches.values,))

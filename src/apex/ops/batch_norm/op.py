@@ -96,8 +96,8 @@ def batch_norm_with_statistics(
     elif spec.training:
         mean, variance = statistics(input, spec, mean, variance, exchange)
     if torch.is_grad_enabled():
-        apply = _apply_node if output is None else _apply_eagerly
-        output = apply(input, z, weight, bias, (mean, variance, scale_shift, spec, exchange, output))
+        given = (mean, variance, scale_shift, spec, exchange, output)
+        output = BatchNormFunction.apply(input, z, weight, bias, given)
     elif output is None:
         output = normalise(input, z, Channels(mean, variance, weight, bias), spec, scale_shift)
     return output, BatchStatistics(mean, variance, False) if wanted and spec.training else None
@@ -326,5 +326,3 @@ class BatchNormFunction(torch.autograd.Function):
 
 
 _saved_gradients_once = _library.once_differentiable(saved_gradients)
-_apply_node = _library.quick_apply(BatchNormFunction)
-_apply_eagerly = _library.eager_apply(BatchNormFunction)

@@ -248,12 +248,10 @@ _library.register_op(
     "Tensor? bias, float momentum, float eps, int channel_dim) -> (Tensor, Tensor, Tensor)",
     _statistics,
     _statistics_fake,
-    FAMILY,
 )
 _library.register_op(
     "batch_norm_backward(Tensor dy, Tensor input, Tensor? output, Tensor mean, Tensor variance, Tensor? weight, "
     "Tensor? bias, float eps, bool training, bool relu, int channel_dim, bool wants_input) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
-    FAMILY,
 )

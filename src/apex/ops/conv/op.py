@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _library
+from .._checks import integer
 from .._tolerance import excess
 from ..dense.parts import activation_backward, launch_activation_backward, takes_kernel
 
@@ -154,7 +155,7 @@ def check(input: Tensor, weight: Tensor, spec: ConvSpec, **per_channel: Tensor |
         raise ValueError(
             f"images [N, C, H, W] and weights [C', C, h, w] are needed, got {list(images)} and {list(weights)}"
         )
-    if padding < 0 or stride < 1:
+    if integer("padding", padding) < 0 or integer("stride", stride) < 1:
         raise ValueError(f"padding={padding}, stride={stride}: at least 0 and 1 are needed")
     if weights[2] > images[2] + 2 * padding or weights[3] > images[3] + 2 * padding:
         raise ValueError(f"weights {list(weights)} reach beyond images {list(images)} with padding={padding}")

@@ -56,7 +56,7 @@ def dense_gelu_dense(
     if (needs_graph and not takes_node(rows, features, width)) or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
-    return _apply_dense_gelu_dense(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
+    return FusedDenseGeluDenseFunc.apply(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:
@@ -88,7 +88,7 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
     if dtype is None:
         tensors = _library.cast_for_autocast(*tensors)
     if needs_graph:
-        return _apply_mlp(len(biases) > 0, ACTIVATIONS.index(activation), *tensors)
+        return MlpFunction.apply(len(biases) > 0, ACTIVATIONS.index(activation), *tensors)
     rest = tensors[1:]
     return _shaped(mlp_forward(as_rows(tensors[0]), rest[:layers], rest[layers:], activation)[-1], input)
 
@@ -221,9 +221,6 @@ class FusedDenseGeluDenseFunc(torch.autograd.Function):
         return None if dx is None else _shaped(dx, input), *gradients
 
 
-_apply_dense_gelu_dense = _library.quick_apply(FusedDenseGeluDenseFunc)
-
-
 def _infer_dense_gelu_dense(
     input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
 ) -> Tensor:
@@ -297,9 +294,6 @@ class MlpFunction(torch.autograd.Function):
         outputs = *hidden, output if output is None else as_rows(output)
         dx, *gradients = mlp_backward(as_rows(grad_o), as_rows(input), weights, outputs, activation, wanted)
         return None, None, None if dx is None else _shaped(dx, input), *gradients
-
-
-_apply_mlp = _library.quick_apply(MlpFunction)
 
 
 def split_mlp(bias: Any, args: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:

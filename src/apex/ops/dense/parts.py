@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from .. import _library
 from .._device import empty_on, facts, launch_rule
-from .._partial_sums import TICKETS, partial_sums
+from .._tickets import TICKETS, tickets_on
 from .._tolerance import excess
 from . import config, reference
 
@@ -152,9 +152,9 @@ def launch_activation_backward(
     if not partials:
         launch((dy, saved, dz, active, dbias, None, None))
         return dbias
-    sums, tickets = partial_sums(partials, device)
+    sums = empty_on(device)((partials,), (1,), torch.float32)
     if add_up is None:
-        launch((dy, saved, dz, active, sums, tickets, dbias))
+        launch((dy, saved, dz, active, sums, tickets_on(device), dbias))
     else:
         launch((dy, saved, dz, active, sums, None, None))
         add_up((sums, dbias))
@@ -253,7 +253,7 @@ def launch_accumulation(input: Tensor, d_output: Tensor, d_weight: Tensor) -> No
     )
 
 
-@functools.cache
+@launch_rule
 def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether this PyTorch can add a half-precision product to a float32 matrix in one call (CUDA since 2.9)."""
     ones = torch.ones(16, 16, dtype=dtype, device=device)
@@ -321,7 +321,6 @@ _library.register_op(
     "activation_backward(Tensor dy, Tensor saved, str activation, bool bias_grad) -> (Tensor, Tensor)",
     _operator,
     lambda dy, saved, activation, bias_grad: (dy.new_empty(dy.shape), dy.new_empty(dy.shape[1] if bias_grad else 0)),
-    FAMILY,
     backward=_refuse_derivative,
 )
 _library.register_op(
@@ -332,7 +331,6 @@ _library.register_op(
         dy.new_empty(dy.shape[1] if bias_grad else 0),
         input.new_empty(input.shape),
     ),
-    FAMILY,
     backward=_refuse_derivative,
 )
 _library.register_op(

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .._checks import at_hand, check_tensors
+from .._checks import at_hand, check_tensors, integer
 from .._device import facts
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -24,6 +24,7 @@ kernels = _library.LazyModule(f"{__package__}.kernels")
 def check(logits: Tensor, targets: Tensor, num_positives: Tensor, classes: int) -> None:
     """Raise for arguments that do not fit together; check the targets' values only if no device must be waited for."""
     check_tensors(cls_output=logits, cls_targets_at_level=targets, num_positives_sum=num_positives)
+    integer("num_real_classes", classes)
     if logits.dim() != targets.dim() + 1 or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"cls_output has shape {list(logits.shape)} and cls_targets_at_level {list(targets.shape)}; the first must "
@@ -112,9 +113,8 @@ FOCAL_LOSS = Op(
     "focal_loss(Tensor logits, Tensor targets, Tensor num_positives, int classes, float alpha, float gamma, "
     "float smoothing) -> Tensor",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda logits, *rest: logits.new_empty((), dtype=_library.compute_dtype(logits)),
-    saves=("logits", "targets", "num_positives"),
-    gradients=("logits",),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda logits, *rest: logits.new_empty((), dtype=_library.compute_dtype(logits)),
+    saved=Saved("logits", "targets", "num_positives"),
+    derivative=Derivative(of=("logits",)),
 )

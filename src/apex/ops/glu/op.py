@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_floats, check_parameters, check_tensors
 from .._device import DeviceFacts, facts, launch_rule
-from .._op import Op
+from .._op import Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -165,20 +165,16 @@ GLU = Op(
     FAMILY,
     "glu(Tensor input, Tensor? bias, str activation) -> Tensor",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
-    saves=("input", "bias"),
-    replayed=True,
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda input, bias, activation: input.new_empty((*input.shape[:-1], input.shape[-1] // 2)),
+    saved=Saved("input", "bias"),
 )
 
 GLU_PAIR = Op(
     FAMILY,
     "glu_pair(Tensor gate, Tensor value, str activation) -> Tensor",
     reference=reference.pair,
-    forward=launch_pair_forward,
-    backward=launch_pair_backward,
-    fake=lambda gate, value, activation: gate.new_empty(gate.shape),
-    saves=("gate", "value"),
-    replayed=True,
+    kernels=Kernels(launch_pair_forward, launch_pair_backward),
+    shapes=lambda gate, value, activation: gate.new_empty(gate.shape),
+    saved=Saved("gate", "value"),
 )

@@ -15,8 +15,8 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_parameters, check_shape, check_tensors
 from .._device import DeviceFacts, empty_on, facts, launch_rule, next_power_of_2
-from .._op import Op, laid_out_like
-from .._partial_sums import TICKETS, partial_sums
+from .._op import Kernels, Memory, Op, Saved, laid_out_like
+from .._tickets import TICKETS, tickets_on
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -232,11 +232,10 @@ def launch_backward(dy: Tensor, *saved: Any) -> tuple[Tensor, Tensor | None, Ten
     dweight = empty(channels, (1,), of_weight) if param_grads and of_weight is not None else None
     dbias = empty(channels, (1,), of_bias) if param_grads and of_bias is not None else None
     tensors = (x, dy, weight, bias, statistics)
+    scratch = empty((launches.scratch,), (1,), torch.float32)
     if launches.held is not None:
-        scratch, tickets = partial_sums(launches.scratch, device)
-        launches.held((*tensors, dx, scratch, tickets, dweight, dbias), (eps,))
+        launches.held((*tensors, dx, scratch, tickets_on(device), dweight, dbias), (eps,))
     else:
-        scratch = torch.empty(launches.scratch, dtype=torch.float32, device=device)  # too large to be kept
         of_tile, add_up = launches.cut
         of_tile((*tensors, scratch, None), (eps,))
         add_up((scratch, weight))
@@ -298,11 +297,8 @@ GROUP_NORM = Op(
     "group_norm(Tensor input, Tensor? weight, Tensor? bias, int groups, float eps, bool silu) "
     "-> (Tensor output, Tensor statistics)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("input", "weight", "bias", "statistics"),
-    strided=("input", "output"),
-    same_layout=("input", "output"),
-    replayed=True,
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("input", "weight", "bias", "statistics"),
+    memory=Memory(strided=("input", "output"), same_as_first=("input", "output")),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_tensors
 from .._device import facts
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -68,6 +68,8 @@ def check(in1: Tensor, in2: Tensor, index: Tensor) -> None:
         )
     if index.shape != in2.shape[:1]:
         raise ValueError(f"idx1 must hold one index per row of in2, {list(in2.shape[:1])}, got {list(index.shape)}")
+    if not in1.shape[0] and index.shape[0]:
+        raise ValueError(f"in1 has no rows for the {index.shape[0]} indices of idx1")
     if index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"idx1 must be int64 or int32, got {index.dtype}")
     if in1.dtype != in2.dtype or not in1.is_floating_point():
@@ -156,11 +158,10 @@ INDEX_MUL = Op(
     FAMILY,
     "index_mul(Tensor in1, Tensor in2, Tensor index) -> Tensor",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda in1, in2, index: in2.new_empty(in2.shape),
-    saves=("in1", "in2", "index"),
-    gradients=("in1", "in2"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda in1, in2, index: in2.new_empty(in2.shape),
+    saved=Saved("in1", "in2", "index"),
+    derivative=Derivative(of=("in1", "in2")),
     checks=[
         {
             "in1": (7, 40),

@@ -16,7 +16,7 @@ from torch.nn import functional
 from .. import _library
 from .._checks import check_floats, integer
 from .._device import next_power_of_2
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -109,14 +109,17 @@ MAX_POOL = Op(
     "max_pool(Tensor input, int window, int stride, int padding, int height, int width) "
     "-> (Tensor output, Tensor index)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    reference_backward=reference.backward,
-    fake=_empty,
-    backward_fake=lambda dy, index, window, stride, padding, height, width, wanted: dy.new_empty(
-        dy.shape[0], height, width, dy.shape[3]
+    kernels=Kernels(
+        launch_forward,
+        launch_backward,
+        lambda input, *_: input.numel() >= NATIVE_BELOW or _library.requested == "triton",
     ),
-    saves=("index",),
-    takes=lambda input, *_: input.numel() >= NATIVE_BELOW or _library.requested == "triton",
-    replayed=True,
+    shapes=_empty,
+    saved=Saved("index"),
+    derivative=Derivative(
+        backward=reference.backward,
+        shapes=lambda dy, index, window, stride, padding, height, width, wanted: dy.new_empty(
+            dy.shape[0], height, width, dy.shape[3]
+        ),
+    ),
 )

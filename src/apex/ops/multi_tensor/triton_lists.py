@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _device, _library
 from .._graph_numbers import Number
-from .._partial_sums import TICKETS, partial_sums
+from .._tickets import TICKETS, tickets_on
 from . import config
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
@@ -165,10 +165,9 @@ class TritonLists:
         tickets = finishing = out = factor = None
         bounds, by = None, (0.0, 0.0, 0.0)
         if rule.quantities and partials is None:
-            partials, tickets = partial_sums(layout.count * rule.quantities, self.device)
-        if total is None:
-            tickets = None
-        else:
+            partials = self._empty(layout.count * rule.quantities)
+            tickets = None if total is None else tickets_on(self.device)
+        if total is not None:
             (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
             at_once = config.sum_block(layout.most if per_tensor else layout.count)
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)

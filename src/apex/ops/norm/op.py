@@ -17,8 +17,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_parameters, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
-from .._partial_sums import partial_sums
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels_forward = _library.LazyModule(f"{__package__}.kernels_forward")
@@ -119,6 +118,9 @@ def checked_shape(
     elif isinstance(normalized_shape, numbers.Integral):
         shape = (int(normalized_shape),)
     else:
+        if isinstance(normalized_shape, Tensor) or not hasattr(normalized_shape, "__iter__"):
+            kind = type(normalized_shape).__name__
+            raise TypeError(f"normalized_shape must be an integer or a list of integers, got {kind}")
         shape = tuple(normalized_shape)  # type: ignore[arg-type]
     sizes = input.shape
     if sizes and type(sizes[-1]) is Tensor:  # in torch.jit.trace; PyTorch's operator checks them
@@ -250,7 +252,7 @@ def launch_backward(
         strides = (1,) if len(sizes) == 1 else contiguous_strides(sizes)
         dweight = empty(sizes, strides, weight_dtype)  # type: ignore[arg-type]
         dbias = None if bias_dtype is None else empty(sizes, strides, bias_dtype)
-        partials, _ = partial_sums(launches.partials, device, tickets=False)
+        partials = empty((launches.partials,), (1,), torch.float32)
     tensors, limit = (dy, saved, weight, bias, statistics), launches.limit
     if launches.kind == "rows":
         launches.main((*tensors, None, dx, partials), limit)
@@ -290,7 +292,9 @@ def _backward_launches(
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
-    main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    # With a residual one tensor more is loaded ahead, for which five stages have no shared memory.
+    stages = min(3, chosen.num_stages) if has_added else chosen.num_stages
+    main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": stages}
     row_means = sums = None
     if chosen.kind == "rows":
         launch = kernels_backward.norm_backward_rows.prepare(
@@ -383,13 +387,8 @@ NORM = Op(
     "norm(Tensor input, Tensor? weight, Tensor? bias, int row_length, float eps, bool subtract_mean, bool from_output, "
     "ScalarType out_dtype, ScalarType input_dtype) -> (Tensor output, Tensor statistics)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=_fake,
-    saves=("saved", "weight", "bias", "statistics"),
-    save=_save,
-    reference_backward=reference.backward,
-    backward_fake=_backward_fake,
-    once=_no_second_derivative,
-    replayed=True,
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("saved", "weight", "bias", "statistics", choose=_save),
+    derivative=Derivative(backward=reference.backward, shapes=_backward_fake, once=_no_second_derivative),
 )

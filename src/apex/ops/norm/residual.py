@@ -18,8 +18,6 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_optional_tensors, check_tensors
 from .._device import empty_on
-from .._partial_sums import partial_sums
-from .._tuned import falls_back
 from . import config, op, reference
 
 
@@ -44,7 +42,7 @@ def add_norm(
     is_large = memory_efficient or branch.numel() >= config.NATIVE_BELOW or _library.requested != "auto"
     if is_large and _runs_kernels(branch, residual, added, shape, weight, bias, subtract_mean):
         arguments = (branch, residual, added, weight, bias, shape[0], eps, subtract_mean, memory_efficient)
-        return _apply(*arguments) if torch.is_grad_enabled() else _forward(*arguments)[:2]
+        return AddNormFunction.apply(*arguments) if torch.is_grad_enabled() else _forward(*arguments)[:2]
     total = residual + (branch if added is None else branch + added)
     return op._norm(total, shape, weight, bias, eps, subtract_mean, memory_efficient, None), total
 
@@ -109,15 +107,11 @@ class AddNormFunction(torch.autograd.Function):
         return dx, dx, dadded if ctx.has_added else None, dweight, None if bias is None else dbias, *(None,) * 4
 
 
-_apply = _library.quick_apply(AddNormFunction)
-
-
 def _forward(branch: Tensor, residual: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     run = torch.ops.apex.add_norm if torch.compiler.is_compiling() else launch_forward
     return run(branch.contiguous(), residual.contiguous(), *rest)
 
 
-@falls_back(op.FAMILY.name)
 def launch_forward(
     branch: Tensor,
     residual: Tensor,
@@ -140,7 +134,6 @@ def launch_forward(
     return output, total, statistics
 
 
-@falls_back(op.FAMILY.name)
 def launch_backward(
     dy: Tensor,
     dsum: Tensor,
@@ -164,7 +157,7 @@ def launch_backward(
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
     of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
-    partials, _ = partial_sums(launches.partials, device, tickets=False)
+    partials = empty((launches.partials,), (1,), torch.float32)
     launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
     launches.sums((partials, dweight, of_bias, of_added))
     return dx, dweight, dbias, dadded

@@ -68,6 +68,10 @@ def rotary_embedding_pair(
     """Return `rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
     check_floats(query=query, key=key)
+    dimensions = 4 if cu_seqlens is None else 3
+    if query.dim() != dimensions or key.dim() != dimensions:
+        shapes = list(query.shape), list(key.shape)
+        raise ValueError(f"query and key must have {dimensions} dimensions, got shapes {shapes[0]} and {shapes[1]}")
     first, second = _rotate((query, key), tables, spec, cu_seqlens)
     return first, second
 
@@ -112,7 +116,7 @@ def _rotate(tensors: Tensors, tables: Tensors, spec: RopeSpec, cu_seqlens: Tenso
                 _check(t, tables, spec, cu_seqlens)
         return _by_operators(tensors, tables, spec, cu_seqlens)
     if torch.is_grad_enabled() and (tensors[0].requires_grad or tensors[-1].requires_grad):
-        return _apply_node((tables, spec, cu_seqlens), *tensors)
+        return _RotateFunction.apply((tables, spec, cu_seqlens), *tensors)
     return _run(tensors, tables, spec, cu_seqlens, checked=False)
 
 
@@ -388,9 +392,6 @@ class _RotateFunction(torch.autograd.Function):
         if False in wanted:
             gradients = tuple([g if needed else None for g, needed in zip(gradients, wanted, strict=True)])
         return None, *backward_from_saved(ctx, *gradients)
-
-
-_apply_node = _library.eager_apply(_RotateFunction)
 
 
 def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untyped-def]

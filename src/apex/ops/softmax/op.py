@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import FLOATS, check_shape, check_tensors
 from .._device import facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .reference import SoftmaxSpec
 
@@ -281,17 +281,17 @@ SOFTMAX = Op(
     "softmax(Tensor input, Tensor? mask, Tensor? noise, float scale, bool causal, float dropout) "
     "-> (Tensor output, Tensor probabilities)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda input, mask, noise, *settings: (
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda input, mask, noise, *settings: (
         input.new_empty(input.shape),
         None if noise is None else input.new_empty(input.shape),
     ),
-    saves=("probabilities", "noise"),
-    save=_save,
-    gradients=("input",),
-    strided=("mask",),
-    reference_backward=reference.backward,
-    backward_fake=lambda dy, probabilities, *rest: probabilities.new_empty(probabilities.shape),
-    once=_no_second_derivative,
+    saved=Saved("probabilities", "noise", choose=_save),
+    memory=Memory(strided=("mask",)),
+    derivative=Derivative(
+        of=("input",),
+        backward=reference.backward,
+        shapes=lambda dy, probabilities, *rest: probabilities.new_empty(probabilities.shape),
+        once=_no_second_derivative,
+    ),
 )

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .. import _library
 from .._device import facts, next_power_of_2
-from .._op import Op
+from .._op import Kernels, Op, Saved
 from ..conv.op import conv_gradients
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -149,10 +149,7 @@ STEM_CONV = Op(
     FAMILY,
     "stem_conv(Tensor images, Tensor weight) -> Tensor",
     reference=reference,
-    forward=launch_forward,
-    backward=launch_backward,
-    fake=lambda images, weight: images.new_empty(_shape(images, weight)),
-    saves=("images", "weight"),
-    sums_rounded_products=True,
-    replayed=True,
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=lambda images, weight: images.new_empty(_shape(images, weight)),
+    saved=Saved("images", "weight"),
 )

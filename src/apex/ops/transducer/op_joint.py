@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import FLOATS, check_tensors, values_at_hand
 from .._device import empty_on, facts, launch_rule, next_power_of_2
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels_joint")
@@ -253,14 +253,10 @@ JOINT = Op(
     "float dropout, float scale, SymInt frames, SymInt tokens, SymInt packed_rows, bool want_mask) "
     "-> (Tensor h, Tensor mask)",
     reference=reference.joint,
-    forward=launch_forward,
-    backward=launch_backward,
-    reference_backward=reference.joint_backward,
-    fake=_fake,
-    backward_fake=_backward_fake,
-    saves=("kept", "f_len", "g_len", "batch_offset"),
-    save=_save,
-    gradients=("f", "g"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("kept", "f_len", "g_len", "batch_offset", choose=_save),
+    derivative=Derivative(of=("f", "g"), backward=reference.joint_backward, shapes=_backward_fake),
     checks=[
         {
             "f": (2, 9, 24),

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import FLOATS, at_hand, check_tensors, integer
 from .._device import facts
-from .._op import Op
+from .._op import Derivative, Kernels, Op, Saved
 from . import config, reference
 from .op_joint import FAMILY, check_lengths, check_offset, fill_rest, within_rows
 
@@ -194,13 +194,14 @@ LOSS = Op(
     "int blank_idx, bool softmax, bool want_nodes, bool want_scores) "
     "-> (Tensor losses, Tensor sums, Tensor shares, Tensor scores)",
     reference=reference.loss,
-    forward=launch_forward,
-    backward=launch_backward,
-    reference_backward=reference.loss_backward,
-    fake=_fake,
-    saves=("x", "label", "f_len", "y_len", "batch_offset", "sums", "shares"),
-    gradients=("x",),
-    once=lambda *settings: "the transducer loss has a first derivative only; create_graph=True is not supported",
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("x", "label", "f_len", "y_len", "batch_offset", "sums", "shares"),
+    derivative=Derivative(
+        of=("x",),
+        backward=reference.loss_backward,
+        once=lambda *settings: "the transducer loss has a first derivative only; create_graph=True is not supported",
+    ),
     sums_rounded_products=True,
     checks=[
         {

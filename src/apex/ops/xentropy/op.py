@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_shape, check_tensors
 from .._device import contiguous_strides, empty_on, facts, launch_rule
-from .._op import Op
+from .._op import Derivative, Kernels, Memory, Op, Saved
 from . import config, reference
 from .reference import NO_PADDING
 
@@ -308,12 +308,10 @@ XENTROPY = Op(
     FAMILY,
     "xentropy(Tensor logits, Tensor labels, float smoothing, int padding_idx) -> (Tensor losses, Tensor log_sums)",
     reference=reference.forward,
-    forward=launch_forward,
-    backward=launch_backward,
-    reference_backward=reference.backward,
-    fake=_fake,
-    saves=("logits", "log_sums", "labels"),
-    gradients=("logits",),
-    strided=("logits", "losses"),
+    kernels=Kernels(launch_forward, launch_backward),
+    shapes=_fake,
+    saved=Saved("logits", "log_sums", "labels"),
+    memory=Memory(strided=("logits", "losses")),
+    derivative=Derivative(of=("logits",), backward=reference.backward),
     checks=[_check(1024), _check(1001)],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..._arguments import Count, Index, checked
 from ...ops._host import HOST
 
 
@@ -15,7 +16,7 @@ class _Base:
     def __init__(
         self,
         total_samples: int,
-        consumed_samples: int,
+        consumed_samples: Index,
         local_minibatch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
@@ -47,7 +48,8 @@ class _Base:
         return self._local_minibatch_size
 
     @local_minibatch_size.setter
-    def local_minibatch_size(self, new_local_minibatch_size: int) -> None:
+    @checked
+    def local_minibatch_size(self, new_local_minibatch_size: Count) -> None:
         self._local_minibatch_size = new_local_minibatch_size
         self.local_minibatch_times_data_parallel_size = new_local_minibatch_size * self.data_parallel_size
 
@@ -55,10 +57,11 @@ class _Base:
 class MegatronPretrainingSampler(_Base):
     """A sampler that takes samples in order; each rank gets its part of every global batch."""
 
+    @checked
     def __init__(
         self,
         total_samples: int,
-        consumed_samples: int,
+        consumed_samples: Index,
         local_minibatch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
@@ -94,10 +97,11 @@ class MegatronPretrainingRandomSampler(_Base):
     Samples that do not fill a global batch are dropped. `consumed_samples` advances with every batch taken.
     """
 
+    @checked
     def __init__(
         self,
         total_samples: int,
-        consumed_samples: int,
+        consumed_samples: Index,
         local_minibatch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,

@@ -57,6 +57,8 @@ def default_mesh(sizes: ParallelSizes) -> Tensor:
 
 def mesh_from_device_mesh(device_mesh: Any, world: int) -> Tensor:
     """Return the ranks of a DeviceMesh as [pp, dp, cp, tp]; a missing dimension has size 1."""
+    if not hasattr(device_mesh, "mesh_dim_names"):
+        raise TypeError(f"device_mesh must be a DeviceMesh or None, got {device_mesh!r:.80}")
     names = tuple(device_mesh.mesh_dim_names or ())
     unknown = [name for name in names if name not in MESH_DIMENSIONS]
     if not names or unknown or len(set(names)) != len(names):

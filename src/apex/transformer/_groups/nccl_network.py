@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ... import _env
+from ..._arguments import Index, checked
 from ..._distributed.groups import make_group
 
 
@@ -35,21 +36,24 @@ def init_nccl_net(group: Any) -> None:
     torch.cuda.synchronize()
 
 
-def new_nccl_ib_group(ranks: Sequence[int]) -> Any:
+@checked
+def new_nccl_ib_group(ranks: Sequence[Index]) -> Any:
     """Return a new NCCL group that uses InfiniBand."""
     with _environment_restored():
         set_nccl_ib_envs()
         return _new_group_used_once(ranks)
 
 
-def new_nccl_socket_group(ranks: Sequence[int]) -> Any:
+@checked
+def new_nccl_socket_group(ranks: Sequence[Index]) -> Any:
     """Return a new NCCL group that uses sockets."""
     with _environment_restored():
         set_nccl_socket_envs()
         return _new_group_used_once(ranks)
 
 
-def new_process_group(ranks: Sequence[int], backend: str | None) -> Any:
+@checked
+def new_process_group(ranks: Sequence[Index], backend: str | None) -> Any:
     """Return a new group with `backend` (default: the default group's), on a network that reaches all of its ranks."""
     block = _env.gpus_per_infiniband_block()
     if block is None or (backend or dist.get_backend()) != "nccl":
@@ -58,7 +62,7 @@ def new_process_group(ranks: Sequence[int], backend: str | None) -> Any:
     return new_nccl_ib_group(ranks) if inside_one_block else new_nccl_socket_group(ranks)
 
 
-def _new_group_used_once(ranks: Sequence[int]) -> Any:
+def _new_group_used_once(ranks: Sequence[Index]) -> Any:
     group = make_group(ranks, backend="nccl")
     if dist.get_rank() in ranks:
         init_nccl_net(group)

@@ -23,6 +23,14 @@ class ModelParallelGroups:
     made: list[Any] = field(default_factory=list)
 
 
+def check_backend(name: str, backend: str | None) -> None:
+    """Raise ValueError if PyTorch lacks a backend, given by the argument `name`; UCC is left to others to check."""
+    for each in [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]:
+        if each != "ucc" and not dist.is_backend_available(each):
+            known = ", ".join(dist.Backend.backend_list)
+            raise ValueError(f"{name}={backend!r} is no backend that this PyTorch has; it knows {known}")
+
+
 def make_groups(
     kinds: dict[str, list[list[int]]], backend: str | None, p2p_backend: str | None, device_mesh: Any
 ) -> ModelParallelGroups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
 from ..._distributed import collectives
+from ...amp._checks import check_count, check_flags, checked_number, checked_scale
 from ...ops._host import HOST, on_host
 from .. import parallel_state
 from .._groups.device import parameter_device
@@ -19,12 +21,24 @@ class GradScaler(torch.amp.GradScaler):
 
     Overflow flags are summed on the device over the model-parallel group and over the replicas, because their optimizer
     may have divided the gradients among them (ZeRO). The host waits for the device only if the optimizer reads the
-    flag. The arguments are PyTorch's without the device: `init_scale`, `growth_factor`, `backoff_factor`,
-    `growth_interval` and `enabled`.
+    flag. The arguments are PyTorch's without the device.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(parameter_device().type, *args, **kwargs)
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        checked_scale("init_scale", init_scale)
+        checked_number("growth_factor", growth_factor, 1.0 + 2**-20, math.inf, "a number above 1")
+        checked_number("backoff_factor", backoff_factor, 2.0**-126, 1.0 - 2**-20, "a number between 0 and 1")
+        check_count("growth_interval", growth_interval)
+        check_flags(enabled=enabled)
+        scaling = (float(init_scale), float(growth_factor), float(backoff_factor), growth_interval)
+        super().__init__(parameter_device().type, *scaling, bool(enabled))
 
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
         """Create the scale in a pipeline stage without a loss, which never calls `scale`."""

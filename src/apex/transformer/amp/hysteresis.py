@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._arguments import Count, checked
 from ...logging import get_dist_logger
 from .grad_scaler import GradScaler
 
@@ -18,19 +19,18 @@ class HysteresisScaler(GradScaler):
     count of steps without overflow.
     """
 
+    @checked
     def __init__(
         self,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
+        growth_interval: Count = 1000,
+        hysteresis: Count = 2,
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
         verbose: bool = False,
     ) -> None:
-        if hysteresis < 1:
-            raise ValueError(f"hysteresis={hysteresis} must be at least 1")
         if not 0 < min_scale <= max_scale:
             raise ValueError(f"min_scale={min_scale} must be positive and at most max_scale={max_scale}")
         super().__init__(min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval)
@@ -64,6 +64,7 @@ class HysteresisScaler(GradScaler):
         count = self._first_overflows if self._overflows is None else int(self._overflows)
         return {**super().state_dict(), "overflows": count}
 
+    @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)
         self._first_overflows = int(state_dict.pop("overflows", 0))

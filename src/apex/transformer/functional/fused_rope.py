@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._arguments import checked
 from ...ops._checks import check_tensors
 from ...ops.rope import RopeSpec, backward_from_saved, forward_and_save, rotate
 
@@ -22,6 +23,7 @@ def check_if_rocm_pytorch() -> bool:
     return torch.version.hip is not None
 
 
+@checked
 def fused_apply_rotary_pos_emb(
     t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
 ) -> Tensor:
@@ -33,6 +35,7 @@ def fused_apply_rotary_pos_emb(
     return rotate(t, (freqs,), _sequences(tensor_format, transpose_output_memory))
 
 
+@checked
 def fused_apply_rotary_pos_emb_cached(
     t: Tensor, cos_: Tensor, sin_: Tensor, transpose_output_memory: bool = False, *, tensor_format: str = "sbhd"
 ) -> Tensor:
@@ -40,6 +43,7 @@ def fused_apply_rotary_pos_emb_cached(
     return rotate(t, (cos_, sin_), _sequences(tensor_format, transpose_output_memory))
 
 
+@checked
 def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor) -> Tensor:
     """Rotate packed sequences `t`, [tokens of all sequences, h, d], by the angles `freqs`, [positions, 1, 1, r].
 
@@ -51,6 +55,7 @@ def fused_apply_rotary_pos_emb_thd(t: Tensor, cu_seqlens: Tensor, freqs: Tensor)
     return rotate(t, (freqs,), RopeSpec("thd"), cu_seqlens)
 
 
+@checked
 def fused_apply_rotary_pos_emb_2d(
     t: Tensor, img_h: int, img_w: int, cos_h: Tensor, sin_h: Tensor, cos_w: Tensor, sin_w: Tensor
 ) -> Tensor:

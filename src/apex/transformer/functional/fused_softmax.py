@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ...ops import softmax
 from ...ops._checks import check_floats, check_optional_tensors
@@ -67,6 +68,7 @@ class ScaledSoftmax(torch.autograd.Function):
         return *softmax.SOFTMAX.backward_from_saved(ctx, output_grads), None
 
 
+@checked
 def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> Tensor:
     """Return the causal softmax of `scale` * `inputs`: query i sees key j if j <= i + sk - sq.
 
@@ -77,6 +79,7 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: Any, scale: float) -> 
     return softmax.masked_softmax(inputs, scale=float(scale), causal=True)
 
 
+@checked
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return the softmax of `scale` * `inputs` under `mask`, which may be None."""
     check_floats(inputs=inputs)
@@ -84,11 +87,13 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
     return softmax.masked_softmax(inputs, mask, scale=float(scale))
 
 
+@checked
 def generic_scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return `scaled_masked_softmax(inputs, mask, scale)`; neither function limits the lengths."""
     return scaled_masked_softmax(inputs, mask, scale)
 
 
+@checked
 def scaled_softmax(inputs: Tensor, scale: float) -> Tensor:
     """Return the softmax of `scale` * `inputs`."""
     return scaled_masked_softmax(inputs, None, scale)
@@ -105,17 +110,20 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     fused_softmax_func: Callable[[Tensor, Tensor | None, float], Tensor]
 
+    @checked
     def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
-        attn_mask_type: AttnMaskType,
+        attn_mask_type: AttnMaskType | Any,
         scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[Tensor, Tensor], Tensor],
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,
         scale: float | None,
     ) -> None:
         super().__init__()
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding):
+            raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
         if input_in_fp16 and input_in_bf16:
             raise RuntimeError("both fp16 and bf16 flags cannot be active at the same time.")
         if not (scale is None or softmax_in_fp32):
@@ -129,12 +137,8 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.softmax_in_fp32 = softmax_in_fp32
         self.scale = scale
         if scaled_masked_softmax_fusion:
-            if attn_mask_type == AttnMaskType.causal:
-                self.fused_softmax_func = scaled_upper_triang_masked_softmax
-            elif attn_mask_type == AttnMaskType.padding:
-                self.fused_softmax_func = scaled_masked_softmax
-            else:
-                raise ValueError(f"Invalid attn_mask_type: {attn_mask_type!r}; use AttnMaskType.padding or causal")
+            causal = attn_mask_type == AttnMaskType.causal
+            self.fused_softmax_func = scaled_upper_triang_masked_softmax if causal else scaled_masked_softmax
 
     def forward(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """Return the probabilities of scores [b, np, sq, sk]; they have the scores' dtype if it is the declared one."""
@@ -161,12 +165,17 @@ class FusedScaleMaskSoftmax(nn.Module):
         if mask is None and self.attn_mask_type == AttnMaskType.causal:
             queries, keys = input.shape[-2:]
             mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=input.device).triu(keys - queries + 1)
-        probabilities = torch.softmax(input if mask is None else self.mask_func(input, mask), -1)
+        if mask is not None:
+            if self.mask_func is None:
+                raise ValueError("mask_func must be a function to apply a mask where the fused form is not taken")
+            input = self.mask_func(input, mask)
+        probabilities = torch.softmax(input, -1)
         if self.input_in_float16 and self.softmax_in_fp32:
             probabilities = probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return probabilities
 
     @staticmethod
+    @checked
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
         """Return the rows per block of 128 threads of upstream's kernel; nothing here depends on it."""
         padded = 1 << max(0, sk - 1).bit_length()
@@ -176,12 +185,13 @@ class FusedScaleMaskSoftmax(nn.Module):
 class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
     """A `FusedScaleMaskSoftmax` with a padding mask that is fused in any precision."""
 
+    @checked
     def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
         scaled_masked_softmax_fusion: bool,
-        mask_func: Callable[[Tensor, Tensor], Tensor],
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
         softmax_in_fp32: bool,
         scale: float | None,
     ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..._arguments import checked
 from ...contrib.layer_norm import FastLayerNorm as OrigFastLayerNorm
 from ...normalization import FusedLayerNorm as OrigFusedLayerNorm
 from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
@@ -36,5 +37,6 @@ class MixedFusedLayerNorm(_SequenceParallel, OrigMixedFusedLayerNorm):
 class FastLayerNorm(_SequenceParallel, OrigFastLayerNorm):
     """`apex.contrib.layer_norm.FastLayerNorm` with `sequence_parallel_enabled` on itself and its parameters."""
 
+    @checked
     def __init__(self, hidden_size: int, eps: float = 1e-5, *, sequence_parallel_enabled: bool = False) -> None:
         super().__init__(hidden_size, eps, sequence_parallel_enabled=sequence_parallel_enabled)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..._arguments import Count, Index
 from ..._distributed.comparison import check_settings
 from .. import parallel_state
 from .._groups.device import parameter_device
@@ -51,8 +52,8 @@ class StepOptions(TypedDict, total=False):
     device.
     """
 
-    tensor_shape: Sequence[int] | None
-    decoder_sequence_length: int | None
+    tensor_shape: Sequence[Count] | None
+    decoder_sequence_length: Count | None
     sequence_parallel_enabled: bool
     dtype: torch.dtype | None
     disable_autocast: bool
@@ -61,7 +62,7 @@ class StepOptions(TypedDict, total=False):
     custom_sync_context_handler: Callable[[], Any] | None
     custom_grad_sync_func: Callable[..., Any] | None
     custom_param_sync_func: Callable[[list[Tensor]], Any] | None
-    num_micro_batches_with_partial_activation_checkpoints: int | None
+    num_micro_batches_with_partial_activation_checkpoints: Index | None
     async_comm: bool
     sync_batch_comm: bool
     overlap_p2p_comm: bool

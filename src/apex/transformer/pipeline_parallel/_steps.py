@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
+from ..._arguments import checked
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ..enums import ModelType
@@ -19,7 +20,8 @@ Batch = Any  # a tensor, tensors in a list or tuple, or None if a stage needs no
 Model = nn.Module | list[nn.Module]  # a stage, or the list of a rank's chunks
 LossFunc = Callable[[Tensor], tuple[Tensor, Any]]
 FwdStepFunc = Callable[..., tuple[Tensor, LossFunc]]
-Tensors = Any  # a tensor, None, or a list of these
+# A tensor, None, or a list of these.
+Tensors = Tensor | FutureTensor | Sequence[Tensor | FutureTensor | None] | None
 
 _AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -35,6 +37,7 @@ def _passes_encoder_on(model_type: ModelType) -> bool:
     return model_type == ModelType.encoder_and_decoder and parallel_state.is_pipeline_stage_after_split()
 
 
+@checked
 def forward_step(
     forward_step_func: FwdStepFunc,
     batch: Batch,
@@ -72,6 +75,7 @@ def forward_step(
     return [output] if isinstance(input_tensor, list) else output
 
 
+@checked
 def backward_step(
     input_tensor: Tensors,
     output_tensor: Tensors,
@@ -105,6 +109,7 @@ def backward_step(
     return input_gradients if isinstance(input_tensor, list) else input_gradients[0]
 
 
+@checked
 def free_output_tensor(output_tensors: Tensors, deallocate_pipeline_outputs: bool = False) -> None:
     """Free the memory of outputs that have been sent; the backward pass only needs their autograd graph.
 
@@ -117,11 +122,10 @@ def free_output_tensor(output_tensors: Tensors, deallocate_pipeline_outputs: boo
             tensor.data = torch.empty((1,), dtype=tensor.dtype, device=tensor.device)
 
 
+@checked
 def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     """Run the backward pass of an output whose memory was freed, which `torch.autograd.backward` would refuse."""
     assert output.numel() == 1, "output should be pseudo-'freed' in schedule, to optimize memory"
-    assert isinstance(output, Tensor), f"output == {type(output).__name__}"
-    assert isinstance(grad_output, (Tensor, type(None))), f"grad_output == {type(grad_output).__name__}"
     if grad_output is None:
         grad_output = torch.ones_like(output, memory_format=torch.preserve_format)
     Variable._execution_engine.run_backward(  # type: ignore[attr-defined]

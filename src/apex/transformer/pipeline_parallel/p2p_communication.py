@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..._arguments import checked
 from .. import parallel_state
 from .._groups.device import parameter_device
 from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
@@ -41,6 +42,7 @@ class ExchangeOptions(TypedDict, total=False):
 class FutureTensor:
     """A tensor that is being received; `get` waits for it."""
 
+    @checked
     def __init__(self, tensor: Tensor, waitfunc: Callable[[], Any] | None) -> None:
         self.tensor = tensor
         self.waitfunc = waitfunc
@@ -185,6 +187,15 @@ def _last(options: ExchangeOptions) -> bool:
     return parallel_state.is_pipeline_last_stage()
 
 
+def _given(**tensor: Tensor | None) -> Tensor:
+    """Return the tensor, or raise TypeError with its name: a neighbour would wait for None forever."""
+    ((name, value),) = tensor.items()
+    if value is None:
+        raise TypeError(f"{name} must be a tensor, got None, and a neighbouring stage waits for it")
+    return value
+
+
+@checked
 def recv_forward(
     tensor_shape: Shape, override_scatter_gather_tensors_in_pipeline: bool = False, **options: Unpack[ExchangeOptions]
 ) -> Any:
@@ -192,40 +203,55 @@ def recv_forward(
     return None if _first(options) else _communicate(tensor_shape, options, (None, None), (True, False))[0]
 
 
+@checked
 def recv_backward(tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> Any:
     """Return the gradient from the next stage, or None in the last stage."""
     return None if _last(options) else _communicate(tensor_shape, options, (None, None), (False, True))[1]
 
 
+@checked
 def send_forward(
-    output_tensor: Tensor,
+    output_tensor: Tensor | None,
     override_scatter_gather_tensors_in_pipeline: bool = False,
     tensor_shape: Shape = None,
     **options: Unpack[ExchangeOptions],
 ) -> None:
     """Send the output to the next stage; does nothing in the last stage."""
     if not _last(options):
-        _communicate(tensor_shape, options, (output_tensor, None), (False, False))
+        _communicate(tensor_shape, options, (_given(output_tensor=output_tensor), None), (False, False))
 
 
-def send_backward(input_tensor_grad: Tensor, tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]) -> None:
+@checked
+def send_backward(
+    input_tensor_grad: Tensor | None, tensor_shape: Shape = None, **options: Unpack[ExchangeOptions]
+) -> None:
     """Send the gradient of the input to the previous stage; does nothing in the first stage."""
     if not _first(options):
-        _communicate(tensor_shape, options, (None, input_tensor_grad), (False, False))
+        _communicate(tensor_shape, options, (None, _given(input_tensor_grad=input_tensor_grad)), (False, False))
 
 
-def send_forward_recv_backward(output_tensor: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]) -> Any:
+@checked
+def send_forward_recv_backward(
+    output_tensor: Tensor | None, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
+) -> Any:
     """Send the output to the next stage and return the gradient from there, or None in the last stage."""
-    return None if _last(options) else _communicate(tensor_shape, options, (output_tensor, None), (False, True))[1]
+    if _last(options):
+        return None
+    return _communicate(tensor_shape, options, (_given(output_tensor=output_tensor), None), (False, True))[1]
 
 
+@checked
 def send_backward_recv_forward(
-    input_tensor_grad: Tensor, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
+    input_tensor_grad: Tensor | None, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
     """Send the input's gradient to the previous stage and return an input from there, or None in the first stage."""
-    return None if _first(options) else _communicate(tensor_shape, options, (None, input_tensor_grad), (True, False))[0]
+    if _first(options):
+        return None
+    sent = (None, _given(input_tensor_grad=input_tensor_grad))
+    return _communicate(tensor_shape, options, sent, (True, False))[0]
 
 
+@checked
 def send_forward_recv_forward(
     output_tensor: Tensor | None, recv_prev: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
@@ -235,6 +261,7 @@ def send_forward_recv_forward(
     return (input_tensor, handles) if overlaps else input_tensor
 
 
+@checked
 def send_backward_recv_backward(
     input_tensor_grad: Tensor | None, recv_next: bool, tensor_shape: Shape, **options: Unpack[ExchangeOptions]
 ) -> Any:
@@ -244,6 +271,7 @@ def send_backward_recv_backward(
     return (output_grad, handles) if overlaps else output_grad
 
 
+@checked
 def send_forward_backward_recv_forward_backward(
     output_tensor: Tensor | None,
     input_tensor_grad: Tensor | None,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..._arguments import HasGroups, Index, checked
 from ..._distributed import collectives
 from ..._distributed.experts import is_expert
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
@@ -66,18 +67,22 @@ def get_current_global_batch_size() -> int:
     return _calculator().get_current_global_batch_size()
 
 
-def update_num_microbatches(consumed_samples: int, consistency_check: bool = True) -> None:
+@checked
+def update_num_microbatches(consumed_samples: Index, consistency_check: bool = True) -> None:
     """Update the number of microbatches of a growing batch before a step, given the number of samples seen so far."""
     _calculator().update(consumed_samples, consistency_check)
 
 
-def get_kth_microbatch(batch: Any, k: int) -> Any:
+@checked
+def get_kth_microbatch(batch: Any, k: Index) -> Any:
     """Return the k-th microbatch of every tensor of a list or tuple, as a list; return other batches unchanged."""
     if not isinstance(batch, (list, tuple)):
         return batch
     size = get_micro_batch_size()
     slices = []
     for tensor in batch:
+        if not getattr(tensor, "shape", ()):
+            raise TypeError(f"batch must hold tensors [samples, ...], got {tensor!r:.80}")
         assert tensor.shape[0] >= (k + 1) * size, (
             f"microbatch {k} of {size} samples needs a batch of {(k + 1) * size}, got {tensor.shape[0]}"
         )
@@ -95,11 +100,13 @@ def _split_batch_into_microbatch(
         yield [tensor[first : first + size] for tensor in batch]
 
 
+@checked
 def listify_model(model: nn.Module | list[nn.Module]) -> list[nn.Module]:
     """Return a list of model chunks; a single module becomes a list of one."""
-    return model if isinstance(model, list) else [model]
+    return model if isinstance(model, list) else list(model) if isinstance(model, tuple) else [model]
 
 
+@checked
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
     """Remove torch's and apex's DistributedDataParallel, or the given wrappers, from a module or list of modules."""
     if isinstance(model, list):
@@ -110,16 +117,19 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
     return model
 
 
+@checked
 def get_model_type(model: nn.Module) -> ModelType:
     """Return the `model_type` that `build_model` set on the module; by default an encoder or decoder."""
     return getattr(unwrap_model(model), "model_type", ModelType.encoder_or_decoder)
 
 
+@checked
 def param_is_not_shared(param: Tensor) -> bool:
     """Return True if only one pipeline stage holds the parameter; copies are marked `shared` or `shared_embedding`."""
     return not getattr(param, "shared", False) and not getattr(param, "shared_embedding", False)
 
 
+@checked
 def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
     """Return the L2 norm of all parameters of the model, over all processes that hold parts of it.
 
@@ -148,8 +158,11 @@ def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float
     return total**0.5
 
 
+@checked
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Return the means of the given losses over the data-parallel ranks as one vector."""
+    if not losses or any(loss.numel() != 1 for loss in losses):
+        raise ValueError(f"losses must be tensors of one element each, got {[list(loss.shape) for loss in losses]}")
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
     group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:
@@ -180,19 +193,19 @@ def is_last_rank() -> bool:
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def print_rank_0(message: str) -> None:
+def print_rank_0(message: Any) -> None:
     """Print in the first process, or if there is only one."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(message, flush=True)
 
 
-def print_rank_last(message: str) -> None:
+def print_rank_last(message: Any) -> None:
     """Print in the last process, or if there is only one."""
     if not dist.is_initialized() or is_last_rank():
         print(message, flush=True)
 
 
-def report_memory(name: str) -> None:
+def report_memory(name: Any) -> None:
     """Print the device memory in use, on data-parallel rank 0 of each group."""
     words = f"{name} memory (MB)"
     if torch.cuda.is_available():
@@ -202,7 +215,8 @@ def report_memory(name: str) -> None:
         print(f"[rank {dist.get_rank() if dist.is_initialized() else 0}] {words}", flush=True)
 
 
-def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
+@checked
+def print_params_min_max_norm(optimizer: HasGroups, iteration: int) -> None:
     """Print minimum, maximum and L2 norm of every parameter of an optimizer, as one message per process."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     lines = ["iteration, rank, index, tensor-model-parallel, min, max, norm"]
@@ -216,6 +230,7 @@ def print_params_min_max_norm(optimizer: Any, iteration: int) -> None:
     print("\n".join(lines), flush=True)
 
 
+@checked
 def get_ltor_masks_and_position_ids(
     data: Tensor, eod_token: int, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,6 +240,8 @@ def get_ltor_masks_and_position_ids(
     `reset_attention_mask`, tokens of earlier documents, which end with `eod_token`. The loss mask, float32, is 0 at
     `eod_token` if `eod_mask_loss`. With `reset_position_ids` positions restart after each `eod_token`.
     """
+    if data.dim() != 2:
+        raise ValueError(f"data must be [batch, sequence], got shape {list(data.shape)}")
     batch, length = data.shape
     indices = torch.arange(length, dtype=torch.long, device=data.device)
     ends = data == eod_token

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._arguments import checked
 from ..._distributed import exchange
+from ...ops._checks import check_floats
 from ...ops._library import once_differentiable
 from ...ops.xentropy import XENTROPY, check_logits
 from ..parallel_state import (
@@ -18,12 +20,18 @@ from ..parallel_state import (
 _IGNORED = -100
 
 
+@checked
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each row of logits [..., classes / ranks], in the shape of `target`.
 
     The loss is float32, or float64 for float64 logits. With smoothing a wrong class has the probability label_smoothing
     / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient.
     """
+    check_floats(vocab_parallel_logits=vocab_parallel_logits)
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"target must be integers, the numbers of classes, got {target.dtype}")
+    if not vocab_parallel_logits.dim():
+        raise ValueError("vocab_parallel_logits must be [..., classes / ranks], got a scalar")
     ranks = get_tensor_model_parallel_world_size()
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(

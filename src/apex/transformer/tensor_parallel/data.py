@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..._arguments import checked
 from ..._distributed import collectives, exchange
 from .._groups.device import parameter_device
 from ..parallel_state import (
@@ -18,6 +19,7 @@ from ..parallel_state import (
 _MAX_DIMENSIONS = 15
 
 
+@checked
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """Return the first rank's tensors under `keys`, all of type `datatype`, on every rank's device.
 
@@ -68,6 +70,9 @@ def _header_rows(
 ) -> list[list[int]]:
     """Return the number of dimensions and the sizes of each tensor, as rows of equal length."""
     assert data is not None, "the first tensor-parallel rank has no data to send"
+    for key in keys:
+        if not isinstance(data.get(key), Tensor):
+            raise ValueError(f"data must have a tensor for each of keys; under {key!r} it has {data.get(key)!r:.80}")
     if datatype is not None:
         _check_data_types(keys, data, datatype)
     rows = []

@@ -13,6 +13,7 @@ from torch.nn import init
 from torch.nn.parameter import Parameter
 from typing_extensions import Unpack
 
+from ..._arguments import Count, checked
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ..._distributed import exchange
 from ...ops._host import HOST
@@ -42,11 +43,13 @@ Init = Callable[[Tensor], Any]
 _ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
 
+@checked
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
     """Return True if this rank counts `param`: the parameter is split, or this is the first tensor-parallel rank."""
     return getattr(param, "tensor_model_parallel", False) or get_tensor_model_parallel_rank() == 0
 
 
+@checked
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
     """Record on a parameter whether and how it is split; raise if that was recorded before."""
     for name in _ATTRIBUTE_DEFAULTS:
@@ -55,6 +58,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         setattr(tensor, name, value)
 
 
+@checked
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
     """Record on a parameter that it is not split, unless something was recorded before."""
     for name, value in _ATTRIBUTE_DEFAULTS.items():
@@ -62,6 +66,7 @@ def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> 
             setattr(tensor, name, value)
 
 
+@checked
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
     """Copy the attributes that record how a tensor is split."""
     for name in _ATTRIBUTE_DEFAULTS:
@@ -150,10 +155,11 @@ class _SplitWeight(nn.Module):
 class VocabParallelEmbedding(_SplitWeight):
     """An embedding whose vocabulary is split equally over the ranks."""
 
+    @checked
     def __init__(
         self,
-        num_embeddings: int,
-        embedding_dim: int,
+        num_embeddings: Count,
+        embedding_dim: Count,
         init_method: Init = init.xavier_normal_,
         *,
         params_dtype: torch.dtype = torch.float32,
@@ -169,8 +175,11 @@ class VocabParallelEmbedding(_SplitWeight):
         self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
         self._make_weight(num_embeddings, embedding_dim, 0, init_method, 1, params_dtype, use_cpu_initialization)
 
+    @checked
     def forward(self, input_: Tensor) -> Tensor:
         """Return the embeddings of `input_`, word indices of the whole vocabulary."""
+        if input_.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"input_ must be int64 or int32, the numbers of words, got {input_.dtype}")
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
         not_local = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
@@ -266,6 +275,20 @@ def _main_grad(weight: Tensor, half_sums: bool | None) -> Tensor:
     return main_grad
 
 
+def _check_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise for shapes and types that a linear layer cannot multiply."""
+    if not input.is_floating_point():
+        raise TypeError(f"input must be floating-point, got {input.dtype}")
+    if weight.dim() != 2 or not input.dim() or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input of shape {list(input.shape)} and weight of shape {list(weight.shape)} do not fit: expected "
+            "[..., inputs] and [outputs, inputs]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {list(bias.shape)}, expected {list(weight.shape[:1])}")
+
+
+@checked
 def linear_with_grad_accumulation_and_async_allreduce(
     input: Tensor,
     weight: Tensor,
@@ -275,6 +298,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     sequence_parallel_enabled: bool,
 ) -> Tensor:
     """Apply LinearWithGradAccumulationAndAsyncCommunication; autocast casts its arguments."""
+    _check_product(input, weight, bias)
     no_communication = not (sequence_parallel_enabled or async_grad_allreduce)
     if not gradient_accumulation_fusion and (no_communication or torch.compiler.is_compiling()):
         # Collectives that the compiler can trace and overlap itself.
@@ -287,6 +311,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, None)
 
 
+@checked
 def linear_with_grad_accumulation_and_async_allreduce_in16bit(
     input: Tensor,
     weight: Tensor,
@@ -296,6 +321,7 @@ def linear_with_grad_accumulation_and_async_allreduce_in16bit(
     sequence_parallel_enabled: bool,
 ) -> Tensor:
     """Apply LinearWithGradAccumulationAndAsyncCommunication with `weight.main_grad` in half precision."""
+    _check_product(input, weight, bias)
     settings = (gradient_accumulation_fusion, async_grad_allreduce, sequence_parallel_enabled)
     return LinearWithGradAccumulationAndAsyncCommunication.apply(input, weight, bias, *settings, True)
 
@@ -340,7 +366,7 @@ class _ParallelLinear(_SplitWeight):
         if sequence_parallel_enabled and self.tensor_model_parallel_size == 1:
             warnings.warn(
                 "`sequence_parallel_enabled` is set to `True`, but tensor model parallel size is 1: it has no effect",
-                stacklevel=3,
+                stacklevel=4,
             )
             self.sequence_parallel_enabled = False
         init_method, stride, keep_master_weight = initialization
@@ -355,14 +381,15 @@ class ColumnParallelLinear(_ParallelLinear):
     The input is whole or, with `sequence_parallel_enabled`, this rank's part of the sequence.
     """
 
+    @checked
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
+        input_size: Count,
+        output_size: Count,
         bias: bool = True,
         gather_output: bool = True,
         init_method: Init = init.xavier_normal_,
-        stride: int = 1,
+        stride: Count = 1,
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         *,
@@ -412,14 +439,15 @@ class RowParallelLinear(_ParallelLinear):
     the sequence.
     """
 
+    @checked
     def __init__(
         self,
-        input_size: int,
-        output_size: int,
+        input_size: Count,
+        output_size: Count,
         bias: bool = True,
         input_is_parallel: bool = False,
         init_method: Init = init.xavier_normal_,
-        stride: int = 1,
+        stride: Count = 1,
         keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         **options: Unpack[LinearOptions],

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._arguments import checked
 from ..._distributed import exchange
 from ..parallel_state import get_tensor_model_parallel_group, get_tensor_model_parallel_world_size
 
@@ -67,31 +68,37 @@ def _mapped(function: Any, input_: Tensor) -> Tensor:
     return input_ if get_tensor_model_parallel_world_size() == 1 else function.apply(input_)
 
 
+@checked
 def copy_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
     """Return the input; the backward pass sums its gradient over the ranks."""
     return _mapped(_CopyToModelParallelRegion, input_)
 
 
+@checked
 def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
     """Return the sum over the ranks; the backward pass passes the gradient on unchanged."""
     return _mapped(_ReduceFromModelParallelRegion, input_)
 
 
+@checked
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
     """Return this rank's part of the last dimension; the backward pass gathers the gradients."""
     return _mapped(_ScatterToModelParallelRegion, input_)
 
 
+@checked
 def gather_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
     """Gather the last dimension; the backward pass returns this rank's part of the gradient."""
     return _mapped(_GatherFromModelParallelRegion, input_)
 
 
+@checked
 def scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
     """Return this rank's part of the first dimension; the backward pass gathers the gradients."""
     return _mapped(_ScatterToSequenceParallelRegion, input_)
 
 
+@checked
 def gather_from_sequence_parallel_region(input_: Tensor, to_model_parallel: bool = True) -> Tensor:
     """Gather the first dimension.
 
@@ -103,6 +110,7 @@ def gather_from_sequence_parallel_region(input_: Tensor, to_model_parallel: bool
     return _mapped(_GatherWholeSequence, input_)
 
 
+@checked
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor) -> Tensor:
     """Return this rank's part, along the first dimension, of the sum; the backward pass gathers the gradients."""
     return _mapped(_ReduceScatterToSequenceParallelRegion, input_)

@@ -7,27 +7,33 @@ import logging
 import torch
 from torch import Tensor
 
+from ..._arguments import Count, Index, checked
 from .._groups.device import parameter_device
 
 _buffers: dict[str, MemoryBuffer] = {}
 
 
-def allocate_mem_buff(name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
+@checked
+def allocate_mem_buff(name: str, numel: Index, dtype: torch.dtype, track_usage: bool) -> MemoryBuffer:
     """Allocate a buffer of `numel` elements under a new name."""
-    assert name not in _buffers, f"memory buffer {name} already allocated."
+    assert name not in _buffers, f"name: memory buffer {name} already allocated."
     _buffers[name] = MemoryBuffer(name, numel, dtype, track_usage)
     return _buffers[name]
 
 
+@checked
 def get_mem_buff(name: str) -> MemoryBuffer:
     """Return the buffer with this name."""
+    if name not in _buffers:
+        raise KeyError(f"name={name!r}: no memory buffer is called so; there are {', '.join(_buffers) or 'none'}")
     return _buffers[name]
 
 
 class MemoryBuffer:
     """A flat buffer that hands out tensors from its start until `reset`."""
 
-    def __init__(self, name: str, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
+    @checked
+    def __init__(self, name: str, numel: Index, dtype: torch.dtype, track_usage: bool) -> None:
         self.name = name
         self.numel = numel
         self.dtype = dtype
@@ -53,6 +59,7 @@ class MemoryBuffer:
         """Return the number of elements in use."""
         return self._start
 
+    @checked
     def add(self, tensor: Tensor) -> Tensor:
         """Return a copy of `tensor` in this buffer."""
         assert tensor.dtype == self.dtype, f"memory buffer {self.name} has {self.dtype}, the tensor {tensor.dtype}"
@@ -78,14 +85,19 @@ class MemoryBuffer:
 class RingMemBuffer:
     """Several buffers that are used in turn."""
 
-    def __init__(self, name: str, num_buffers: int, numel: int, dtype: torch.dtype, track_usage: bool) -> None:
+    @checked
+    def __init__(self, name: str, num_buffers: Count, numel: Index, dtype: torch.dtype, track_usage: bool) -> None:
         self.num_buffers = num_buffers
-        self.buffers = [allocate_mem_buff(f"{name} {i}", numel, dtype, track_usage) for i in range(num_buffers)]
+        names = [f"{name} {i}" for i in range(num_buffers)]
+        for each in names:  # all of them, before the first is allocated
+            assert each not in _buffers, f"name: memory buffer {each} already allocated."
+        self.buffers = [allocate_mem_buff(each, numel, dtype, track_usage) for each in names]
         self._index = -1
 
     def get_next_buffer(self) -> MemoryBuffer:
         """Return the next buffer, which must not be in use."""
-        self._index = (self._index + 1) % self.num_buffers
-        buffer = self.buffers[self._index]
+        following = (self._index + 1) % self.num_buffers
+        buffer = self.buffers[following]
         assert not buffer.is_in_use(), "buffer is already in use."
+        self._index = following
         return buffer

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._arguments import Count, checked
 from ...ops._host import HOST
 from .._groups.device import parameter_device
 from ..parallel_state import get_tensor_model_parallel_rank
@@ -36,6 +37,14 @@ def _set_cuda_rng_state(new_state: Tensor, device: Any = -1) -> None:
     _generator(device).set_state(new_state)
 
 
+def _state_after(seed: int) -> Tensor:
+    """Return the state of a device's generator after it was seeded; raise ValueError if it takes no such seed."""
+    try:
+        return _generator().clone_state().manual_seed(seed).get_state()
+    except (RuntimeError, ValueError, OverflowError) as error:
+        raise ValueError(f"seed={seed} is no seed of a generator: {error}") from error
+
+
 class CudaRNGStatesTracker:
     """Named random number streams beside the device's default stream."""
 
@@ -52,20 +61,23 @@ class CudaRNGStatesTracker:
         """Return the state of each stream."""
         return dict(self.states_)
 
+    @checked
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Replace all streams."""
         self.states_ = dict(states)
         self.seeds_ = set()
 
+    @checked
     def add(self, name: str, seed: int) -> None:
         """Add a stream; raise if another stream has its name or its seed."""
         if seed in self.seeds_:
             raise Exception(f"seed {seed} already exists")
         if name in self.states_:
             raise Exception(f"cuda rng state {name} already exists")
+        self.states_[name] = _state_after(seed)
         self.seeds_.add(seed)
-        self.states_[name] = _generator().clone_state().manual_seed(seed).get_state()
 
+    @checked
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Draw random numbers from the stream `name` inside this context; the default stream does not advance."""
@@ -89,25 +101,29 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _tracker
 
 
+@checked
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default stream equally on all tensor-parallel ranks, and a second stream differently on each.
 
     The default stream serves computations that all ranks repeat, such as dropout outside of split layers. The second
     stream, used inside `fork()`, serves each rank's own part.
     """
+    own = seed + _MODEL_PARALLEL_SEED_OFFSET + get_tensor_model_parallel_rank()
+    for each in (seed, own):
+        _state_after(each)  # raises before anything is changed
     _generator().manual_seed(seed)
     _tracker.reset()
-    own = seed + _MODEL_PARALLEL_SEED_OFFSET + get_tensor_model_parallel_rank()
     _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)
 
 
+@checked
 def init_checkpointed_activations_memory_buffer(
-    micro_batch_size: int,
-    max_position_embeddings: int,
-    hidden_size: int,
-    num_layers: int,
-    tensor_model_parallel_size: int,
-    checkpoint_num_layers: int,
+    micro_batch_size: Count,
+    max_position_embeddings: Count,
+    hidden_size: Count,
+    num_layers: Count,
+    tensor_model_parallel_size: Count,
+    checkpoint_num_layers: Count,
     fp16: bool,
 ) -> None:
     """Allocate the buffer for activations of all layers with `checkpoint(..., distribute_saved_activations=True)`."""
@@ -203,9 +219,12 @@ class CheckpointFunction(torch.autograd.Function):
         return None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs)
 
 
+@checked
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Return `function(*args)`; the backward pass recomputes its activations with the same random numbers.
 
     One of the arguments must require a gradient, as for PyTorch's reentrant checkpoints.
     """
+    if distribute_saved_activations and not (args and isinstance(args[0], Tensor)):
+        raise TypeError("args[0] must be a tensor with distribute_saved_activations: it is what ranks divide")
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...._arguments import Count, checked
 from ...parallel_state import ExperimentalWarning as ExperimentalWarning
 from ..utils import get_num_microbatches
 from .fwd_bwd_no_pipelining import forward_backward_no_pipelining
@@ -20,8 +21,9 @@ __all__ = [
 ]
 
 
+@checked
 def get_forward_backward_func(
-    virtual_pipeline_model_parallel_size: int | None, pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: Count | None, pipeline_model_parallel_size: Count
 ) -> Callable[..., list[Any]]:
     """Return the step function for the given number of pipeline ranks and of model chunks per rank.
 

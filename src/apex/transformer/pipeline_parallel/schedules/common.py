@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ...._arguments import Count, checked
 from ...._distributed.experts import hide_experts_from_ddp
 from ...._distributed.groups import own_group
 from ... import parallel_state
@@ -43,10 +44,11 @@ __all__ = [
 ]
 
 
+@checked
 def build_model(
     model_provider_func: Callable[..., nn.Module],
     wrap_with_ddp: bool = True,
-    virtual_pipeline_model_parallel_size: int | None = None,
+    virtual_pipeline_model_parallel_size: Count | None = None,
     model_type: ModelType = ModelType.encoder_or_decoder,
     *args: Any,
     placement: str = "loop",
@@ -74,18 +76,22 @@ def build_model(
     stages = Placement(ranks, chunks, placement == "v")
     previous_chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
     model = []
-    for chunk in range(chunks):
+    try:
+        for chunk in range(chunks):
+            if virtual_pipeline_model_parallel_size is not None:
+                parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+            stage = stages.stage(rank, chunk)
+            parts: dict[str, bool] = {"pre_process": stage == 0, "post_process": stage == stages.stages - 1}
+            if has_both:
+                parts = _parts_of_both(rank, ranks)
+            module = model_provider_func(*args, **kwargs, **parts)
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"model_provider_func must return a torch.nn.Module, not {module!r:.80}")
+            module.model_type = model_type  # type: ignore[assignment]
+            model.append(module)
+    finally:
         if virtual_pipeline_model_parallel_size is not None:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-        stage = stages.stage(rank, chunk)
-        parts: dict[str, bool] = {"pre_process": stage == 0, "post_process": stage == stages.stages - 1}
-        if has_both:
-            parts = _parts_of_both(rank, ranks)
-        module = model_provider_func(*args, **kwargs, **parts)
-        module.model_type = model_type  # type: ignore[assignment]
-        model.append(module)
-    if virtual_pipeline_model_parallel_size is not None:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(previous_chunk)
+            parallel_state.set_virtual_pipeline_model_parallel_rank(previous_chunk)
     for module in model:
         for param in module.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(param)

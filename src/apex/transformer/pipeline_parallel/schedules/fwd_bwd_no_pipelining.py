@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from ...._arguments import checked
 from .._execute import PassSettings, Step, StepOptions
 from .._gradient_sync import PipelineGradientSync
 from .._schedule import Action, ActionKind
@@ -13,6 +14,7 @@ from ..utils import listify_model
 from .common import Batch, FwdStepFunc, Model
 
 
+@checked
 def forward_backward_no_pipelining(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from ...._arguments import checked
 from ... import parallel_state
 from .._execute import PassSettings, Step, StepOptions
 from .._gradient_sync import PipelineGradientSync
@@ -16,6 +17,7 @@ from .common import Batch, FwdStepFunc, Model
 __all__ = ["_forward_backward_pipelining_with_interleaving"]
 
 
+@checked
 def _forward_backward_pipelining_with_interleaving(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:

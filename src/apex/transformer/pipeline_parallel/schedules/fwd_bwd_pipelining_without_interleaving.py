@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from ...._arguments import Count, Index, checked
 from ... import parallel_state
 from ...enums import ModelType
 from .._execute import PassSettings, Step, StepOptions
@@ -16,12 +17,13 @@ from ..utils import get_model_type, listify_model
 from .common import Batch, FwdStepFunc, Model
 
 
+@checked
 def get_tensor_shapes(
-    rank: int,
+    rank: Index,
     model_type: ModelType,
     *,
     tensor_shape: Sequence[int],
-    decoder_sequence_length: int | None = None,
+    decoder_sequence_length: Count | None = None,
     sequence_parallel_enabled: bool = False,
 ) -> list[tuple[int, ...]]:
     """Return the shapes that stage `rank` sends to the next, for microbatches [sequence, batch, hidden].
@@ -42,6 +44,7 @@ def get_tensor_shapes(
     return [(size // parts, batch, hidden) for size in lengths]
 
 
+@checked
 def forward_backward_pipelining_without_interleaving(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import Unpack
 
+from ...._arguments import checked
 from ...enums import ModelType
 from .._execute import PassSettings, Step, StepOptions
 from .._gradient_sync import PipelineGradientSync
@@ -14,6 +15,7 @@ from .common import Batch, FwdStepFunc, Model
 from .fwd_bwd_pipelining_with_interleaving import same_shapes
 
 
+@checked
 def forward_backward_zero_bubble(
     forward_step_func: FwdStepFunc, batch: Batch, model: Model, *, forward_only: bool, **options: Unpack[StepOptions]
 ) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The memory that partial sums are kept in: who shares it, and that a step needs no more than PyTorch's."""
+"""The counters that launches share, and memory of a step beside PyTorch's."""
 
 import gc
 import threading
@@ -6,32 +6,29 @@ import threading
 import pytest
 import torch
 
-from apex.ops import _library, _partial_sums, norm
+from apex.ops import _library, _tickets, dense, norm
 
 
 def test_nothing_is_kept_off_a_gpu() -> None:
-    before = dict(_partial_sums._kept)
-    pieces = [_partial_sums.partial_sums(8, torch.device("cpu")) for _ in range(2)]
-    assert all(first.data_ptr() != second.data_ptr() for first, second in zip(*pieces, strict=True))
-    assert all(not tickets.any() for _, tickets in pieces)
-    assert _partial_sums._kept.keys() == before.keys()
+    before = dict(_tickets._kept)
+    first, second = (_tickets.tickets_on(torch.device("cpu")) for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+    assert not first.any()
+    assert _tickets._kept.keys() == before.keys()
 
 
 @pytest.mark.gpu
-def test_one_piece_per_thread() -> None:
+def test_tickets_of_a_thread() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    first = _partial_sums.partial_sums(8, device)
-    assert _partial_sums.partial_sums(4, device) is first
-    larger = _partial_sums.partial_sums(first[0].numel() + 1, device)
-    assert larger[0].numel() > first[0].numel()
+    first = _tickets.tickets_on(device)
+    assert _tickets.tickets_on(device) is first
     with torch.cuda.stream(torch.cuda.Stream()):
-        elsewhere = [_partial_sums.partial_sums(8, device) for _ in range(2)]
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: others.append(_partial_sums.partial_sums(8, device)))
+        elsewhere = [_tickets.tickets_on(device) for _ in range(2)]
+    others: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: others.append(_tickets.tickets_on(device)))
     thread.start()
     thread.join()
-    pieces = (larger, *elsewhere, *others)
-    assert len({tensor.data_ptr() for piece in pieces for tensor in piece}) == 8
+    assert len({tickets.data_ptr() for tickets in (first, *elsewhere, *others)}) == 4
 
 
 @pytest.mark.gpu
@@ -62,30 +59,28 @@ def test_compiled_graphs_may_warm_up() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 300, 16384])
 def test_tickets_are_returned(rows: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    source = torch.randn(rows, 1000, device=device, requires_grad=True)
-    weight, bias = (torch.rand(1000, device=device, requires_grad=True) for _ in range(2))
-    _partial_sums._kept.clear()
+    source = torch.randn(rows, 256, device=device, requires_grad=True)
+    weight, bias = torch.randn(1000, 256, device=device), torch.rand(1000, device=device, requires_grad=True)
+    _tickets._kept.clear()
     with _library.implementation("triton"):
-        output = norm.layer_norm(source, 1000, weight, bias)
+        output = dense.mlp(source, [weight], [bias])
         first, *others = [
-            torch.autograd.grad(output, (source, weight, bias), torch.ones_like(output), retain_graph=True)
-            for _ in range(20)
+            torch.autograd.grad(output, (source, bias), torch.ones_like(output), retain_graph=True) for _ in range(20)
         ]
     assert all(torch.equal(one, other) for again in others for one, other in zip(first, again, strict=True))
-    assert _partial_sums._kept
-    assert all(not tickets.any() for _, tickets in _partial_sums._kept.values())
+    assert all(not tickets.any() for tickets in _tickets._kept.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [1024, 16384])
-def test_a_step_needs_no_more_memory_than_pytorchs(columns: int) -> None:
+def test_a_step_needs_no_more_memory_than_pytorchs_but_partial_sums(columns: int) -> None:
     rows = (1 << 24) // columns
     source = torch.randn(rows, columns, device="cuda", requires_grad=True)
     weight, bias = (torch.rand(columns, device="cuda", requires_grad=True) for _ in range(2))
     gradient = torch.randn_like(source)
 
     def peak(function) -> int:
-        for _ in range(2):  # the first step makes what is kept
+        for _ in range(2):  # the first step compiles
             gc.collect()  # garbage of other tests, which would be freed while it is measured
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -94,5 +89,7 @@ def test_a_step_needs_no_more_memory_than_pytorchs(columns: int) -> None:
         return torch.cuda.max_memory_allocated() - before
 
     torchs = peak(lambda x: torch.nn.functional.layer_norm(x, (columns,), weight, bias))
-    assert peak(lambda x: norm.layer_norm(x, columns, weight, bias)) <= torchs
+    # Partial sums of the gradients of weight and bias: float32, at most two programs per multiprocessor.
+    partials = 2 * 4 * columns * 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    assert peak(lambda x: norm.layer_norm(x, columns, weight, bias)) <= torchs + partials
     assert peak(lambda x: norm.layer_norm(x, columns, weight, bias, memory_efficient=True)) < torchs
