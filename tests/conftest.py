@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from . import quick_interpreter
 
@@ -25,8 +25,11 @@ LONG = (
     "test_transformer.py",
 )
 
+# How long Hypothesis takes to draw numbers depends on what else the machine does: no test fails for that.
+settings.register_profile("apex", suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("apex")
 # Asked for by --hypothesis-profile=campaign: many more random calls, others each time.
-settings.register_profile("campaign", max_examples=100, deadline=None)
+settings.register_profile("campaign", settings.get_profile("apex"), max_examples=100, deadline=None)
 
 # Processes that tests start in other folders find a source tree that was given by relative paths.
 if os.environ.get("PYTHONPATH"):

@@ -288,7 +288,7 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
 
         return DistributedFusedAdam(params, process_group=parallel_state.get_data_parallel_group(), **options)
     module, _, attribute = name.rpartition(":")
-    known = [public for public in optimizers.__all__ if public != "FP16_Optimizer"]
+    known = [public for public in optimizers.__all__ if public not in ("FP16_Optimizer", "muon_groups")]
     if not module and name not in known:
         raise ValueError(f"optimizer={name!r} is not known; use MODULE:CLASS or one of {', '.join(known)}")
     try:
