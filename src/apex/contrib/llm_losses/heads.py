@@ -156,7 +156,8 @@ class FusedLinearDPOLoss(_PairedLoss):
         settings = self._chosen("beta", "loss_type", "loss_weights", "label_smoothing", "discopop_tau")
         divergence = self._chosen("f_divergence_type", "f_alpha_divergence_coef")
         others = {"nll_loss": more["nll"], "pair_weights": more.get("pair_weights")}
-        return dpo_loss(chosen, rejected, *more.get("reference", ()), **settings, **divergence, **lengths, **others)
+        reference = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), more.get("reference", ()), strict=False))
+        return dpo_loss(chosen, rejected, **reference, **settings, **divergence, **lengths, **others)
 
     def forward(
         self,
