@@ -208,7 +208,7 @@ def test_compiled_for_all_sizes_at_once(family: str, route: Route) -> None:
         torch._dynamo.reset()
         compiled = torch.compile(example.function, fullgraph=True, dynamic=True, backend=backend)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for rows in (4, 7):
+            for rows in (19, 23):  # sizes that no example has elsewhere, because equal sizes would be taken for one
                 call = call_of(example, route, sizes=(rows, *example.small[0][1:]))
                 assert call.worst_excess(call.results(compiled)) <= 1
 
