@@ -19,14 +19,11 @@ from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.fmha import FMHA, FMHAFun
-from apex.contrib.focal_loss import focal_loss
-from apex.contrib.group_norm import GroupNorm
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.index_mul_2d import index_mul_2d
-from apex.contrib.layer_norm import FastLayerNorm
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
-from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri, LayerNormSmallShapeOptImpl
+from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
 from apex.contrib.xentropy import (
     LinearCrossEntropyLoss,
@@ -34,7 +31,6 @@ from apex.contrib.xentropy import (
     linear_cross_entropy,
     linear_log_probs,
 )
-from apex.fused_bias_swiglu import fused_bias_geglu, fused_bias_reglu, fused_bias_swiglu
 from apex.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,
@@ -43,6 +39,7 @@ from apex.fused_dense import (
     fused_dense_gelu_dense_function,
 )
 from apex.multi_tensor_apply import multi_tensor_applier
+from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
 from apex.transformer import functional as transformer
 
@@ -102,7 +99,6 @@ def attention(kind: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
 MASK = integers([0, 0, 1], [0, 1, 1], dtype=torch.bool)
 LENGTHS = integers(3, 2, dtype=torch.int32)
 IMAGES = (2, 4, 3, 3)
-ANGLES = (3, 1, 1, 4)
 SOFTMAX_MASK = integers([[[0, 0, 1], [0, 1, 0], [1, 1, 1]]], [[[0, 0, 0], [1, 0, 1], [0, 1, 1]]], dtype=torch.bool)
 FMHA_CONFIG = SimpleNamespace(attention_probs_dropout_prob=0.25, num_attention_heads=2, hidden_size=32)
 
@@ -112,18 +108,9 @@ def mask_softmax(kind: Any, *rest: Any) -> nn.Module:
 
 
 FUNCTIONS: dict[str, Case] = {
-    "FusedLayerNorm": layer(lambda: normalization.FusedLayerNorm(6), (4, 6)),
-    "FusedRMSNorm": layer(lambda: normalization.FusedRMSNorm(6, memory_efficient=True), (4, 6)),
-    "MixedFusedLayerNorm": layer(lambda: normalization.MixedFusedLayerNorm(6), (4, 6)),
-    "MixedFusedRMSNorm": layer(lambda: normalization.MixedFusedRMSNorm(6), (4, 6)),
     "InstanceNorm3dNVFuser": layer(
         lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
     ),
-    "FastLayerNorm": layer(lambda: FastLayerNorm(6), (4, 6)),
-    "LayerNormSmallShapeOptImpl": op(
-        lambda x, *rest: LayerNormSmallShapeOptImpl.apply(x, (6,), *rest), (4, 6), (6,), (6,)
-    ),
-    "GroupNorm": layer(lambda: GroupNorm(2, 4, act="silu"), IMAGES),
     "BatchNorm2d_NHWC": layer(lambda: BatchNorm2d_NHWC(4, fuse_relu=True), (2, 3, 3, 4), (2, 3, 3, 4)),
     "GroupBatchNorm2d": layer(lambda: GroupBatchNorm2d(4, 1), IMAGES),
     "SyncBatchNorm": layer(lambda: parallel.SyncBatchNorm(4, fuse_relu=True), IMAGES),
@@ -143,34 +130,16 @@ FUNCTIONS: dict[str, Case] = {
     "FusedLinearDistillationLoss": layer(
         FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
     ),
-    "focal_loss": op(focal_loss, (6, 5), integers(0, 3, -1, -2, 1, 2), drawn(1), 4, 0.25, 2.0, 0.1),
     "TransducerJoint": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),
     "TransducerLoss": layer(TransducerLoss, (2, 3, 3, 5), integers([1, 2], [3, 4]), LENGTHS, LENGTHS - 1, 0),
-    "scaled_softmax": op(transformer.scaled_softmax, (2, 1, 3, 3), 0.5),
-    "scaled_masked_softmax": op(transformer.scaled_masked_softmax, (2, 2, 3, 3), SOFTMAX_MASK, 0.5),
-    "generic_scaled_masked_softmax": op(transformer.generic_scaled_masked_softmax, (2, 2, 3, 3), SOFTMAX_MASK, 0.5),
-    "scaled_upper_triang_masked_softmax": op(transformer.scaled_upper_triang_masked_softmax, (4, 40, 40), None, 0.5),
     "FusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.FusedScaleMaskSoftmax, AttnMaskType.padding), (2, 2, 3, 3), SOFTMAX_MASK
     ),
     "GenericFusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.GenericFusedScaleMaskSoftmax), (2, 2, 3, 3), SOFTMAX_MASK
     ),
-    "fused_apply_rotary_pos_emb": op(transformer.fused_apply_rotary_pos_emb, (3, 2, 2, 6), drawn(*ANGLES)),
-    "fused_apply_rotary_pos_emb_cached": op(
-        transformer.fused_apply_rotary_pos_emb_cached, (3, 2, 2, 6), drawn(*ANGLES).cos(), drawn(*ANGLES).sin()
-    ),
-    "fused_apply_rotary_pos_emb_thd": op(
-        transformer.fused_apply_rotary_pos_emb_thd, (5, 2, 6), integers(0, 3, 5, dtype=torch.int32), drawn(*ANGLES)
-    ),
-    "fused_apply_rotary_pos_emb_2d": op(
-        transformer.fused_apply_rotary_pos_emb_2d, (2, 6, 2, 8), 2, 3, *[drawn(1, 3, 1, 4, seed=i) for i in range(4)]
-    ),
-    "fused_bias_swiglu": op(fused_bias_swiglu, (3, 8), (8,)),
-    "fused_bias_geglu": op(fused_bias_geglu, (3, 8), (8,)),
-    "fused_bias_reglu": op(fused_bias_reglu, (3, 8), (8,)),
     "MLP": layer(lambda: mlp.MLP([4, 6, 3], activation="sigmoid"), (5, 4)),
     "mlp_function": op(mlp.mlp_function, True, 1, (5, 4), (6, 4), (3, 6), (6,), (3,)),
     "fused_dense_function": op(fused_dense_function, (5, 4), (3, 4), (3,)),
@@ -206,6 +175,19 @@ FUNCTIONS: dict[str, Case] = {
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
     },
 }  # fmt: skip
+
+
+def public_case(example: Example, public: Public) -> Case:
+    """Return a public function or module with an example's arguments, and the gradients of these and of parameters."""
+
+    def case(device: torch.device) -> Call:
+        arguments = example.arguments(Make(torch.float32, device), *example.small[0])
+        return layer(lambda: public.make(*example.small[0]), *public.arguments(arguments))(device)
+
+    return case
+
+
+FUNCTIONS |= {public.name: public_case(example, public) for _, example in by_name() for public in example.public}
 
 
 # Lists of tensors -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,17 +13,14 @@ import torch
 from torch import Tensor
 
 import amp_C
-from apex import RNN, fused_bias_swiglu, fused_dense, mlp, normalization, ops
+from apex import RNN, fused_dense, mlp, normalization
 from apex.contrib import (
     clip_grad,
     conv_bias_relu,
     cudnn_gbn,
     fmha,
-    focal_loss,
-    group_norm,
     groupbn,
     index_mul_2d,
-    layer_norm,
     llm_losses,
     multihead_attn,
     openfold_triton,
@@ -31,7 +29,7 @@ from apex.contrib import (
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
-from apex.normalization import fused_layer_norm as norms
+from apex.ops._examples import Example, Make, Public, by_name
 from apex.parallel import SyncBatchNorm
 from apex.transformer import functional
 from apex.transformer.enums import AttnMaskType
@@ -75,7 +73,9 @@ def calls() -> list[Call]:
     def add(name: str, function: Callable[..., Any], optional: str = "", any_dtype: str = "", **arguments: Any) -> None:
         table.append(Call(name, function, arguments, frozenset(optional.split()), frozenset(any_dtype.split())))
 
-    _add_norms(add)
+    for _, example in by_name():
+        for public in example.public:
+            table.append(_public_call(example, public))
     _add_layers(add)
     _add_transformers(add)
     _add_losses(add)
@@ -84,28 +84,27 @@ def calls() -> list[Call]:
     return table
 
 
-def _add_norms(add: Callable[..., None]) -> None:
-    for name in ("FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"):
-        add(name, getattr(normalization, name)(8), input=rows(4, 8))
-        add(f"memory-efficient {name}", getattr(normalization, name)(8, memory_efficient=True), input=rows(4, 8))
-    add("FastLayerNorm", layer_norm.FastLayerNorm(8), x=rows(4, 8))
-    add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
-    scaled = {"input": rows(4, 8), "weight": rows(8), "bias": rows(8), "normalized_shape": (8,)}
-    add("fused_layer_norm_affine", norms.fused_layer_norm_affine, "weight bias", **scaled)
-    add("mixed_dtype_fused_layer_norm_affine", norms.mixed_dtype_fused_layer_norm_affine, "", **scaled)
-    add("fused_layer_norm", norms.fused_layer_norm, input=rows(4, 8), normalized_shape=(8,))
-    scaled.pop("bias")
-    add("fused_rms_norm_affine", norms.fused_rms_norm_affine, "weight", **scaled)
-    add("mixed_dtype_fused_rms_norm_affine", norms.mixed_dtype_fused_rms_norm_affine, "", **scaled)
-    add("fused_rms_norm", norms.fused_rms_norm, input=rows(4, 8), normalized_shape=(8,))
-    add("manual_rms_norm", norms.manual_rms_norm, "weight", input=rows(4, 8), normalized_shape=(8,), weight=rows(8),
-        eps=1e-5)  # fmt: skip
-    given = {"input": rows(4, 8), "normalized_shape": 8, "weight": rows(8), "bias": rows(8)}
-    add("ops.layer_norm", ops.layer_norm, "weight bias", **given)
-    given.pop("bias")
-    add("ops.rms_norm", ops.rms_norm, "weight", **given)
-    add("LayerNormSmallShapeOptImpl", openfold_triton.LayerNormSmallShapeOptImpl.apply,
-        inputs=rows(4, 8), normalized_shape=(8,), weight=rows(8), bias=rows(8))  # fmt: skip
+def _public_call(example: Example, public: Public) -> Call:
+    """Return a public function or module, with arguments of the example by the names that it has for them."""
+    function = public.make(*example.small[0])
+    made = example.arguments(Make(torch.float32, torch.device("cpu")), *example.small[0])
+    parameters = list(signature_of(function).parameters.values())
+    given = {parameter.name: value for parameter, value in zip(parameters, public.arguments(made), strict=False)}
+    optional = {each.name for each in parameters if each.default is None or "None" in str(each.annotation)}
+    named = dict(zip(given, public.takes, strict=True))
+    any_dtype = {name for name, taken in named.items() if taken in example.accepts_integers}
+    return Call(public.name, function, given, frozenset(optional), frozenset(any_dtype))
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or a module; of an autograd Function's `apply`, that of its `forward`."""
+    if isinstance(function, torch.nn.Module):
+        return inspect.signature(function.forward)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        signature = inspect.signature(owner.forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+    return inspect.signature(function)
 
 
 def _add_layers(add: Callable[..., None]) -> None:
@@ -117,12 +116,10 @@ def _add_layers(add: Callable[..., None]) -> None:
     add("dense_no_bias_function", fused_dense.dense_no_bias_function, **given)
     add("fused_dense_gelu_dense_function", fused_dense.fused_dense_gelu_dense_function, "bias1 bias2",
         input=rows(3, 8), weight1=rows(6, 8), bias1=rows(6), weight2=rows(4, 6), bias2=rows(4))  # fmt: skip
+    add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
     add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
     layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
     add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
-    for name in ("swiglu", "geglu", "reglu"):
-        add(f"fused_bias_{name}", getattr(fused_bias_swiglu, f"fused_bias_{name}"), "bias",
-            input=rows(3, 8), bias=rows(8))  # fmt: skip
     add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
@@ -134,27 +131,7 @@ def _add_layers(add: Callable[..., None]) -> None:
 
 
 def _add_transformers(add: Callable[..., None]) -> None:
-    hidden = numbers(2, 2, 1, 4, 4).bool()
-    scores = rows(2, 3, 4, 4)
-    add("scaled_softmax", functional.scaled_softmax, inputs=scores, scale=0.5)
-    for name in ("scaled_masked_softmax", "generic_scaled_masked_softmax"):
-        add(name, getattr(functional, name), "mask", inputs=scores, mask=hidden, scale=0.5)
-    add("scaled_upper_triang_masked_softmax", functional.scaled_upper_triang_masked_softmax,
-        inputs=rows(3, 4, 4), _=None, scale=0.5)  # fmt: skip
-    add("ops.masked_softmax", ops.masked_softmax, "mask", input=scores, mask=hidden)
-    angles = rows(4, 1, 1, 8)
-    tables = {"cos_": angles.cos(), "sin_": angles.sin()}
-    add("fused_apply_rotary_pos_emb", functional.fused_apply_rotary_pos_emb, t=rows(4, 2, 2, 8), freqs=angles)
-    add("fused_apply_rotary_pos_emb_cached", functional.fused_apply_rotary_pos_emb_cached, t=rows(4, 2, 2, 8), **tables)
     edges = torch.tensor([0, 2, 5])
-    add("fused_apply_rotary_pos_emb_thd", functional.fused_apply_rotary_pos_emb_thd,
-        t=rows(5, 2, 8), cu_seqlens=edges, freqs=angles)  # fmt: skip
-    table = rows(1, 2, 1, 4)
-    add("fused_apply_rotary_pos_emb_2d", functional.fused_apply_rotary_pos_emb_2d, t=rows(2, 4, 2, 8), img_h=2, img_w=2,
-        cos_h=table.cos(), sin_h=table.sin(), cos_w=table.cos(), sin_w=table.sin())  # fmt: skip
-    add("ops.rotary_embedding", ops.rotary_embedding, t=rows(4, 2, 2, 8), freqs=angles)
-    add("ops.rotary_embedding_pair", ops.rotary_embedding_pair, query=rows(4, 2, 2, 8), key=rows(4, 2, 1, 8),
-        freqs=angles)  # fmt: skip
     states = rows(3, 2, 8)
     for impl in ("fast", "default"):
         attention = multihead_attn.SelfMultiheadAttn(8, 2, impl=impl)
@@ -185,9 +162,6 @@ def _add_losses(add: Callable[..., None]) -> None:
     add("linear_log_probs", xentropy.linear_log_probs, "bias", **given)
     given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
     add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
-    add("focal_loss", focal_loss.focal_loss, any_dtype="num_positive_sum", cls_output=rows(4, 6),
-        cls_targets_at_level=numbers(6, 4), num_positive_sum=torch.tensor([2.0]), num_real_classes=6, alpha=0.25,
-        gamma=2.0)  # fmt: skip
     lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
     add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
         y_len=lengths[1], blank_idx=0)  # fmt: skip
@@ -239,8 +213,6 @@ def _add_llm_losses(add: Callable[..., None]) -> None:
 def _add_images(add: Callable[..., None]) -> None:
     image = rows(2, 4, 5, 5)
     nhwc = image.to(memory_format=torch.channels_last)
-    add("GroupNorm", group_norm.GroupNorm(2, 4), input=image)
-    add("GroupNorm with SiLU", group_norm.GroupNorm(2, 4, act="silu"), input=nhwc)
     add("SyncBatchNorm", SyncBatchNorm(4), "z", input=image, z=rows(2, 4, 5, 5))
     add("BatchNorm2d_NHWC", groupbn.BatchNorm2d_NHWC(4, fuse_relu=True), "z", x=rows(2, 5, 5, 4), z=rows(2, 5, 5, 4))
     add("GroupBatchNorm2d", functools.partial(_group_batch_norm, cudnn_gbn.GroupBatchNorm2d(4, 1)), input=nhwc)

@@ -32,7 +32,7 @@ from apex.transformer.enums import AttnMaskType, ModelType
 PACKAGES = ("apex.transformer", "apex.fp8")
 ELSEWHERE = [estimate_memory, *(each for owner in (Booster, CheckpointIO, ASP) for each in vars(owner).values())]
 UNCHECKED = {
-    "agreed, same_shapes, only, wanted, check_scaling, make_history, wgrad_gemm_accum": "called by the library alone",
+    "sum_over_model, same_shapes, only, wanted, check_scaling, make_history": "called by the library alone",
     "GradScaler.__init__, FusedScaleMaskSoftmax.forward": "check their arguments themselves",
     "Float8Linear.forward, ColumnParallelLinear.forward, RowParallelLinear.forward": "call functions that check",
     "FusedScaleMaskSoftmax.is_kernel_available, GenericFusedScaleMaskSoftmax.is_kernel_available": "ignore them",

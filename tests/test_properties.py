@@ -20,10 +20,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests import property_layers, property_training
+from tests import property_examples, property_layers, property_training
 from tests.properties import run_trial
 
-SUBJECTS = {**property_layers.SUBJECTS, **property_training.SUBJECTS}
+SUBJECTS = {**property_examples.SUBJECTS, **property_layers.SUBJECTS, **property_training.SUBJECTS}
 CAMPAIGN = settings.default == settings.get_profile("campaign")
 EXAMPLES = settings.get_profile("campaign").max_examples if CAMPAIGN else 25
 counts: dict[str, Counter[str]] = {}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from apex._bench import registry
+from apex._bench import selection
 from apex._bench.cases import attention
 from apex._bench.check import mean_excess, worst_excess
 
@@ -15,13 +15,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def test_names_and_bytes() -> None:
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["attention"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["attention"], GPU)}
     one, bias = 256 * 4 * 256 * 32, 4 * 256 * 256
     assert moved["openfold bfloat16 256x4x256x32 fwd"] == 2 * (4 * one + bias)
     assert moved["openfold bfloat16 256x4x256x32 bwd"] == 2 * (8 * one + 2 * bias)
     assert moved["fmha float16 56x512x16x64 dropout 0.1 fwd"] == 2 * 4 * 56 * 512 * 16 * 64
     assert "fmha float16 56x64-512x16x64 bwd" in moved
-    assert len(registry.select(["attention"], CPU, quick=True)) == 4
+    assert len(selection.select(["attention"], CPU, quick=True)) == 4
 
 
 @pytest.mark.parametrize("setting", attention.CPU_SETTINGS, ids=str)

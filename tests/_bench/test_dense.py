@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import registry
+from apex._bench import registry, selection
 from apex._bench.cases import dense
 from apex._bench.check import mean_excess, worst_excess
 from apex._bench.recorded import DIRECTORIES
@@ -21,7 +21,7 @@ def test_gpu_cases_cover_the_recorded_ones() -> None:
     rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
     recorded = {row["case"] for row in rows if row["case"].startswith(("dense_", "mlp ", "wgrad_"))}
     assert len(recorded) == 5
-    assert recorded <= {case.name for _, case in registry.select(["dense"], GPU)}
+    assert recorded <= {case.name for _, case in selection.select(["dense"], GPU)}
 
 
 def test_quick_has_fewer_cases_on_a_gpu() -> None:

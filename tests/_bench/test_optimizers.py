@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import parameter_sets, registry, runner, timing
+from apex._bench import parameter_sets, registry, runner, selection, timing
 from apex._bench.cases import optimizers
 from apex._bench.list_passes import PASSES
 from apex._bench.problems import Running
@@ -21,7 +21,7 @@ NAMES = [algorithm.name for algorithm in optimizers.ALGORITHMS] + [each.name for
 
 
 def cases(device: torch.device, **options: bool) -> dict[str, registry.Case]:
-    return {case.name: case for _, case in registry.select(["optimizers"], device, **options)}
+    return {case.name: case for _, case in selection.select(["optimizers"], device, **options)}
 
 
 @pytest.fixture

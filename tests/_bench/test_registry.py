@@ -1,4 +1,4 @@
-"""Families, the choice of cases and the norm cases themselves."""
+"""Families, the choice of cases, the names and the bytes of cases."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import registry
-from apex._bench.cases import norm
+from apex._bench import registry, selection
 from apex._bench.recorded import DIRECTORIES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def names(device, **options):
-    return [case.name for _, case in registry.select([], device, **options)]
+    return [case.name for _, case in selection.select([], device, **options)]
 
 
 def test_unknown_family_names_the_known_ones():
-    with pytest.raises(registry.UnknownFamilyError, match=r"unknown benchmark family nrom; known: .*norm"):
-        registry.select(["nrom"], CPU)
+    with pytest.raises(selection.UnknownFamilyError, match=r"unknown benchmark family nrom; known: .*norm"):
+        selection.select(["nrom"], CPU)
 
 
 def test_a_family_is_registered_once():
-    family = registry.known_families()["norm"]
+    family = selection.known_families()["optimizers"]
     assert registry.register(family) is family
     with pytest.raises(ValueError, match="registered twice"):
-        registry.register(registry.Family("norm", "", norm.cases))
+        registry.register(registry.Family("optimizers", "", family.cases))
 
 
 def test_filter_keeps_names_with_every_word():
@@ -49,16 +48,25 @@ def test_names_are_unique():
 
 
 @pytest.mark.skipif(not DIRECTORIES[1].is_dir(), reason="not a source tree")
-def test_gpu_norm_cases_cover_the_recorded_ones():
+def test_gpu_cases_cover_the_recorded_ones():
     rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
-    recorded = {row["case"] for row in rows if row["case"].startswith(("layer_norm", "rms_norm"))}
-    assert len(recorded) == 32
+    recorded = {row["case"].removesuffix(" host") for row in rows if not row["case"].startswith(("copy", "xentropy"))}
+    assert len(recorded) == 80
     assert recorded <= set(names(GPU))
 
 
 def test_bytes_moved():
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["norm"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select([], GPU)}
     one = 16384 * 1024 * 2
     assert moved["layer_norm bfloat16 16384x1024 fwd"] == 2 * one
     assert moved["layer_norm bfloat16 16384x1024 bwd"] == 3 * one
     assert moved["layer_norm float32 128x1024 step"] == 5 * 128 * 1024 * 4
+    assert moved["bias_swiglu bf16 16384x22016 fwd"] == 3 * 16384 * 11008 * 2
+    assert moved["bias_swiglu bf16 16384x22016 bwd"] == 5 * 16384 * 11008 * 2
+    assert moved["index_mul_2d fp32 800000x256 fwd"] == 3 * 800000 * 256 * 4
+    assert moved["index_mul_2d fp32 800000x256 of 100000 rows bwd"] == 2600000 * 256 * 4
+    assert moved["focal_loss bfloat16 8x76725x80 bwd"] == 8 * 76725 * (2 * 160 + 8)
+    tensor = 64 * 2048 * 2048 * 2
+    assert moved["causal_softmax bf16 64x2048x2048 fwd"] == 1.5 * tensor
+    assert moved["causal_softmax bf16 64x2048x2048 bwd"] == 2 * tensor
+    assert moved["masked_softmax bf16 8x16x2048x2048 fwd"] == 2 * 2 * tensor + 8 * 2048 * 2048

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apex._bench import registry
+from apex._bench import selection
 from apex._bench.cases import images
 from apex._bench.check import worst_excess
 
@@ -30,7 +30,7 @@ def test_ours_and_the_peer_give_what_is_expected(layout: str, direction: str) ->
 
 def test_cases() -> None:
     assert not dist.is_initialized()
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["sync_batch_norm"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["sync_batch_norm"], GPU)}
     assert moved["sync_batch_norm float16 nhwc 64x256x56x56 fwd"] == 2 * 64 * 256 * 56 * 56 * 2
     assert moved["sync_batch_norm float32 nchw 32x2048x7x7 bwd"] == 3 * 32 * 2048 * 7 * 7 * 4
     assert not dist.is_initialized()

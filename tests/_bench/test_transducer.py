@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex._bench import registry
+from apex._bench import selection
 from apex._bench.cases import transducer
 from apex._bench.check import worst_excess
 from apex._bench.recorded import DIRECTORIES
@@ -27,10 +27,10 @@ def test_ours_and_the_peer_give_what_is_expected(prepare, direction: str) -> Non
 def test_gpu_cases_are_the_recorded_ones() -> None:
     rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
     recorded = {row["case"] for row in rows if row["case"].startswith("transducer")}
-    assert recorded == {case.name for _, case in registry.select(["transducer"], GPU)}
+    assert recorded == {case.name for _, case in selection.select(["transducer"], GPU)}
 
 
 def test_bytes_moved() -> None:
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["transducer"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["transducer"], GPU)}
     assert moved["transducer_joint half 16x300x60x512 fwd"] == 16 * (300 * 60 + 360) * 1024
     assert moved["transducer_loss half 16x300x60x1024 bwd"] == 2 * 16 * 300 * 60 * 2048

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from apex._bench import registry
+from apex._bench import selection
 from apex._bench.cases import xentropy
 from apex._bench.recorded import DIRECTORIES
 
@@ -21,11 +21,11 @@ def test_gpu_cases_cover_the_recorded_ones() -> None:
     rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
     recorded = {row["case"] for row in rows if row["case"].startswith("xentropy") and "ms" in row}
     assert len(recorded) == 18
-    assert recorded <= {case.name for _, case in registry.select(["xentropy"], GPU)}
+    assert recorded <= {case.name for _, case in selection.select(["xentropy"], GPU)}
 
 
 def test_bytes_moved() -> None:
-    moved = {case.name: case.bytes_moved for _, case in registry.select(["xentropy"], GPU)}
+    moved = {case.name: case.bytes_moved for _, case in selection.select(["xentropy"], GPU)}
     one = 8192 * 32000 * 2
     for way, tensors in (("fwd", 1), ("bwd", 2), ("fwd+grad(in place)", 3)):
         assert moved[f"xentropy bfloat16 8192x32000 ls0.1 {way}"] == tensors * one

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from apex._cli.app import app
 from apex._cli.build.calls import parse_call
 from apex._cli.tune import command, replay, search
-from apex.ops import _device, _library, _tuned
+from apex.ops import _device, _examples, _library, _tuned
 from apex.ops._device import INTERPRETER, facts
+from apex.ops._examples import by_name
 
 pytest.importorskip("triton")
 
@@ -27,6 +28,7 @@ Trial = dict[str, int]
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
     monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(_examples, "USUAL_ELEMENTS", 1 << 10)
     _device.forget_launches()
     yield
     monkeypatch.undo()
@@ -153,7 +155,8 @@ def test_what_a_call_asks_is_asked_again_by_its_replay(name: str, ops: set[str])
 
 
 def test_every_tunable_rule_has_a_call() -> None:
-    assert set(replay.CALLS) == set(_tuned.TUNABLE)
+    asked = {rule for _, example in by_name() for rule in example.asks}
+    assert {*replay.CALLS, *asked} == set(_tuned.TUNABLE)
 
 
 def test_the_report_has_a_row_for_every_launch(
@@ -250,7 +253,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatc
 SCRIPT = """
 import sys
 import torch
-from apex.ops import _library
+from apex.ops import _examples, _library
 from apex.ops.norm import layer_norm
 
 with _library.implementation("triton"):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex.booster import Booster, _whole, checkpoint_io
+from apex.booster import Booster, _whole_state, checkpoint_io
 from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -280,7 +280,7 @@ def refuses_a_checkpoint_together(rank: int) -> None:
         (_huggingface.Checkpoint, "files_of_model", DamagedCheckpoint),
         (checkpoint_io, "check_tensors", RuntimeError),
         (_huggingface.Checkpoint, "optimizer", DamagedCheckpoint),
-        (_whole, "check_optimizer", ValueError),
+        (_whole_state, "check_optimizer", ValueError),
     ):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:

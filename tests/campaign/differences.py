@@ -64,11 +64,13 @@ def data_parallel(change: str) -> None:
     from apex import amp
     from apex.parallel import DistributedDataParallel
 
-    model = model_of(change)
+    model: Any = model_of("" if change == "dtype" else change)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2 if change == "lr" else 0.1)
     scale = 16.0 if change == "loss scale" else 8.0
     level = "O4" if change == "precision" else "O1"
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
+    if change == "dtype":  # amp takes float32 models only, and would raise in this rank alone
+        model.second.half()
     model = DistributedDataParallel(model)
     with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), optimizer) as loss:
         loss.backward()

@@ -27,6 +27,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -44,7 +45,8 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 import apex.ops
-from apex.ops import _compile_ahead, _device, _launch
+from apex.ops import _compile_ahead, _device, _launch, _library
+from apex.ops._examples import Call, Example, Make, Random, all_examples
 
 
 class Target:
@@ -203,17 +205,36 @@ def widest_access(assembly: str) -> int:
 
 
 def record_all(target: Target) -> list[_launch.Launch]:
-    """The launches of every family's `tests.ops.<family>.launch_cases.record()`, planned for `target`."""
+    """Return the launches of every family, planned for `target`.
+
+    They are those of its examples, and of `tests.ops.<family>.launch_cases.record()` if there is one.
+    """
     launches: list[_launch.Launch] = []
+    examples = all_examples()
     for module in pkgutil.iter_modules(apex.ops.__path__):
         folder = Path(apex.ops.__path__[0]) / module.name
         if not any(folder.glob("kernels*.py")):
             continue
-        cases = importlib.import_module(f"tests.ops.{module.name}.launch_cases")
+        cases = f"tests.ops.{module.name}.launch_cases"
         with _device.pretend(target.facts), _launch.record_launches() as collected:
-            cases.record()
+            for example in examples.get(module.name, ()):
+                record_example(example)
+            if module.name not in examples or importlib.util.find_spec(cases) is not None:
+                importlib.import_module(cases).record()
         launches.extend(collected)
     return launches
+
+
+def record_example(example: Example) -> None:
+    """Plan both passes of an example: at its first small sizes, those of benchmarks, and drawn ones."""
+    calls = [(row.dtype, row.sizes) for row in example.listed if row.device == "cuda"]
+    calls.append((torch.float32, example.small[0]))
+    if example.draw is not None:
+        random = Random(example.name, 1 << 26)
+        calls.append((random.dtype(), example.draw(random)))
+    with _library.implementation("triton"):
+        for dtype, sizes in calls:
+            Call(example, sizes, Make(dtype, torch.device("meta"))).results()
 
 
 # The GPUs for which the first launch of every kernel is optimised and made a binary in `make test`, one of each vendor.

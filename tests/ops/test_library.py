@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex import _env
-from apex.ops import _device, _library, all_families, attention, batch_norm, dense, group_norm, norm
+from apex.ops import _device, _library, attention, batch_norm, dense, group_norm, norm
 
 CPU = torch.device("cpu")
 
@@ -104,10 +105,31 @@ def test_a_gpu_takes_triton() -> None:
         assert _library.explain(norm.FAMILY, torch.device("cuda", 0), torch.float64).implementation == "torch"
 
 
-@pytest.mark.parametrize("family", all_families().values(), ids=lambda family: family.name)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_self_check_of_every_family(family: _library.OpFamily, device: str) -> None:
-    assert family.self_check(torch.device(device)) <= 1
+def test_an_operator_skips_a_dispatcher_that_would_only_call_it() -> None:
+    call = _library._quick_call(lambda *_, **__: "dispatcher", lambda *_: "implementation")
+    x = torch.ones(3)
+    arguments = (x, torch.nn.Parameter(x), None, 1e-5, 3, True, "silu", torch.float32, [True, False])
+    assert call(*arguments) == "dispatcher"  # there may be something to differentiate
+    with torch.no_grad():
+        assert call(*arguments) == "implementation"
+        assert call(x, eps=1e-5) == "dispatcher"
+        assert call(x.to("meta")) == "dispatcher"
+        assert call(x, FakeTensorMode().from_tensor(x)) == "dispatcher"
+        with FakeTensorMode():
+            assert call(x) == "dispatcher"
+        with torch.device("cpu"):  # a mode that sees functions
+            assert call(x) == "dispatcher"
+        assert torch.func.vmap(lambda row: x if call(row) == "dispatcher" else None)(torch.ones(2, 3)) is not None
+        with torch.profiler.profile() as profiler:
+            torch.ops.apex.norm.default(x, None, None, 3, 1e-5, True, False, torch.float32, torch.float32)
+        assert "apex::norm" in {event.name for event in profiler.events()}
+        frames: list[str] = []
+        monitor = sys.getprofile()
+        sys.setprofile(lambda frame, *_: frames.append(frame.f_code.co_filename))
+        torch.ops.apex.norm.default(x, None, None, 3, 1e-5, True, False, torch.float32, torch.float32)
+        sys.setprofile(monitor)
+    assert frames
+    assert not [name for name in frames if name.endswith("_library/autograd.py")]
 
 
 PASSES = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,45 +72,12 @@ class Family:
     cases: Callable[[torch.device, bool], Sequence[Case]]
 
 
-class UnknownFamilyError(ValueError):
-    """A family name that no module has registered was requested."""
-
-
-_families: dict[str, Family] = {}
+# Families that are not made of examples of ops, by name; `selection.known_families` adds those.
+REGISTERED: dict[str, Family] = {}
 
 
 def register(family: Family) -> Family:
     """Add a family to `apex bench`."""
-    if _families.setdefault(family.name, family) is not family:
+    if REGISTERED.setdefault(family.name, family) is not family:
         raise ValueError(f"benchmark family {family.name!r} is registered twice")
     return family
-
-
-def known_families() -> dict[str, Family]:
-    """Return every family, by name; the first call imports the modules of `apex._bench.cases`."""
-    from . import cases
-
-    for module in pkgutil.iter_modules(cases.__path__):
-        importlib.import_module(f"{cases.__name__}.{module.name}")
-    return dict(sorted(_families.items()))
-
-
-def select(
-    names: Iterable[str], device: torch.device, *, quick: bool = False, words: str | None = None
-) -> list[tuple[str, Case]]:
-    """Return (family name, case) of the named families, by default all, whose case names contain all `words`."""
-    families = known_families()
-    wanted = list(dict.fromkeys(names)) or list(families)
-    unknown = [name for name in wanted if name not in families]
-    if unknown:
-        raise UnknownFamilyError(
-            f"unknown benchmark {'family' if len(unknown) == 1 else 'families'} {', '.join(unknown)}; "
-            f"known: {', '.join(families)}"
-        )
-    needed = (words or "").lower().split()
-    return [
-        (name, case)
-        for name in wanted
-        for case in families[name].cases(device, quick)
-        if all(word in case.name.lower() for word in needed)
-    ]

@@ -26,12 +26,12 @@ import torch
 from rich.console import Console
 
 from .._atomic import atomic_file
-from . import cores, timing
+from . import cores, sweep_cases, timing
 from .check import worst_excess
 from .environment import describe
 from .registry import OURS, Call, Prepared
 from .runner import _describe
-from .sweep_cases import FAMILIES, Draw, Passes
+from .sweep_cases import Draw, Passes
 
 # Calls per round on the GPU alone and between events. The latter need a few calls to warm the host's caches.
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
@@ -51,10 +51,11 @@ Row = dict[str, Any]
 
 def sweep_families(names: str) -> list[str]:
     """Return the families in a comma-separated list; "all" stands for all of them."""
-    wanted = list(FAMILIES) if names == "all" else names.split(",")
-    unknown = [name for name in wanted if name not in FAMILIES]
+    known = sweep_cases.families()
+    wanted = list(known) if names == "all" else names.split(",")
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise ValueError(f"no sweep of {', '.join(unknown)}; known: all, {', '.join(FAMILIES)}")
+        raise ValueError(f"no sweep of {', '.join(unknown)}; known: all, {', '.join(known)}")
     return wanted
 
 
@@ -65,11 +66,11 @@ def drawn_cases(
 
     `words` keeps the cases whose name contains all of them.
     """
-    needed = (words or "").lower().split()
+    needed, known = (words or "").lower().split(), sweep_cases.families()
     for family in families:
         for number in range(cases):
             draw = Draw(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
-            name, make = FAMILIES[family](draw, device)
+            name, make = known[family](draw, device)
             if all(word in f"{family} {name}".lower() for word in needed):
                 yield family, f"{family} {name}", make
 

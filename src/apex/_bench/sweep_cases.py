@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,53 +18,23 @@ from torch import Tensor, nn
 
 from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
+from ..ops._examples import Random
 from ..ops.batch_norm import batch_norm
-from ..ops.group_norm import group_norm
-from ..ops.norm import layer_norm, rms_norm
-from ..ops.softmax import masked_softmax
-from .cases import attention, dense, focal_loss, glu, optimizers, rope
+from .cases import attention, dense, optimizers
 from .directions import compared, long_name, times, without_kink
+from .examples import sweeps
 from .list_passes import PASSES
 from .problems import make_parameters, prepared_steps
 from .registry import Prepared
-
-KNOWN_LENGTHS = (7000, 3000, 1160, 1544, 5120, 12288)  # row lengths that were slow once or that are common
 
 Passes = dict[str, Prepared]
 Drawn = tuple[str, Callable[[], Passes]]
 
 
-class Draw(random.Random):
-    """Random numbers of one case, which has at most about `most` elements."""
+class Draw(Random):
+    """Random numbers of one case, and its tensors."""
 
-    def __new__(cls, seed: str, most: int) -> Draw:
-        return super().__new__(cls)  # Random.__new__ takes at most one argument in Python 3.10
-
-    def __init__(self, seed: str, most: int) -> None:
-        super().__init__(seed)
-        self.most = most
-
-    def size(self, low: int, high: int, multiple: int = 1) -> int:
-        """Draw a multiple of `multiple` with a uniformly distributed logarithm."""
-        value = math.exp(self.uniform(math.log(low), math.log(max(low, high))))
-        return max(1, round(value / multiple)) * multiple
-
-    def length(self, low: int, high: int) -> int:
-        """Draw the length of a row: mostly a multiple of a power of two, seldom odd."""
-        high = min(high, self.most)
-        known = min(self.choice(KNOWN_LENGTHS), high)
-        drawn = self.size(low, high, self.choice((256, 128, 64, 8, 8, 8, 4, 1)))
-        return known if self.random() < 0.1 else min(drawn, high)
-
-    def rows(self, row_length: int) -> int:
-        """Draw a number of rows such that a case has between 2^20 and `most` elements."""
-        most = max(1, self.most // row_length)
-        return self.size(max(1, min(most, (1 << 20) // row_length)), most)
-
-    def dtype(self) -> torch.dtype:
-        return self.choice((torch.bfloat16, torch.float16, torch.float32))
-
-    def layout(self, dimensions: int) -> str:
+    def layout(self, dimensions: int = 0) -> str:
         """Draw a layout: mostly contiguous, else a slice of wider rows, offset by an element, or transposed."""
         others = ["sliced", "oddly sliced", "offset"] + ["transposed"] * (dimensions > 2)
         return self.choice(others) if self.random() < 0.2 else ""
@@ -122,44 +91,6 @@ def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summe
     return _both(lambda way: compared(ours, eager, leaves, gradient, way, terms))
 
 
-def _norm(draw: Draw, device: torch.device, mean: bool) -> Drawn:
-    columns, dtype, parts = draw.length(32, 20000), draw.dtype(), draw.choice((1, 2, 8))
-    shape = (parts, -(-draw.rows(columns) // parts), columns)
-    layout, affine = draw.layout(3), draw.random() < 0.9
-    functions: tuple[Any, Any] = (layer_norm, F.layer_norm) if mean else (rms_norm, F.rms_norm)
-    ours, eager = (lambda x, *p, function=each: function(x, (columns,), *p, eps=1e-5) for each in functions)
-
-    def make() -> Passes:
-        parameters = draw.parameters((1 + mean) * affine, columns, dtype, device)
-        return _passes([draw.tensor(shape, dtype, device, layout), *parameters], ours, eager)
-
-    return _name(dtype, shape, layout, "plain" * (not affine)), make
-
-
-def _softmax(draw: Draw, device: torch.device) -> Drawn:
-    kind, dtype = draw.choice(("causal", "masked", "scaled")), draw.dtype()
-    keys = min(draw.length(16, 8192), math.isqrt(draw.most))
-    queries = keys if kind == "causal" or draw.random() < 0.7 else draw.size(1, keys)
-    heads = min(draw.choice((1, 4, 8, 12, 16)), max(1, draw.most // (queries * keys)))
-    shape = (draw.size(1, min(64, draw.most // (heads * queries * keys))), heads, queries, keys)
-    layout = draw.layout(4)
-
-    def make() -> Passes:
-        mask = draw.tensor((shape[0], 1, queries, keys), torch.float32, device) > 1 if kind == "masked" else None
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1) if kind == "causal" else mask
-
-        seen = lambda x: x if hidden is None else x.masked_fill(hidden, -10000.0)  # noqa: E731
-        eager = lambda x: torch.softmax(seen(x * 0.125), -1)  # noqa: E731
-        ours = functools.partial(masked_softmax, mask=mask, scale=0.125, causal=kind == "causal")
-        passes = _passes([draw.tensor(shape, dtype, device, layout)], ours, eager, summed=keys)
-        # Probabilities near one, as for the first causal queries, are saved with an error of a quarter of eps.
-        lost = 0.125 * torch.finfo(dtype).eps / 4
-        passes["bwd"].expected = [replace(each, slack=each.slack + lost) for each in passes["bwd"].expected]
-        return passes
-
-    return f"{kind} {_name(dtype, shape, layout)}", make
-
-
 def _xentropy(draw: Draw, device: torch.device) -> Drawn:
     classes = draw.choice((2, 10, 1000, 1000, 30522, 32000, 50257, 128256, 151936, draw.length(16, 200_000)))
     classes, dtype, layout = min(classes, draw.most), draw.dtype(), draw.layout(2)
@@ -177,39 +108,12 @@ def _xentropy(draw: Draw, device: torch.device) -> Drawn:
     return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
 
 
-def _rope(draw: Draw, device: torch.device) -> Drawn:
-    channels, heads = draw.choice((16, 32, 64, 80, 96, 128, 256)), draw.size(1, 64)
-    dtype, which = draw.dtype(), draw.choice(("sbhd", "cached", "thd", "qk"))
-    tokens = draw.size(256, max(256, min(65536, draw.most // (heads * channels))))
-    batches = 1 if which == "thd" else draw.choice((1, 1, 2, 4, 8))
-    length, key_heads = -(-tokens // batches), draw.choice((1, heads)) if which == "qk" else 0
-    outer = {"thd": (length,), "qk": (batches, length)}.get(which, (length, batches))
-    shape = (*outer, heads, channels)
-    return f"{which} {_name(dtype, shape, key_heads)}", lambda: _both(
-        lambda way: rope._prepare(rope.Kind(which, dtype, shape, way, key_heads), device)
-    )
-
-
 def _image(draw: Draw, multiple: int, most_channels: int) -> tuple[tuple[int, ...], torch.memory_format]:
     channels = draw.size(max(8, multiple), min(most_channels, draw.most // 64), multiple)
     side = draw.choice((4, 7, 8, 14, 16, 28, 32, 40, 48, 56, 64, 96, 112, 128))
     side = max(2, min(side, math.isqrt(draw.most // channels)))
     images = draw.size(1, min(128, draw.most // (channels * side * side)))
     return (images, channels, side, side), draw.choice((torch.channels_last, torch.contiguous_format))
-
-
-def _group_norm(draw: Draw, device: torch.device) -> Drawn:
-    groups, dtype, silu = draw.choice((8, 16, 32, 32)), draw.dtype(), draw.random() < 0.7
-    shape, memory = _image(draw, groups, 2560)
-
-    ours = lambda x, w, b: group_norm(x, groups, w, b, 1e-5, "silu" * silu)  # noqa: E731
-    eager = lambda x, w, b: (F.silu if silu else nn.Identity())(F.group_norm(x, groups, w, b, 1e-5))  # noqa: E731
-
-    def make() -> Passes:
-        x = draw.tensor(shape, dtype, device).contiguous(memory_format=memory)
-        return _passes([x, *draw.parameters(2, shape[1], dtype, device)], ours, eager)
-
-    return _name(dtype, shape, memory, f"groups {groups}", "silu" * silu), make
 
 
 def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
@@ -228,13 +132,6 @@ def _batch_norm(draw: Draw, device: torch.device) -> Drawn:
         return _passes(leaves, ours, eager, plain if relu else None)
 
     return _name(dtype, shape, memory, "add" * addend, "relu" * relu), make
-
-
-def _glu(draw: Draw, device: torch.device) -> Drawn:
-    columns, dtype, kind = 2 * draw.length(32, 24000), draw.dtype(), draw.choice(glu.KINDS)
-    shape = (draw.rows(columns), columns)
-    make = lambda: _both(lambda way: glu._prepare(kind, dtype, *shape, way, device))  # noqa: E731
-    return f"{kind.name} {_name(dtype, shape)}", make
 
 
 def _dense(draw: Draw, device: torch.device) -> Drawn:
@@ -256,13 +153,6 @@ def _attention(draw: Draw, device: torch.device) -> Drawn:
     return str(setting), lambda: _both(lambda way: attention._prepare(setting, way, device))
 
 
-def _focal_loss(draw: Draw, device: torch.device) -> Drawn:
-    classes, dtype = draw.choice((1, 2, 20, 80, 90, 91, draw.size(2, 400))), draw.dtype()
-    images = draw.choice((1, 2, 4, 8, 16))
-    shape = (images, draw.size(64, min(200_000, draw.most // (images * classes))), classes)
-    return _name(dtype, shape), lambda: _both(lambda way: focal_loss._prepare(dtype, shape, way, device))
-
-
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:
     """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
     algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
@@ -278,9 +168,7 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
     }
 
 
-FAMILIES: dict[str, Callable[[Draw, torch.device], Drawn]] = {
-    "layer_norm": functools.partial(_norm, mean=True),
-    "rms_norm": functools.partial(_norm, mean=False),
-}
-for _draw in (_softmax, _xentropy, _rope, _group_norm, _batch_norm, _glu, _dense, _attention, _focal_loss, _optimizers):
-    FAMILIES[_draw.__name__.removeprefix("_")] = _draw
+def families() -> dict[str, Callable[[Draw, torch.device], Drawn]]:
+    """Return the families that can be drawn from, by name."""
+    listed = (_xentropy, _batch_norm, _dense, _attention, _optimizers)
+    return {**sweeps(), **{draw.__name__.removeprefix("_"): draw for draw in listed}}

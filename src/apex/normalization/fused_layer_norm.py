@@ -99,8 +99,8 @@ class FusedRMSNormFunction(torch.autograd.Function):
 
 def fused_layer_norm_affine(
     input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     normalized_shape: NormalizedShape,
     eps: float = 1e-6,
     memory_efficient: bool = False,
@@ -135,7 +135,11 @@ def mixed_dtype_fused_layer_norm_affine(
 
 
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: NormalizedShape, eps: float = 1e-6, memory_efficient: bool = False
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: NormalizedShape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Compute RMS norm with a weight; the output has the input's dtype."""
     input, weight = cast_for_autocast(input, weight)

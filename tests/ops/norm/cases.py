@@ -104,18 +104,3 @@ CASES = [
     NormCase("unlimited memory efficient", 4, 17000, memory_efficient=True, interpreted=False),
     NormCase("unlimited, no weight", 4, 17000, weight_dtype=None),
 ]
-
-# For a GPU only: sizes of real models, with more rows than programs.
-LARGE_CASES = [
-    NormCase(
-        f"{'layer' if mean else 'rms'} {str(dtype).removeprefix('torch.')} {rows}x{columns}",
-        rows,
-        columns,
-        dtype,
-        dtype,
-        subtract_mean=mean,
-    )
-    for mean in (True, False)
-    for dtype in (_F32, _BF16, _HALF)
-    for rows, columns in ((4096, 768), (2048, 1024), (1000, 4096), (517, 5120), (600, 8192), (300, 16384), (150, 32768))
-]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, norm
 from tests.harness import Route, assert_close, routes
@@ -17,17 +16,6 @@ def norms(memory_efficient: bool = False):
 
 def double_inputs() -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 5), (5,), (5,)))
-
-
-@pytest.mark.parametrize("memory_efficient", [False, True])
-@pytest.mark.parametrize("which", [0, 1])
-def test_gradcheck(which: int, memory_efficient: bool) -> None:
-    assert torch.autograd.gradcheck(norms(memory_efficient)[which], double_inputs())
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_gradgradcheck(which: int) -> None:
-    assert torch.autograd.gradgradcheck(norms()[which], double_inputs())
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -63,19 +51,6 @@ def test_second_derivative_is_refused_when_memory_efficient(route: Route) -> Non
         output = norm.layer_norm(x, 24, memory_efficient=True)
         with pytest.raises(RuntimeError, match="memory_efficient=False"):
             torch.autograd.grad(output.square().sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
-    x = torch.randn(4, 24, device=route.device, requires_grad=True)
-    weight = torch.rand(24, device=route.device, requires_grad=True)
-    with _library.implementation(route.implementation):
-        plain = torch.autograd.grad(norm.rms_norm(x, 24, weight).square().sum(), (x, weight))
-        checkpointed = checkpoint(lambda x: norm.rms_norm(x, 24, weight), x, use_reentrant=use_reentrant)
-        checkpointed.square().sum().backward()
-    assert torch.equal(x.grad, plain[0])
-    assert torch.equal(weight.grad, plain[1])
 
 
 @pytest.mark.parametrize("route", routes())

@@ -126,13 +126,3 @@ CASES = [
         order=(1, 0, 2, 3),
     ),
 ]
-
-# For a GPU only: more programs than multiprocessors.
-LARGE_CASES = [
-    RopeCase("sbhd", _SBHD, (1024, 2, 32, 128), 128, _BF16),
-    RopeCase("sbhd part", _SWAPPED, (1024, 2, 24, 192), 64, _BF16),
-    RopeCase("sbhd float32", _SBHD, (515, 3, 12, 96), 96, cached=True),
-    RopeCase("bshd", _BSHD, (2, 1000, 8, 256), 256, _HALF),
-    RopeCase("thd", _THD, (3000, 16, 128), 128, _BF16, positions=(2000,), edges=(0, 17, 1500, 1501, 2990)),
-    RopeCase("image", RopeSpec("image", width=40), (3, 1280, 16, 80), 40, _BF16, cached=True, positions=(32, 40)),
-]

@@ -6,25 +6,10 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _device, _library, rope
 from apex.ops.rope import RopeSpec, config
 from tests.harness import Route, assert_close, routes
-
-
-def test_gradcheck() -> None:
-    t = torch.randn(4, 1, 2, 6, dtype=torch.float64, requires_grad=True)
-    freqs = torch.rand(4, 4, dtype=torch.float64) * 9
-    edges = torch.tensor([0, 1, 3])
-    functions = [
-        lambda t: rope.rotary_embedding(t, freqs, transpose_output_memory=True),
-        lambda t: rope.rotary_embedding(t[:, 0], (freqs.cos(), freqs.sin()), cu_seqlens=edges),
-        lambda t: torch.cat(rope.rotary_embedding_pair(t, t * 2, freqs), 2),
-    ]
-    for function in functions:
-        assert torch.autograd.gradcheck(function, (t,))
-        assert torch.autograd.gradgradcheck(function, (t,), fast_mode=True)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -56,17 +41,6 @@ def test_a_gradient_lies_in_memory_as_the_input_does(route: Route) -> None:
             (gradient,) = torch.autograd.grad(output.square().sum(), leaf)
             assert gradient.stride() == t.stride()
             assert output.transpose(0, 1).is_contiguous() == swap
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
-    t = torch.randn(4, 2, 2, 8, device=route.device, requires_grad=True)
-    freqs = torch.rand(4, 1, 1, 8, device=route.device)
-    with _library.implementation(route.implementation):
-        (expected,) = torch.autograd.grad(rope.rotary_embedding(t, freqs).square().sum(), t)
-        checkpoint(lambda t: rope.rotary_embedding(t, freqs), t, use_reentrant=use_reentrant).square().sum().backward()
-    assert torch.equal(t.grad, expected)
 
 
 @pytest.mark.parametrize("route", routes())
@@ -228,8 +202,3 @@ def test_tiles(channels: int, itemsize: int) -> None:
         assert tile.heads < 2 * heads
         assert tile.tokens < 2 * tokens
         assert 1 <= tile.num_warps <= 32
-
-
-@pytest.mark.gpu
-def test_self_check() -> None:
-    assert rope.FAMILY.self_check(torch.device("cuda")) <= 1

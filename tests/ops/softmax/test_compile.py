@@ -5,7 +5,6 @@ import torch
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec
-from apex.transformer.functional import scaled_masked_softmax, scaled_softmax, scaled_upper_triang_masked_softmax
 from tests.harness import Route, assert_close, opcheck, routes
 
 
@@ -21,46 +20,6 @@ def test_opcheck(route: Route, dropout: float) -> None:
         _, probabilities = softmax.softmax_forward(x, mask, spec, noise)
         arguments = (torch.randn_like(x).detach(), probabilities, noise, *spec, [True])
         opcheck(route, torch.ops.apex.softmax_backward.default, arguments)
-
-
-@pytest.mark.parametrize("route", routes())
-def test_compiled_without_graph_breaks(route: Route) -> None:
-    x = torch.randn(2, 2, 12, 12, device=route.device, requires_grad=True)
-    mask = torch.rand(2, 1, 12, 12, device=route.device) < 0.3
-
-    def function(x, mask):
-        return scaled_upper_triang_masked_softmax(x, None, 0.5) + scaled_masked_softmax(x, mask, 0.25).sin()
-
-    # Generated C++ would need a compiler; on a GPU the generated code is Triton.
-    backend = "inductor" if route.device == "cuda" else "aot_eager"
-    with _library.implementation(route.implementation):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
-        expected, output = function(x, mask), compiled(x, mask)
-        assert_close(output, expected.double())
-        actual, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected))
-        assert_close(actual, wanted.double())
-        with torch.no_grad():
-            assert_close(compiled(x, mask), expected.double())
-
-
-@pytest.mark.parametrize("route", routes(interpreter=False))
-def test_compiled_for_all_sizes_at_once(route: Route) -> None:
-    backend = "inductor" if route.device == "cuda" else "aot_eager"
-
-    def function(x):
-        return scaled_upper_triang_masked_softmax(x, None, 0.5) + scaled_softmax(x, 0.3)
-
-    with _library.implementation(route.implementation):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for size in (12, 17):
-                x = torch.randn(2, 3, size, size, device=route.device, requires_grad=True)
-                output, expected = compiled(x), function(x)
-                assert_close(output, expected.double())
-                actual, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (output, expected))
-                assert_close(actual, wanted.double())
 
 
 @pytest.mark.parametrize("route", routes())
@@ -103,26 +62,3 @@ def test_tensor_subclasses_take_operators() -> None:
             output = softmax.masked_softmax(x, scale=0.5, **options)
             assert output.shape == x.shape
             assert torch.autograd.grad(output.sum(), x)[0].shape == x.shape
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("keys", [64, 2048, 40000])
-def test_cuda_graph_capture(keys: int) -> None:
-    x = torch.randn(2, 64, keys, device="cuda", requires_grad=True)
-    with _library.implementation("triton"):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):  # compile before capture
-            torch.autograd.grad(softmax.masked_softmax(x, causal=True).sum(), x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = softmax.masked_softmax(x, causal=True)
-            (dx,) = torch.autograd.grad(output.sin().sum(), x)
-        with torch.no_grad():
-            x.copy_(torch.randn_like(x))
-        graph.replay()
-        torch.cuda.synchronize()
-        expected = softmax.masked_softmax(x, causal=True)
-        (expected_dx,) = torch.autograd.grad(expected.sin().sum(), x)
-    assert torch.equal(output, expected)
-    assert torch.equal(dx, expected_dx)

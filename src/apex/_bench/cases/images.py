@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from ...contrib.conv_bias_relu import ConvBiasReLU
 from ...ops.batch_norm import batch_norm
-from ...ops.group_norm import group_norm
 from ...parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
 from ..directions import Random, compared, exact, long_name, passes, prepare, times, with_peers, without_kink
 from ..registry import Case, Family, Prepared, register
@@ -37,10 +36,6 @@ def _square(*shapes: tuple[int, int, int]) -> tuple[Shape, ...]:
 CPU_SHAPES = _square((8, 64, 56), (8, 256, 28))
 BATCH_NORM_SHAPES = _square((32, 256, 56), (32, 512, 28), (32, 2048, 7))
 SYNC_SHAPES = _square((64, 64, 112), (64, 256, 56), (64, 512, 28), (64, 1024, 14), (32, 2048, 7))
-GROUP_NORM_SHAPES = _square(
-    *((2, 320, 8), (2, 1280, 8), (8, 2560, 8), (2, 640, 32), (8, 1280, 16), (8, 2560, 16), (2, 320, 64), (8, 320, 64)),
-    *((8, 960, 32), (8, 640, 64), (8, 2560, 64)),
-)
 # images, channels in and out, side of an image, side of the kernel
 CONV_SHAPES = ((32, 64, 256, 56, 1), (32, 128, 128, 28, 3), (32, 512, 2048, 7, 1))
 
@@ -86,28 +81,6 @@ def batch_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
         for addend, what, fwd, bwd in ((False, "batch_norm+relu", 2, 3), (True, "batch_norm+add+relu", 3, 5)):
             name = f"{what} {long_name(dtype)} {times(shape)}"
             cases += passes(name, {"fwd": fwd * size, "bwd": bwd * size}, _batch_norm, dtype, shape, addend)
-    return cases
-
-
-def _group_norm(dtype: torch.dtype, shape: Shape, direction: str, device: torch.device) -> Prepared:
-    random = Random(device)
-    x, gradient = _tensors(dtype, shape, torch.channels_last, random, 2)
-    leaves = [each.requires_grad_() for each in (x, random.weight(shape[1], dtype), random.weight(shape[1], dtype))]
-    ours = lambda x, weight, bias: group_norm(x, GROUPS, weight, bias, EPS, "silu")  # noqa: E731
-    eager = lambda x, weight, bias: functional.silu(functional.group_norm(x, GROUPS, weight, bias, EPS))  # noqa: E731
-    return compared(ours, eager, leaves, gradient, direction, (1, 1, _pixels(shape), _pixels(shape)))
-
-
-def group_norm_cases(device: torch.device, quick: bool) -> Sequence[Case]:
-    """Return every shape in both directions."""
-    shapes, dtype = GROUP_NORM_SHAPES, torch.bfloat16
-    if device.type != "cuda":
-        shapes, dtype = _square((2, 320, 16), (2, 640, 32)), torch.float32
-    cases = []
-    for shape in shapes[:1] if quick else shapes:
-        size = math.prod(shape) * dtype.itemsize
-        name = f"group_norm+silu {long_name(dtype)} {times(shape)}"
-        cases += passes(name, {"fwd": 2 * size, "bwd": 3 * size}, _group_norm, dtype, shape)
     return cases
 
 
@@ -193,7 +166,6 @@ def conv_cases(device: torch.device, quick: bool) -> Sequence[Case]:
 
 register(Family("batch_norm", "batch norm with an addend and ReLU, channels last", batch_norm_cases))
 register(Family("conv", "convolution + bias + ReLU, channels last", conv_cases))
-register(Family("group_norm", "group norm with SiLU, channels last", group_norm_cases))
 register(
     Family(
         "sync_batch_norm",

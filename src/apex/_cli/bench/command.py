@@ -13,9 +13,9 @@ from rich.console import Console
 from ..._bench import cores, timing
 from ..._bench.environment import describe, device_stem
 from ..._bench.recorded import recorded_measurements
-from ..._bench.registry import known_families, select
 from ..._bench.results import Report, write_json
 from ..._bench.runner import run_case
+from ..._bench.selection import known_families, select
 from ..._bench.sweep import drawn_cases, run_sweep, sweep_families
 from ..console import make_console, with_progress
 from ..devices import pick_device

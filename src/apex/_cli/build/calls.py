@@ -13,16 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import apex.optimizers
-from apex.contrib.focal_loss import focal_loss
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from apex.ops import _examples
 from apex.ops.attention import attention
 from apex.ops.batch_norm import batch_norm
 from apex.ops.dense import dense_gelu_dense, mlp
-from apex.ops.glu import bias_glu
-from apex.ops.group_norm import group_norm
-from apex.ops.norm import layer_norm, rms_norm
-from apex.ops.softmax import masked_softmax
-from apex.transformer.functional import fused_apply_rotary_pos_emb
 
 Shape = tuple[int, ...]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -56,15 +51,6 @@ def _xentropy(make: Maker, s: Shape) -> Tensor:
     return SoftmaxCrossEntropyLoss.apply(make.leaf(s), make.constant(s[:1], torch.int64), 0.0, -100, True)
 
 
-def _rope(make: Maker, s: Shape) -> Tensor:
-    return fused_apply_rotary_pos_emb(make.leaf(s), make.constant((s[0], 1, 1, s[-1]), torch.float32))
-
-
-def _softmax(make: Maker, s: Shape, masked: bool = False, causal: bool = False) -> Tensor:
-    mask = make.constant((s[0], 1, *s[2:]), torch.bool) if masked else None
-    return masked_softmax(make.leaf(s), mask=mask, scale=0.125, causal=causal)
-
-
 def _attention(make: Maker, s: Shape) -> Tensor:
     batch, heads, length, _ = s
     hidden = make.constant((batch, 1, 1, length), torch.bool)
@@ -75,11 +61,6 @@ def _attention(make: Maker, s: Shape) -> Tensor:
 def _batch_norm(make: Maker, s: Shape) -> Tensor:
     weight, bias = (make.leaf(s[1:2], torch.float32) for _ in range(2))
     return batch_norm(make.image(s), None, None, weight, bias, relu=True)
-
-
-def _focal_loss(make: Maker, s: Shape) -> Tensor:
-    targets, positives = make.constant(s[:2], torch.int64), make.constant((1,), torch.float32)
-    return focal_loss(make.leaf(s), targets, positives, s[-1], 0.25, 2.0, 0.0)
 
 
 def _mlp(make: Maker, s: Shape, gelu: bool) -> Tensor:
@@ -99,34 +80,36 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
     return Op(partial(_optimizer, name=name, **options), ("rows x columns", "4096x1024"), ("amp_C", *extensions))
 
 
-_ROWS = "rows x columns", "16384x4096"
-_SCORES = "batch x heads x queries x keys", "8x16x1024x1024"
 _IMAGE = "images x channels x height x width", "8x320x64x64"
 _HEADS = "batch x heads x length x size", "16x16x512x64"
 _LAYERS = "rows x outer x inner", "8192x1024x4096"
-_NORM, _MASKED = "fused_layer_norm_cuda", ("scaled_masked_softmax_cuda", "generic_scaled_masked_softmax_cuda")
 
 OPS = {
-    "layer_norm": Op(lambda m, s: layer_norm(m.leaf(s), s[-1:], m.leaf(s[-1:]), m.leaf(s[-1:])), _ROWS, (_NORM,)),
-    "rms_norm": Op(lambda m, s: rms_norm(m.leaf(s), s[-1:], m.leaf(s[-1:])), _ROWS, (_NORM,)),
-    "softmax": Op(_softmax, _SCORES, ("scaled_softmax_cuda",)),
-    "masked_softmax": Op(partial(_softmax, masked=True), _SCORES, _MASKED),
-    "causal_softmax": Op(partial(_softmax, causal=True), _SCORES, ("scaled_upper_triang_masked_softmax_cuda",)),
     "attention": Op(_attention, _HEADS),
     "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
-    "rope": Op(_rope, ("length x batch x heads x size", "2048x4x32x128"), ("fused_rotary_positional_embedding",)),
-    "swiglu": Op(lambda m, s: bias_glu(m.leaf(s), m.leaf(s[-1:]), "silu"), _ROWS, ("fused_bias_swiglu",)),
-    "group_norm": Op(lambda m, s: group_norm(m.image(s), 32, m.leaf(s[1:2]), m.leaf(s[1:2]), 1e-5, "silu"), _IMAGE),
     "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
     "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
     "mlp": Op(partial(_mlp, gelu=False), _LAYERS, ("mlp_cuda",)),
-    "focal_loss": Op(_focal_loss, ("images x anchors x classes", "8x100000x90"), ("focal_loss_cuda",)),
     "adam": _step("FusedAdam", "fused_adam_cuda"),
     "lamb": _step("FusedLAMB", "fused_lamb_cuda"),
     "sgd": _step("FusedSGD", momentum=0.9),
     "novograd": _step("FusedNovoGrad"),
     "adagrad": _step("FusedAdagrad"),
 }
+
+
+def _op(example: _examples.Example) -> Op:
+    """Return an example as an op of `apex build`."""
+
+    def run(make: Maker, shape: Shape) -> list[Tensor]:
+        return _examples.Call(example, shape, _examples.Make(make.dtype, make.device)).outputs()
+
+    return Op(run, (example.sizes, "x".join(map(str, example.typical))), tuple(example.extensions))
+
+
+def known_ops() -> dict[str, Op]:
+    """Return everything that `apex build` knows by name: examples with sizes of real models, optimizers' steps."""
+    return {**{name: _op(example) for name, example in _examples.by_name() if example.listed}, **OPS}
 
 
 class Call(NamedTuple):
@@ -143,10 +126,11 @@ def parse_call(text: str, dtype: str) -> Call:
             raise FileNotFoundError(f"there is no script {text!r}")
         return Call(text, partial(_run_script, text))
     name, *rest = text.split(":")
-    if name not in OPS:
-        hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, OPS, n=1))
-        raise ValueError(f"no op is called {name!r}; {hint}known: {', '.join(OPS)}, or the path of a .py file")
-    op, (words, example) = OPS[name], OPS[name].sizes
+    known = known_ops()
+    if name not in known:
+        hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, known, n=1))
+        raise ValueError(f"no op is called {name!r}; {hint}known: {', '.join(known)}, or the path of a .py file")
+    op, (words, example) = known[name], known[name].sizes
     shape, dtype = [*rest, ""][0] or example, [*rest, "", ""][1] or dtype
     if len(rest) > 2 or dtype not in DTYPES:
         raise ValueError(f"{text!r}: write {name}:{example}:DTYPE, DTYPE one of {', '.join(DTYPES)}")
@@ -159,8 +143,9 @@ def parse_call(text: str, dtype: str) -> Call:
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     output = op.run(Maker(dtype, device), shape)
-    if output is not None:
-        output.backward(torch.empty_like(output))
+    outputs = output if isinstance(output, list) else [] if output is None else [output]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
 
 
 def _run_script(path: str, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from ... import _env
 from ...op_builder import ALL_OPS
 from ...ops import _library
 from ..console import make_console, make_table, print_json_document, print_table, with_progress
-from .calls import OPS, Call, parse_call
+from .calls import Call, known_ops, parse_call
 
 
 @dataclass
@@ -60,7 +60,7 @@ def run_build(
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
         table = make_table(console, None, "op", "shape", "for example")
-        for name, op in OPS.items():
+        for name, op in known_ops().items():
             table.add_row(name, op.sizes[0], f"{name}:{op.sizes[1]}:{dtype}")
         print_table(console, table)
         return 0
@@ -97,7 +97,7 @@ def run_build(
 def selected_ops() -> list[str]:
     """The ops that `APEX_BUILD_<OP>=1` selects; `APEX_BUILD_CUDA_OPS=1` selects all but those that are set to 0."""
     chosen = {name for name, op in ALL_OPS.items() if _env.is_on(op.BUILD_VAR, op.INCLUDE_FLAG)}
-    return [name for name, op in OPS.items() if chosen & set(op.extensions)]
+    return [name for name, op in known_ops().items() if chosen & set(op.extensions)]
 
 
 def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...ops import _library, all_families
+from ...ops._examples import self_check
 from .findings import Finding, Severity, one_line
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -67,7 +68,7 @@ def _choice(family: _library.OpFamily, device: str, dtype: torch.dtype) -> Famil
 
 def _self_check(family: _library.OpFamily, device: str) -> SelfCheck:
     try:
-        error = float(family.self_check(torch.device(device)))
+        error = float(self_check(family, torch.device(device)))
     except Exception as failure:
         problem = f"the self-check failed: {type(failure).__name__}: {one_line(failure)}"
         return SelfCheck(family.name, device, None, problem)

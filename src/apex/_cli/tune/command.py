@@ -16,7 +16,7 @@ from ..._atomic import atomic_file, make_folder
 from ...ops import _library, _tuned
 from ...ops._device import facts, forget_launches
 from ...ops._tuned import Question, noting
-from ..build.calls import OPS, parse_call
+from ..build.calls import known_ops, parse_call
 from ..console import make_console, make_table, print_table, with_progress
 from .search import Search, search
 
@@ -51,7 +51,7 @@ def run_tune(
     if record is not None:
         questions = record_script(record, arguments or ())
     else:
-        questions = record_shapes(list(OPS) if shapes is None else _lines(shapes), device)
+        questions = record_shapes(list(known_ops()) if shapes is None else _lines(shapes), device)
     words = [word for word in ops.split(",") if word]
     chosen = [each for each in questions if not words or any(word in each[0].op for word in words)]
     outcomes, interrupted = tune(chosen, device, seconds, output)

@@ -9,41 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops import _library
+from ...ops import _examples, _library
 from ...ops._tolerance import TOLERANCES, excess
 from ...ops._tuned import Question
-from ..build.calls import OPS, Maker, Shape
+from ..build.calls import Maker, Shape, known_ops
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 # Elements of a call whose number of heads, or batches, a question leaves open.
 USUAL_ELEMENTS = 1 << 26
 
 
-def _norm(rows: int, row_length: int, mean: bool) -> tuple[str, Shape]:
-    return "layer_norm" if mean else "rms_norm", (rows, row_length)
-
-
-def _softmax(queries: int, keys: int, causal: bool, **_: Any) -> tuple[str, Shape]:
-    if not causal:  # the rows of all heads count as queries
-        return "softmax", (1, 1, queries, keys)
-    return "causal_softmax", (1, max(1, USUAL_ELEMENTS // (queries * keys)), queries, keys)
-
-
 def _xentropy(rows: int, classes: int, **_: Any) -> tuple[str, Shape]:
     return "xentropy", (rows, classes)
 
 
-def _glu(rows: int, width: int, **_: Any) -> tuple[str, Shape]:
-    return "swiglu", (rows, 2 * width)
-
-
 def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
     return "attention", (max(1, USUAL_ELEMENTS // (4 * rows * rows)), 4, rows, head_dim)
-
-
-def _groups(positions: int, group_channels: int, images: int = 0, **_: Any) -> tuple[str, Shape]:
-    channels = 32 * group_channels
-    return "group_norm", (images or max(1, USUAL_ELEMENTS // (4 * channels * positions)), channels, positions, 1)
 
 
 def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
@@ -52,19 +33,11 @@ def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
 
 # From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
 CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
-    "norm.forward_config": lambda rows, row_length, subtract_mean: _norm(rows, row_length, subtract_mean),
-    "norm.backward_config": lambda rows, row_length, bias_grad: _norm(rows, row_length, bias_grad),
-    "softmax.rows_config": _softmax,
     "xentropy.forward_config": _xentropy,
     "xentropy.backward_config": _xentropy,
     "xentropy.short_config": _xentropy,
-    "glu.forward_tile": _glu,
-    "glu.backward_tile": _glu,
-    "group_norm.small_config": _groups,
-    "group_norm.cut_config": lambda **sizes: ("group_norm", _images(**sizes)),
     "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
     "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
-    "rope.tile": lambda tokens, heads, channels, is_image: ("rope", (tokens, 1, heads, channels)),
     "attention.forward_tile": _attention,
     "attention.queries_tile": _attention,
     "attention.keys_tile": _attention,
@@ -109,7 +82,7 @@ class Replay:
 
     def __init__(self, name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.name, self.shape, self.dtype, self.device = name, shape, dtype, device
-        self.op = OPS[name]
+        self.op = known_ops()[name]
         self.release()
 
     def release(self) -> None:
@@ -162,10 +135,53 @@ class Replay:
         return worst
 
 
-def replay_of(question: Question, device: torch.device) -> Replay | None:
+class ExampleReplay:
+    """A call of an example: its passes by kernels, and their results beside the exact ones."""
+
+    def __init__(self, example: _examples.Example, sizes: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.example, self.shape, self.dtype, self.device = example, sizes, dtype, device
+        self.name, self.op = example.name, known_ops()[example.name]
+        self.release()
+
+    def release(self) -> None:
+        """Drop the tensors; the next pass makes them again."""
+        self._call: _examples.Call | None = None
+        self._outputs: list[Tensor] = []
+
+    @property
+    def call(self) -> _examples.Call:
+        if self._call is None:
+            self._call = _examples.Call(self.example, self.shape, _examples.Make(self.dtype, self.device))
+        return self._call
+
+    def forward(self) -> None:
+        self._outputs = self.call.outputs()
+        self.call.gradients(self._outputs)
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """Return the gradients of the last forward pass."""
+        if not self._outputs:
+            self.forward()
+        gradients = self.call.gradients(self._outputs)
+        return torch.autograd.grad(self._outputs, self.call.leaves, gradients, retain_graph=True)
+
+    def results(self) -> list[Tensor]:
+        """Return outputs and gradients."""
+        return self.call.results()
+
+    def worst_excess(self, results: list[Tensor]) -> float:
+        """Return the largest error of results as a multiple of its tolerance; above 1 is wrong."""
+        return self.call.worst_excess(results)
+
+
+def replay_of(question: Question, device: torch.device) -> Replay | ExampleReplay | None:
     """The call that asks `question`; None where no op of `apex build` does."""
     arguments = dict(question.arguments)
     dtype = DTYPES.get(arguments.pop("element_size"))
+    for _, example in _examples.by_name():
+        sizes = example.asks[question.op](**arguments) if question.op in example.asks else None
+        if sizes is not None and dtype is not None and 0 not in sizes:
+            return ExampleReplay(example, sizes, dtype, device)
     if question.op not in CALLS or dtype is None:
         return None
     name, shape = CALLS[question.op](**arguments)

@@ -346,11 +346,12 @@ class HybridParallelPlugin(PipelinePluginBase):
 
         run: Any = schedules.forward_backward_no_pipelining
         if self.pp_size > 1:
-            run = {
+            by_style: dict[str, Any] = {
                 "1f1b": schedules.forward_backward_pipelining_without_interleaving,
                 "interleaved": schedules._forward_backward_pipelining_with_interleaving,
                 "zbv": schedules.forward_backward_zero_bubble,
-            }[self.pp_style]
+            }
+            run = by_style[self.pp_style]
         forward_only = optimizer is None or not torch.is_grad_enabled()
         with contextlib.nullcontext() if forward_only else optimizer._held():
             scaler = None

@@ -237,6 +237,6 @@ def grpo_loss(
 def policy_metrics(mask: Tensor, kl: Tensor | None, clipped: Tensor) -> tuple[Tensor, ...]:
     """Return the mean KL estimate (if there is one) and the share of clipped tokens, without gradients."""
     m = mask.float()
-    share = [m / m.sum().clamp(min=1.0)] * 2
-    values = [each for each in (kl, clipped) if each is not None]
-    return tuple((value.detach() * part).sum() for value, part in zip(values, share, strict=False))
+    share = m / m.sum().clamp(min=1.0)
+    clipped_share = (clipped.detach() * share).sum()
+    return (clipped_share,) if kl is None else ((kl.detach() * share).sum(), clipped_share)

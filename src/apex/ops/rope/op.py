@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
 from .._device import DeviceFacts, contiguous_strides, empty_on, facts, launch_rule
-from .._tolerance import excess
 from . import config, reference
 from .reference import RopeSpec
 
@@ -426,33 +425,4 @@ _library.register_op(
 )
 
 
-def self_check(device: torch.device) -> float:
-    """Return the largest error, as a multiple of its tolerance, of every layout, both ways, in three dtypes."""
-    generator = torch.Generator("cpu").manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 100
-
-    angles, rows, columns = random(48, 1, 1, 40), random(1, 6, 1, 24), random(1, 8, 1, 24)
-    edges = torch.tensor([0, 7, 30, 48], dtype=torch.int32, device="cpu")
-    cases: list[tuple[RopeSpec, tuple[int, ...], list[Tensor], Tensor | None]] = [
-        (RopeSpec("sbhd"), (48, 2, 6, 48), [angles], None),
-        (RopeSpec("bshd"), (2, 48, 6, 48), [angles.cos(), angles.sin()], None),
-        (RopeSpec("thd"), (48, 6, 48), [angles], edges),
-        (RopeSpec("image", width=8), (2, 48, 6, 48), [rows.cos(), rows.sin(), columns.cos(), columns.sin()], None),
-    ]
-    worst = 0.0
-    for spec, shape, tables, cu_seqlens in cases:
-        exact, on_device = [table.double() for table in tables], [table.to(device) for table in tables]
-        where = None if cu_seqlens is None else cu_seqlens.to(device)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            t = (random(*shape) / 50 - 1).to(dtype)
-            for asked in (spec, spec._replace(inverse=True)):
-                (actual,) = _run((t.to(device),), on_device, asked, where)
-                worst = max(worst, excess(actual.cpu(), reference.rotate(t.double(), exact, asked, cu_seqlens), dtype))
-    return worst
-
-
-FAMILY = _library.register_family(
-    _library.OpFamily("rope", "rotary position embeddings, forward and backward", self_check)
-)
+FAMILY = _library.register_family(_library.OpFamily("rope", "rotary position embeddings, forward and backward"))
