@@ -23,7 +23,7 @@ test: lint
 
 # The quick half of the tests on other versions of PyTorch and Python; downloads each PyTorch.
 test-versions:
-	$(PYTHON) tests/other_versions.py $(TESTS)
+	$(PYTHON) tests/support/other_versions.py $(TESTS)
 
 # Every launch of every kernel for every GPU we name, where `make test` has the largest ones; takes minutes.
 cross-compile: $(VENV)/.test-ready
@@ -35,7 +35,7 @@ campaign: $(VENV)/.test-ready
 
 # Small faults put into the source, and whether tests notice them; a quarter of an hour, not part of `make test`.
 mutants: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --output benchmarks/results/mutants.txt $(MUTANTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.mutants --output benchmarks/results/mutants.txt $(MUTANTS)
 
 # The documentation site, into .site; a broken link or a page that is nowhere in the menu is an error.
 docs: $(VENV)/.test-ready

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from . import quick_interpreter
+from .support import quick_interpreter
 
 GPU = torch.cuda.is_available()
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from tests.public_calls import Call, calls
+from tests.support.public_calls import Call, calls
 
 CALLS = {call.name: call for call in calls()}
 

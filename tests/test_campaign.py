@@ -12,7 +12,7 @@ from apex import checkpoint
 from tests.campaign.__main__ import report, run
 from tests.campaign.trials import in_child
 from tests.parallel.processes import environment
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from apex import amp, fused_bias_swiglu, ops
 from apex.normalization import FusedLayerNorm
 from apex.ops import _library
-from tests.public_calls import Call, calls
+from tests.support.public_calls import Call, calls
 
 # What is no part of a model; and RNNs, which are loops over time of PyTorch's operators.
 LEFT_OUT = ("multi_tensor_applier", "clip_grad_norm_", "RNN.")

@@ -29,9 +29,9 @@ from apex.ops import implementation
 from apex.optimizers import FusedAdam
 from apex.parallel import SyncBatchNorm, convert_syncbn_model
 from apex.RNN import mLSTM
-from tests.default_functions import FUNCTIONS, LIST_CALLS, Case
-from tests.default_training import OPTIMIZERS, TRAINING
-from tests.harness import NO_GATHER, Route, assert_equal_bits, routes
+from tests.support.default_functions import FUNCTIONS, LIST_CALLS, Case
+from tests.support.default_training import OPTIMIZERS, TRAINING
+from tests.support.harness import NO_GATHER, Route, assert_equal_bits, routes
 
 SETTINGS: dict[str, Callable[[], Any]] = {
     "meta": lambda: torch.set_default_device("meta"),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import apex
-from tests.other_versions import pythons
+from tests.support.other_versions import pythons
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

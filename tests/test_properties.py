@@ -20,8 +20,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests import property_examples, property_layers, property_training
-from tests.properties import run_trial
+from tests.support import property_examples, property_layers, property_training
+from tests.support.properties import run_trial
 
 SUBJECTS = {**property_examples.SUBJECTS, **property_layers.SUBJECTS, **property_training.SUBJECTS}
 CAMPAIGN = settings.default == settings.get_profile("campaign")

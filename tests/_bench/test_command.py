@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import typer
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 from apex._bench import environment, results
 from apex._cli.bench import command

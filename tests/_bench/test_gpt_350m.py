@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.parallel.processes import environment
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpt_350m.py"
 

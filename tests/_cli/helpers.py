@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import apex
-from tests import warm
+from tests.support import warm
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 _LEFT_OUT = ("APEX_IMPL", "FORCE_COLOR", "NO_COLOR", "PYTHONPATH", "TERMINAL_WIDTH", "TRITON_INTERPRET")

@@ -15,7 +15,7 @@ from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.ops import _library
 from apex.optimizers import FusedSGD
 from tests.amp.common import HALF, LEVELS, assert_same, quiet, values
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 class Plain(nn.BatchNorm2d):

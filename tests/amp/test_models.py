@@ -13,7 +13,7 @@ from apex import amp
 from apex.normalization import FusedLayerNorm
 from apex.optimizers import FusedAdam, FusedSGD
 from tests.amp.common import LEVELS, quiet, small_model
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 
 class Scale(torch.autograd.Function):

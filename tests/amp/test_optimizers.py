@@ -17,7 +17,7 @@ from apex.ops import _library
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
 from tests.amp.common import assert_same, loss_of, overflow_at, quiet, small_model, train, values
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 Maker = Callable[[Any], Any]
 

@@ -12,7 +12,7 @@ from apex import amp
 from tests.amp import resume_process
 from tests.amp.common import assert_same, quiet, small_model, train
 from tests.amp.resume_process import SAVED_AFTER, STEPS, cases, outcome, prepared, recipe, run
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,7 +26,7 @@ from apex.booster import Booster
 from apex.nn.lr_scheduler import LinearWarmupLR
 from tests.booster.problem import adam, net, train
 from tests.booster.process_checks import PLUGINS, needs_fsdp
-from tests.forked_ranks import die, start
+from tests.support.forked_ranks import die, start
 
 # The plugin, the precision and the rank that dies, of each killed run.
 KILLED = {

@@ -10,7 +10,7 @@ import pytest
 
 from tests._cli.helpers import SOURCE
 from tests.parallel.processes import launched
-from tests.warm import run_together
+from tests.support.warm import run_together
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "booster" / "train.py"
 PRECISIONS = ("fp16", "fp16_apex", "bf16", "fp8", "fp16_naive")

@@ -17,7 +17,7 @@ import apex
 from apex import checkpoint
 from apex.booster import checkpoint_io
 from tests.checkpoint.test_writers import in_child, in_threads
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 from .problem import adam, net
 from .problem import booster as make

@@ -14,7 +14,7 @@ from apex.checkpoint import load
 from tests.booster import alone_checks, four_checks, hybrid_checks, killed, process_checks
 from tests.booster.problem import assert_equal
 from tests.parallel.processes import environment, run_checks
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 pytest.importorskip("safetensors")
 RUNS = {

@@ -10,7 +10,7 @@ import pytest
 
 import apex
 from tests.checkpoint import kills
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
-from tests.harness import Route, assert_close
+from tests.support.harness import Route, assert_close
 
 # The interpreter's block is 64 elements: two blocks and a rest, nothing, one block, one element.
 SIZES = (5, 130, 0, 64, 1)

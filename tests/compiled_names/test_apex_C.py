@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import apex_C
-from tests.harness import assert_equal_bits
+from tests.support.harness import assert_equal_bits
 
 SHAPES = [(3, 4), (5,), (0, 2), (), (2, 1, 2)]
 

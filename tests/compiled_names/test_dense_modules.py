@@ -11,7 +11,7 @@ import fused_weight_gradient_mlp_cuda
 import mlp_cuda
 from apex.ops import _library
 from apex.ops.dense import reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def tensors(device: str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

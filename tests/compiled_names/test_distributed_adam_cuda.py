@@ -22,7 +22,7 @@ from tests.compiled_names.lists import (
     wide,
 )
 from tests.compiled_names.test_amp_C_optimizers import ADAM, adam
-from tests.harness import Route, assert_equal_bits, routes
+from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -18,7 +18,7 @@ from tests.compiled_names.lists import (
     number,
     wide,
 )
-from tests.harness import Route, assert_equal_bits, routes
+from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

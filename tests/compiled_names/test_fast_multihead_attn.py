@@ -7,7 +7,7 @@ from torch import Tensor
 import fast_multihead_attn
 from apex.ops import _library
 from apex.ops.multihead import Mask, MaskKind, reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 LENGTH, KEYS, BATCH, HEADS, WIDTH = 6, 9, 3, 2, 16
 SIZE = WIDTH // HEADS

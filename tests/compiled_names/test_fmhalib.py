@@ -6,8 +6,8 @@ import torch
 import fmhalib
 from apex.ops import _library
 from apex.ops.attention import op_packed, reference
-from tests.harness import Route, routes
 from tests.ops.attention.cases import assert_close
+from tests.support.harness import Route, routes
 
 
 def tensors(device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

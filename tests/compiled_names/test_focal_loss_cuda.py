@@ -6,7 +6,7 @@ import torch
 import focal_loss_cuda
 from apex.ops import _library
 from apex.ops.focal_loss import reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -20,7 +20,7 @@ from tests.compiled_names.lists import (
     make,
     wide,
 )
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import fused_bias_swiglu
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

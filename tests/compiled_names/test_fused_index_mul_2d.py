@@ -6,7 +6,7 @@ import torch
 import fused_index_mul_2d
 from apex.ops import _library
 from apex.ops.index_mul import INDEX_MUL, reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -6,8 +6,8 @@ import torch
 import fused_rotary_positional_embedding as compiled
 from apex.ops import _library
 from apex.ops.rope import RopeSpec
-from tests.harness import Route, assert_close, routes
 from tests.ops.rope.cases import plain
+from tests.support.harness import Route, assert_close, routes
 
 
 def check(

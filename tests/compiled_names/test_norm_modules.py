@@ -7,7 +7,7 @@ from torch import nn
 import fast_layer_norm
 import fused_layer_norm_cuda
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SHAPE = (4, 8)
 

@@ -8,7 +8,7 @@ import scaled_masked_softmax_cuda
 import scaled_softmax_cuda
 import scaled_upper_triang_masked_softmax_cuda
 from apex.ops import _library
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 SCALE = 0.25
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import syncbn
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 ROWS, CHANNELS = (3, 1), 6
 

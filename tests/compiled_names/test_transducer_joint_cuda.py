@@ -6,7 +6,7 @@ import torch
 import transducer_joint_cuda
 from apex.ops import _library
 from apex.ops.transducer import joint_arguments, reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -5,8 +5,8 @@ import torch
 
 import transducer_loss_cuda
 from apex.ops import _library
-from tests.harness import NO_GATHER, Route, assert_close, routes
 from tests.ops.transducer import formulas
+from tests.support.harness import NO_GATHER, Route, assert_close, routes
 
 BLANK = 2
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import apex
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.ops import _library, implementation
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 SHAPES = ((9, 8), (5,), (0,), (), (130,))
 INF = float("inf")

@@ -12,7 +12,7 @@ import fused_conv_bias_relu
 from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
 from apex.ops import _library
 from apex.ops.conv import op
-from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 PADDING, STRIDE = 1, 2
 needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="for Triton's interpreter")

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

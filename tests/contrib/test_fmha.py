@@ -8,8 +8,8 @@ import torch
 from apex.contrib.fmha import FMHA, FMHAFun
 from apex.contrib.fmha.fmha import FMHAFun as SameFMHAFun
 from apex.ops import _library
-from tests.harness import Route, routes
 from tests.ops.attention.cases import assert_close
+from tests.support.harness import Route, routes
 
 HIDDEN, HEADS = 24, 3
 

@@ -11,7 +11,7 @@ import apex
 from apex.contrib.focal_loss import focal_loss
 from apex.contrib.focal_loss.focal_loss import FocalLoss
 from apex.ops import _library
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 ALPHA, GAMMA = 0.24, 2.0
 

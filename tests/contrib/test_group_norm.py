@@ -7,7 +7,7 @@ from torch.nn import functional
 from apex.contrib.group_norm import GroupNorm
 from apex.contrib.group_norm.group_norm import torch_group_norm
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

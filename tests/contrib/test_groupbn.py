@@ -13,7 +13,7 @@ from apex.contrib.groupbn.batch_norm import (
     check_if_rocm_pytorch,
 )
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SHAPE = (3, 4, 5, 8)  # [N, H, W, C]
 

@@ -7,7 +7,7 @@ import apex
 from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.index_mul_2d.index_mul_2d import IndexMul2d_, IndexMul2dBackward_, index_mul_2d_backward
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def inputs(device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ import torch
 
 from apex.contrib.multihead_attn import fast_mask_softmax_dropout_func
 from apex.ops import _library
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 BATCH, HEADS, LENGTH = 3, 2, 10
 

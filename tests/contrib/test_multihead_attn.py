@@ -16,9 +16,9 @@ from apex.contrib.multihead_attn.self_multihead_attn_func import self_attn_func
 from apex.ops import _library
 from apex.ops._tolerance import excess_of_norm
 from apex.ops.multihead import Mask, MaskKind
-from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.multihead import exact
 from tests.ops.multihead.cases import make_mask
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 LENGTH, KEYS, BATCH, HEADS, WIDTH = 6, 9, 3, 2, 16
 

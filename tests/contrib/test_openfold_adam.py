@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apex.contrib.openfold_triton import FusedAdamSWA
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SIZES = ((7,), (3, 5), (1,), (700,))
 OPTIONS = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.01}

@@ -8,9 +8,9 @@ from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri, Ca
 from apex.contrib.openfold_triton.layer_norm import LayerNormSmallShapeOptImpl
 from apex.ops import _library, norm
 from apex.ops.attention import reference
-from tests.harness import Route, routes
-from tests.harness import assert_close as assert_close_by_table
 from tests.ops.attention.cases import BIASED_CASES, assert_close
+from tests.support.harness import Route, routes
+from tests.support.harness import assert_close as assert_close_by_table
 
 
 @pytest.mark.parametrize("route", routes())

@@ -10,8 +10,8 @@ import apex
 from apex.contrib.optimizers import FP16_Optimizer, FusedAdam, FusedSGD
 from apex.ops import implementation
 from tests.contrib.test_optimizers_fused import EarlyAdam
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers.helpers import relative_error, through_a_file
+from tests.support.harness import Route, assert_equal_bits, routes
 
 
 def model(dtype: torch.dtype, device: str = "cpu") -> nn.Linear:

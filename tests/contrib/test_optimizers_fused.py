@@ -9,7 +9,6 @@ from torch import Tensor, nn
 import apex
 from apex.contrib.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from apex.ops import implementation
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers.helpers import (
     Reference,
     check_resume,
@@ -20,6 +19,7 @@ from tests.optimizers.helpers import (
     same_copy,
     set_gradients,
 )
+from tests.support.harness import Route, assert_equal_bits, routes
 
 
 class EarlyAdam(Reference):

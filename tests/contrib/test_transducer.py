@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from apex.contrib.transducer import TransducerJoint, TransducerLoss, _transducer_ref
 from apex.contrib.transducer.transducer import TransducerJointFunc, TransducerLossFunc
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
 from tests.ops.transducer import formulas
+from tests.support.harness import Route, assert_close, routes
 
 FRAMES, TOKENS, FEATURES, WORDS = 4, 4, 8, 5
 F_LEN, G_LEN = [4, 3], [2, 4]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from apex.contrib import xentropy
 from apex.contrib.xentropy import LinearCrossEntropyLoss, SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def smoothed(logits: Tensor, labels: Tensor, padding_idx: int, smoothing: float) -> Tensor:

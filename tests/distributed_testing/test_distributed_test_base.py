@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.docs.test_snippets import snippets
 from tests.parallel.processes import environment, launched
-from tests.warm import run_together
+from tests.support.warm import run_together
 
 
 def printed_losses(page: str, processes: int, folder: Path) -> list[list[float]]:

@@ -19,9 +19,10 @@ from apex._bench.selection import select
 from apex._cli.build.calls import parse_call
 from apex.ops import _compile_ahead, _library, all_families
 from apex.ops._examples import Example, all_examples, self_check
-from tests import public_calls, test_arguments
-from tests.harness import Route, opcheck, routes
+from tests import test_arguments
 from tests.ops import test_examples as common
+from tests.support import public_calls
+from tests.support.harness import Route, opcheck, routes
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 CPU = torch.device("cpu")

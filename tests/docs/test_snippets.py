@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from apex import amp
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(page.name for page in DOCS.glob("*.md"))

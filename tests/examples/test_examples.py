@@ -14,7 +14,7 @@ import torch
 
 import apex
 from tests.parallel.processes import launched
-from tests.warm import run_together
+from tests.support.warm import run_together
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -11,7 +11,7 @@ import pytest
 
 import apex
 from tests.parallel.processes import launched
-from tests.warm import run_together
+from tests.support.warm import run_together
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "transformer" / "train.py"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from apex.amp.scaler import LossScaler as AmpScaler
 from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler
 from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from tests.harness import assert_equal_bits
+from tests.support.harness import assert_equal_bits
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -19,7 +19,7 @@ from apex.fp16_utils import (
 from apex.fp16_utils.fp16util import backwards_debug_hook
 from apex.ops import implementation
 from apex.RNN import LSTM
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def network() -> nn.Sequential:

@@ -10,7 +10,7 @@ from torch import Tensor
 from apex.fp16_utils import DynamicLossScaler, FP16_Optimizer, LossScaler, to_python_float
 from apex.fp16_utils import loss_scaler as module
 from apex.ops import implementation
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def with_gradients(*gradients: Tensor | None) -> list[torch.nn.Parameter]:

@@ -5,7 +5,7 @@ from torch.nn import functional
 import apex
 from apex.fused_bias_swiglu import fused_bias_geglu, fused_bias_reglu, fused_bias_swiglu
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

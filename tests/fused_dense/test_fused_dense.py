@@ -17,7 +17,7 @@ from apex.fused_dense import (
     fused_dense_gelu_dense_function,
 )
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def pair(kind: str, device: str) -> tuple[nn.Module, nn.Module]:

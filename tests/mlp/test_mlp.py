@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from apex import amp
 from apex.mlp import MLP, mlp_function
 from apex.ops import _library
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SIZES = [10, 24, 16, 5]
 LAYERS = {"none": nn.Identity, "relu": nn.ReLU, "sigmoid": nn.Sigmoid}

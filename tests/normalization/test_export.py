@@ -11,7 +11,7 @@ from torch import nn
 from apex.contrib.layer_norm import FastLayerNorm
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.ops import _library
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 NORMS = [
     (norm, options)

@@ -28,7 +28,7 @@ from apex.ops._examples import (
     tensors_of,
 )
 from apex.ops._op import Op
-from tests.harness import Route, assert_equal_bits, opcheck, routes
+from tests.support.harness import Route, assert_equal_bits, opcheck, routes
 
 _F32, _F64, _BF16, _HALF = torch.float32, torch.float64, torch.bfloat16, torch.float16
 EXAMPLES = dict(by_name())

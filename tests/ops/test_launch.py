@@ -7,7 +7,7 @@ import torch
 
 from apex.ops import _device, _library, norm
 from apex.ops.norm import op
-from tests.harness import assert_close
+from tests.support.harness import assert_close
 
 pytest.importorskip("triton")
 

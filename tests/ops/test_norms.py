@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from apex.ops import _library, batch_norm, group_norm, norm
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def _layer_norm(x, weight, bias):

@@ -12,7 +12,7 @@ from torch.nn import functional
 from apex.ops import _library, glu, norm
 from apex.ops._op import Kernels, Op, Saved
 from apex.ops.index_mul import INDEX_MUL
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def _gated(input: Tensor, bias: Tensor) -> Tensor:

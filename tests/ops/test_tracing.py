@@ -14,7 +14,7 @@ from apex.ops import _library, norm
 from apex.ops.batch_norm import batch_norm
 from apex.ops.group_norm import group_norm
 from apex.transformer.functional import fused_apply_rotary_pos_emb, scaled_upper_triang_masked_softmax
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def _functions(device: str) -> dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]]:

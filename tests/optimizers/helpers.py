@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import implementation
-from tests.harness import Route, assert_equal_bits, routes
+from tests.support.harness import Route, assert_equal_bits, routes
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 

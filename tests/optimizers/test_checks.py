@@ -9,9 +9,9 @@ import torch
 
 from apex import optimizers
 from apex.contrib import optimizers as contrib
-from tests.harness import assert_equal_bits
 from tests.optimizers.helpers import assert_same_options, parameters, set_gradients, state_tensors
 from tests.optimizers.test_every_step import OPTIONS
+from tests.support.harness import assert_equal_bits
 
 CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     **{name: (getattr(optimizers, name), options) for name, options in OPTIONS.items()},

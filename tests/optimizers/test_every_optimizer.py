@@ -10,9 +10,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from apex import optimizers
 from apex.optimizers._base import FusedOptimizer
-from tests.harness import assert_equal_bits
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Factory, parameters, set_gradients
+from tests.support.harness import assert_equal_bits
 
 MAKERS: dict[str, Factory] = {
     "FusedAdam": lambda params: optimizers.FusedAdam(params, weight_decay=0.1),

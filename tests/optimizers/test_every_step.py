@@ -10,9 +10,9 @@ from torch import Tensor
 
 from apex import optimizers
 from apex.ops import implementation
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Factory, parameters, set_gradients
+from tests.support.harness import Route, routes
 
 LR = {"lr": 0.01}
 OPTIONS: dict[str, dict[str, Any]] = {

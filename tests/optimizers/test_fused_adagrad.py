@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from apex.optimizers import FusedAdagrad
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Reference, parameters
+from tests.support.harness import Route, routes
 
 
 def ours(lr: Any = 0.05, **options: Any) -> helpers.Factory:

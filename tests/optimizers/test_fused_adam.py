@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from apex.ops import _library
 from apex.optimizers import FusedAdam
-from tests.harness import Route, assert_equal_bits, routes
+from tests.support.harness import Route, assert_equal_bits, routes
 
 SHAPES = ((5,), (9, 8), (0,), (3, 4, 2, 2), (1,), ())
 

@@ -7,10 +7,10 @@ import torch
 
 from apex.ops import implementation
 from apex.optimizers import FusedLAMB, FusedMixedPrecisionLamb
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import parameters, set_gradients
 from tests.optimizers.references import Lamb
+from tests.support.harness import Route, assert_equal_bits, routes
 
 FLAGS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from apex.optimizers import FusedLARS
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import parameters
 from tests.optimizers.references import Lars
+from tests.support.harness import Route, routes
 
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from apex.optimizers import FusedNovoGrad
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import parameters, set_gradients
 from tests.optimizers.references import NovoGrad
+from tests.support.harness import Route, assert_equal_bits, routes
 
 FLAGS: dict[str, dict[str, Any]] = {
     "default": {},

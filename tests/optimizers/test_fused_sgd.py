@@ -9,9 +9,9 @@ from torch.optim.optimizer import required
 
 from apex.ops import implementation
 from apex.optimizers import FusedSGD
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Reference, parameters, set_gradients
+from tests.support.harness import Route, assert_equal_bits, routes
 
 FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},

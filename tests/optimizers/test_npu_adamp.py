@@ -9,9 +9,9 @@ from torch import Tensor
 
 from apex.ops import implementation
 from apex.optimizers import NpuFusedAdamP
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Reference, relative_error, set_gradients
+from tests.support.harness import Route, assert_equal_bits, routes
 
 # Rows of two blocks of the interpreter, rows of a part of one, and what has no rows of its own.
 SHAPES = ((2, 70), (4, 3, 2), (5,), (2, 0), (1,))

@@ -15,9 +15,9 @@ import apex.optimizers
 from apex.contrib.combine_tensors import is_combined_tensor_valid
 from apex.ops import implementation
 from apex.optimizers import NpuFusedAdam, NpuFusedAdamW, NpuFusedSGD
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import exact_copy, parameters, relative_error, same_copy, set_gradients
+from tests.support.harness import Route, routes
 
 NAMES = [name for name in apex.optimizers.__all__ if name.startswith("Npu") or name == "Lamb"]
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]

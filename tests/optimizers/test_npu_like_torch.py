@@ -14,9 +14,9 @@ from apex.optimizers import (
     NpuFusedRMSprop,
     NpuFusedSGD,
 )
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import parameters
+from tests.support.harness import Route, routes
 
 
 @dataclass(frozen=True)

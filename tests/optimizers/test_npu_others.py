@@ -10,9 +10,9 @@ import torch
 from apex.ops import implementation
 from apex.optimizers import Lamb, NpuFusedBertAdam, NpuFusedLamb, NpuFusedRMSpropTF
 from apex.optimizers.npu_fused_bert_adam import warmup_constant, warmup_cosine, warmup_linear, warmup_poly
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Reference, parameters, set_gradients
+from tests.support.harness import Route, routes
 
 
 def norm_of(gradients: list[torch.Tensor]) -> float:

@@ -10,11 +10,11 @@ import torch
 
 from apex.ops import implementation
 from apex.optimizers import NpuFusedAdam, NpuFusedAdamP, NpuFusedAdamW, NpuFusedBertAdam
-from tests.harness import Route, routes
 from tests.optimizers import helpers
 from tests.optimizers.helpers import exact_copy, parameters, relative_error, set_gradients, through_a_file
 from tests.optimizers.test_npu_adamp import AdamP
 from tests.optimizers.test_npu_others import BertAdam
+from tests.support.harness import Route, routes
 
 SHAPES = ((9,), (5,), (3,), (2,))
 SCHEDULE = {"t_total": 20, "warmup": 0.3}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from apex.optimizers import FusedNovoGrad
-from tests.harness import assert_equal_bits
 from tests.optimizers.helpers import parameters, set_gradients
 from tests.optimizers.test_every_step import OPTIONS, maker
+from tests.support.harness import assert_equal_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import apex
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(apex.__file__).resolve().parents[1]

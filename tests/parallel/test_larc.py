@@ -11,8 +11,8 @@ import apex.parallel
 from apex.ops import implementation
 from apex.optimizers import FusedAdam, FusedSGD
 from apex.parallel import LARC
-from tests.harness import Route, assert_equal_bits, routes
 from tests.optimizers.helpers import exact_copy, in_groups, parameters, relative_error, set_gradients
+from tests.support.harness import Route, assert_equal_bits, routes
 
 
 class ExactLARC:

@@ -14,7 +14,7 @@ from apex import checkpoint
 from apex.parallel import check_replicas
 from tests.parallel import survival_checks, victim
 from tests.parallel.processes import environment, run_checks
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 # Seconds for all runs to start and to stop: a hang is an error. Processes that nobody stops give up after 40.
 PATIENCE = 120

@@ -17,9 +17,9 @@ from apex.ops.batch_norm import BatchNormSpec, Channels, batch_norm_with_statist
 from apex.parallel import SyncBatchNorm, convert_syncbn_model, optimized_sync_batchnorm, sync_batchnorm
 from apex.parallel._statistics import GroupExchange
 from apex.parallel.optimized_sync_batchnorm_kernel import SyncBatchnormFunction
-from tests.harness import Route, assert_close, routes
 from tests.parallel import sync_batchnorm_checks
 from tests.parallel.processes import run_checks
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from apex.transformer.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from apex.transformer.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from tests.harness import sum_error
+from tests.support.harness import sum_error
 
 WORDS, HIDDEN, HEADS, SEQUENCE, BATCH, STEPS = 64, 32, 8, 16, 4, 5
 # The terms of all sums that a number of a forward pass goes through one after the other: projections, attention, norms,

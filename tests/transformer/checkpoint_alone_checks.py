@@ -12,7 +12,7 @@ from torch import nn
 from apex.checkpoint import save_sharded
 from apex.contrib.optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex.transformer import checkpoint
-from tests.harness import sum_error
+from tests.support.harness import sum_error
 
 from .small_gpt import SMOOTH, TERMS, Run, Stage, parts, split, whole
 

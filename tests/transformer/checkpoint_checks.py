@@ -13,8 +13,8 @@ from apex.contrib.optimizers import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, parallel_state
 from apex.transformer import tensor_parallel as tp
-from tests.harness import sum_error
 from tests.parallel.processes import everywhere
+from tests.support.harness import sum_error
 
 from .small_gpt import SMOOTH, TERMS, Run, parts, split, whole
 

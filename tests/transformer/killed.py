@@ -20,7 +20,7 @@ from apex.checkpoint import Series
 from apex.checkpoint._split import SavePlanner
 from apex.transformer import checkpoint
 
-from ..forked_ranks import die, start
+from ..support.forked_ranks import die, start
 from .small_gpt import Run, split
 
 # The rank that dies in each phase.

@@ -11,7 +11,7 @@ import torch
 
 from apex.checkpoint import latest
 from tests.parallel.processes import environment, run_checks
-from tests.warm import run_python
+from tests.support.warm import run_python
 
 from . import checkpoint_alone_checks, checkpoint_checks, killed
 from .small_gpt import whole

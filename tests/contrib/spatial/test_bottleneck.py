@@ -15,7 +15,7 @@ from apex.contrib.peer_memory import PeerHaloExchanger1d, PeerMemoryPool
 from apex.ops import _library
 from apex.ops.conv.bottleneck import bottleneck_reference
 from tests.contrib.spatial.problem import Case, block, images, trained
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 STRIDES = ((1, 4), (1, 6), (2, 6), (3, 4))
 LAYOUTS = ((False, False), (False, True), (True, False))

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from apex.ops import _library
 from apex.ops._device import forget_launches
 from apex.ops.attention import attention, config, op_biased, reference
-from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import BIASED_CASES, LARGE_BIASED_CASES, SHARED_CASES, BiasedCase, assert_close
+from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

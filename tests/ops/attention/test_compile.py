@@ -6,8 +6,8 @@ import torch
 from apex.ops import _library
 from apex.ops._device import forget_launches
 from apex.ops.attention import FAMILY, attention, config, op_biased, op_packed, packed_attention
-from tests.harness import Route, opcheck, routes
 from tests.ops.attention.cases import BIASED_CASES, PACKED_CASES, assert_close
+from tests.support.harness import Route, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())

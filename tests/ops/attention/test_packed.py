@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _device, _library
 from apex.ops.attention import config, op_packed, packed_attention, reference
-from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.attention.cases import LARGE_PACKED_CASES, PACKED_CASES, PackedCase, assert_close
+from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

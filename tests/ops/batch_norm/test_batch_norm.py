@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from apex.ops import _library
 from apex.ops.batch_norm import BatchNormSpec, Channels, backward, batch_norm, config, forward, op, reference
-from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from apex.ops import _library
 from apex.ops.batch_norm import BatchNormSpec, Channels, backward, forward, passes, rank_statistics, statistics
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, dense
 from apex.ops.dense import reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SHAPES = {
     "dense": ((2, 3, 4), (5, 4), (5,)),

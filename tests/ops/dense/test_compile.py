@@ -8,7 +8,7 @@ import torch
 from apex.fused_dense import FusedDenseGeluDense
 from apex.mlp import MLP
 from apex.ops import _library, dense
-from tests.harness import Route, assert_close, opcheck, routes
+from tests.support.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -13,7 +13,7 @@ from torch.nn import functional
 from apex.ops import _library, dense
 from apex.ops._tolerance import excess, tensor_core_error
 from apex.ops.dense import config, parts, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,7 +7,7 @@ import torch
 
 from apex.ops import _library, float8
 from apex.ops.float8 import reference, scales
-from tests.harness import opcheck, routes
+from tests.support.harness import opcheck, routes
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

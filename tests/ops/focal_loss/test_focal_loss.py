@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from apex.ops import _library, focal_loss
 from apex.ops.focal_loss import FOCAL_LOSS, loss_and_gradient_of_sum, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from apex.ops import _device, _library, glu
 from apex.ops.glu import reference
 from apex.ops.glu.op import launch_backward
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

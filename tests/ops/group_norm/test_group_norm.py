@@ -13,7 +13,7 @@ from torch.nn import functional
 from apex.ops import _library
 from apex.ops._device import INTERPRETER, next_power_of_2
 from apex.ops.group_norm import config, group_norm, group_norm_backward, group_norm_forward, op
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

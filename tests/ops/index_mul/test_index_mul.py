@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, index_mul
 from apex.ops.index_mul import INDEX_MUL, reference
-from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from apex.ops import _library
 from apex.ops.max_pool import max_pool2d
-from tests.harness import Route, assert_close, opcheck, routes
+from tests.support.harness import Route, assert_close, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

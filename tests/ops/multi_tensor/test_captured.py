@@ -8,7 +8,7 @@ from apex.ops.multi_tensor import l2norm
 from apex.ops.multi_tensor.dispatch import _MOST_GROUPS
 from apex.ops.multi_tensor.tables import current_stream
 from apex.optimizers import FusedAdam
-from tests.harness import assert_close
+from tests.support.harness import assert_close
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from apex.ops.multi_tensor import Lists, make_lists, rules, scale
 from apex.ops.multi_tensor.dispatch import groups_of, known_groups
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

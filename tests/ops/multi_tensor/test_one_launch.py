@@ -11,7 +11,7 @@ from apex.ops import implementation
 from apex.ops._device import DeviceFacts
 from apex.ops.multi_tensor import dispatch, l2norm, lamb_step, make_lists, max_norm, rules
 from apex.ops.multi_tensor.torch_lists import TorchLists
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 # Of several programs each, of one, and of one element.
 SIZES = (5, 3000, 64, 1, 700)

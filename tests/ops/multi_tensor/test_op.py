@@ -8,7 +8,7 @@ from apex.ops import _library
 from apex.ops.multi_tensor import axpby, l2norm, max_norm, scale, update_scale_hysteresis, zero
 from apex.ops.multi_tensor import mask as mask_tensors
 from apex.ops.multi_tensor.dispatch import _MOST_GROUPS, _groups_by_signature
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -8,7 +8,7 @@ from apex.ops import implementation
 from apex.ops.multi_tensor import clip, clipped_before, make_lists, rules, scale
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists, projection_thresholds
 from apex.optimizers import FusedLAMB, FusedNovoGrad, NpuFusedAdamP
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 SIZES = (5, 300, 0, 64, 1)
 

@@ -10,7 +10,7 @@ from apex.ops import implementation
 from apex.ops.multi_tensor import rules
 from apex.ops.multi_tensor.rows import TritonRowLists, make_row_lists, row_count, rows_are_stretches
 from apex.ops.multi_tensor.rule import Rule
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def _sums(values, whole, scalars, FLAGS):  # without annotations, which Triton would read

@@ -11,7 +11,7 @@ from apex.ops import _library
 from apex.ops.multi_tensor import fused, l2norm, lamb_step, make_lists, max_norm, rules, scale, torch_lists
 from apex.ops.multi_tensor.rule import SCALARS, SLOTS, Rule
 from apex.ops.multi_tensor.torch_lists import TorchLists
-from tests.harness import assert_close, assert_equal_bits
+from tests.support.harness import assert_close, assert_equal_bits
 
 PRECISIONS = (torch.float32, torch.float64)
 HALF = (torch.float16, torch.bfloat16)

@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 from apex.ops import _library, multihead
 from apex.ops._tolerance import excess_of_norm
 from apex.ops.multihead import explicit, masks, op, reference
-from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.multihead.cases import KINDS, doubles, leaves, make_mask, on_cpu
+from tests.support.harness import Route, assert_equal_bits, routes
 
 SIZE = 8
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

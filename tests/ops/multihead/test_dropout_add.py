@@ -6,7 +6,7 @@ from torch import Tensor
 
 from apex.ops import _library, multihead
 from apex.ops.multihead.op import NATIVE_BELOW, DropoutAdd
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 SHAPES = [(1,), (5, 7), (3, 4, 1000), (4096,), (9001,)]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library
 from apex.ops.newton_schulz import newton_schulz, op, reference
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 MUON = [(3.4445, -4.7750, 2.0315)] * 5
 SHAPES = [(1, 6, 6), (3, 5, 11), (2, 12, 4), (1, 1, 7), (2, 7, 1)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tests.harness import before_nan
+from tests.support.harness import before_nan
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from apex.ops import _library, norm
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def norms(memory_efficient: bool = False):

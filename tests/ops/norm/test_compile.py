@@ -7,7 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
 from apex.ops import _library, norm
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 def test_opcheck_with_a_wider_weight() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from apex.ops import norm
-from tests.harness import assert_close
+from tests.support.harness import assert_close
 
 ROWS, COLUMNS = 1030, 64  # more than the smallest input that takes this way
 

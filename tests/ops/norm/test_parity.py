@@ -7,8 +7,8 @@ from torch import Tensor
 from apex.ops import _device, _library, norm
 from apex.ops.norm import reference
 from apex.ops.norm.op import launch_backward
-from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.norm.cases import CASES, NormCase
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

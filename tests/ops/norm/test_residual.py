@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from apex.normalization import FusedLayerNorm, FusedRMSNorm
 from apex.ops import _library, norm
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 KERNELS = [route for route in routes() if route.id != "cpu-torch"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex.ops import _library, permutation
 from apex.ops.permutation import op, reference
-from tests.harness import Route, routes
+from tests.support.harness import Route, routes
 
 
 def kept(columns: Tensor) -> float:

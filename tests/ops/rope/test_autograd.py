@@ -9,7 +9,7 @@ import torch
 
 from apex.ops import _device, _library, rope
 from apex.ops.rope import RopeSpec, config
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 
 @pytest.mark.parametrize("route", routes())

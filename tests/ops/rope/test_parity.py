@@ -6,8 +6,8 @@ from torch import Tensor
 
 from apex.ops import _library, rope
 from apex.ops.rope import RopeSpec, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.rope.cases import CASES, RopeCase, plain
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SOFTMAX, SoftmaxSpec, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 KINDS = ["none", "causal", "bool", "added"]
 

@@ -5,7 +5,7 @@ import torch
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec
-from tests.harness import Route, assert_close, opcheck, routes
+from tests.support.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec, reference
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

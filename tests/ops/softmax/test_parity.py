@@ -8,8 +8,8 @@ from torch import Tensor
 
 from apex.ops import _library, softmax
 from apex.ops.softmax import SoftmaxSpec, reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
 from tests.ops.softmax.cases import CASES, LARGE_CASES, SoftmaxCase
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from apex.ops import _library
 from apex.ops.stem_conv import op, stem_conv2d, stem_fits
-from tests.harness import Route, opcheck, routes
+from tests.support.harness import Route, opcheck, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from apex.ops import _library
 from apex.ops.transducer import JOINT, joint_arguments, reference
-from tests.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
+from tests.support.harness import Route, assert_close, assert_equal_bits, opcheck, routes
 
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

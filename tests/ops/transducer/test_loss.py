@@ -10,8 +10,8 @@ from torch import Tensor
 
 from apex.ops import _library, transducer
 from apex.ops.transducer import LOSS, config, op_loss, reference
-from tests.harness import NO_GATHER, Route, assert_close, assert_equal_bits, opcheck, routes
 from tests.ops.transducer import formulas
+from tests.support.harness import NO_GATHER, Route, assert_close, assert_equal_bits, opcheck, routes
 
 ROUTES = routes(lacks=NO_GATHER)
 _HALF, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

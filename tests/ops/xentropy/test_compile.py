@@ -6,7 +6,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
 from apex.ops import _library
-from tests.harness import Route, assert_close, opcheck, routes
+from tests.support.harness import Route, assert_close, opcheck, routes
 
 
 @pytest.mark.parametrize("route", routes())

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
 from apex.ops.xentropy import chunks, config, linear_cross_entropy
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

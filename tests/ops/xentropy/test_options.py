@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from apex.ops import _library
 from apex.ops.xentropy import TokenOutputs, chunks, linear_cross_entropy, linear_log_probs
-from tests.harness import Route, assert_equal_bits, routes
 from tests.ops.xentropy.test_linear import CLASSES, ROWS, assert_near, tensors
+from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

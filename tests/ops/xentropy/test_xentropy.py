@@ -12,7 +12,7 @@ from torch.nn import functional
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _library, xentropy
 from apex.ops.xentropy import reference
-from tests.harness import Route, assert_close, assert_equal_bits, routes
+from tests.support.harness import Route, assert_close, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -7,8 +7,8 @@ from apex.ops import _library
 from apex.ops.rope import RopeSpec
 from apex.transformer import functional
 from apex.transformer.functional import fused_rope
-from tests.harness import Route, assert_close, routes
 from tests.ops.rope.cases import plain
+from tests.support.harness import Route, assert_close, routes
 
 EDGES = (0, 3, 4, 10)
 

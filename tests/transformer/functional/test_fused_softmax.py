@@ -20,7 +20,7 @@ from apex.transformer.functional import (
     scaled_softmax,
     scaled_upper_triang_masked_softmax,
 )
-from tests.harness import Route, assert_close, routes
+from tests.support.harness import Route, assert_close, routes
 
 B, NP, SQ, SK = 2, 3, 8, 8
 

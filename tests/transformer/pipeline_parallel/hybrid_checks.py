@@ -17,7 +17,7 @@ from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
 from apex.transformer.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from tests.harness import sum_error
+from tests.support.harness import sum_error
 
 from .toy import (
     HIDDEN,

@@ -15,7 +15,7 @@ from apex import amp, optimizers
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.parallel import LARC
-from tests.properties import Case, Trial, draw_case, draw_tensor
+from tests.support.properties import Case, Trial, draw_case, draw_tensor
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 

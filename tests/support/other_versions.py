@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MINORS = range(10, 14)
 # Python's minor version, PyTorch, the triton that it was made for, and numpy. Triton 3.2 has no build for Arm, where
 # tests of kernels are skipped. The interpreter of triton 3.5 takes one-element arrays for numbers, which numpy 2.4

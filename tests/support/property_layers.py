@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from apex import fused_dense, mlp
 from apex.contrib import multihead_attn, transducer, xentropy
 from tests.ops.transducer import formulas
-from tests.properties import Trial, draw_case, draw_tensor, layer_trial
+from tests.support.properties import Trial, draw_case, draw_tensor, layer_trial
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.mutants import mutants_of, report
+from tests.support.mutants import mutants_of, report
 
 SOURCE = '''\
 def scale(values: list[int | None], limit=2) -> "é":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from apex import amp, fp16_utils, optimizers, parallel
 from apex.contrib import optimizers as contrib_optimizers
 from apex.contrib.openfold_triton import FusedAdamSWA
-from tests.default_functions import Call, Case, drawn, integers, lists
+from tests.support.default_functions import Call, Case, drawn, integers, lists
 
 
 def tensors_of(optimizer: Any) -> list[Any]:

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.mutants_settings import CALLS, ELSEWHERE, MESSAGES, OPERATORS, PACKAGES, WITHOUT_EFFECT
+from tests.support.mutants_settings import CALLS, ELSEWHERE, MESSAGES, OPERATORS, PACKAGES, WITHOUT_EFFECT
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Mutant(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests.support import warm
 
 
 def run(*arguments: str, cwd: Path, timeout: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from apex.ops._examples import LAYOUTS, Example, Make, Random, all_examples, outputs_of
-from tests.properties import Trial, draw_case, layer_trial
+from tests.support.properties import Trial, draw_case, layer_trial
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
