@@ -27,7 +27,7 @@ RELEASES = (
     (13, "torch==2.15.0", "triton==3.9.0; platform_system == 'Linux'", "numpy"),
 )
 TOOLS = ("hatchling", "hypothesis", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist", "rich", "typer")
-SLOW = re.compile(r"subprocess|tests\.warm|tests\.parallel\.processes|compile_kernels")
+SLOW = re.compile(r"subprocess|tests\.support\.warm|tests\.parallel\.processes|compile_kernels")
 
 
 def main() -> int:
