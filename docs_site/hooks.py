@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES: dict[str, tuple[str, ...]] = {
     "apex": ("fuse", "unfuse", "Booster", "estimate_memory", "launch", "launch_from_torch"),
     "apex.amp": ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"),
-    "apex.optimizers": ("FusedAdam", "FusedMuon", "FusedSGD", "FusedLAMB"),
+    "apex.optimizers": ("FusedAdam", "FusedMuon", "muon_groups", "FusedSGD", "FusedLAMB"),
     "apex.normalization": (),
     "apex.graphs": ("capture",),
     "apex.fp8": ("convert", "revert", "table"),

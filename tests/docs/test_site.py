@@ -133,7 +133,8 @@ def test_names_stay_whole_on_a_phone(address: str, browser: Any) -> None:
 def test_tables_fit_on_a_desk(page: str, address: str, browser: Any) -> None:
     visit(browser, f"{address}/{page}.html", DESK)
     hidden = browser.execute_script(
-        "return [...document.querySelectorAll('.md-typeset__scrollwrap')].map(e => e.scrollWidth - e.clientWidth)"
+        "return [...document.querySelectorAll('.md-typeset table')].map("
+        "table => table.getBoundingClientRect().right - table.closest('.md-content').getBoundingClientRect().right)"
     )
     assert hidden
     assert max(hidden) <= 0

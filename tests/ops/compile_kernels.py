@@ -174,13 +174,15 @@ class Program:
         self.lowered = metadata["shared"], str(module)
 
     def known_bytes(self) -> int:
-        """How many bytes of a row one access may take, by what the launch says of its length; 16 at most."""
+        """Return the bytes of a row that one access may take: 16, what divides its length, or a thread's share."""
         prepared = self.launch.prepared
         names = prepared.kernel.function.arg_names
-        align = dict(zip(names[len(names) - len(prepared.constants) :], prepared.constants, strict=True)).get(
-            "ALIGN", 1
-        )
-        return min(16, align * self.launch.tensors[0].element_size())
+        constants = dict(zip(names[len(names) - len(prepared.constants) :], prepared.constants, strict=True))
+        elements = constants.get("ALIGN", 1)
+        if "BLOCK" in constants:
+            tile = constants["BLOCK"] * constants.get("ROWS", 1)
+            elements = min(elements, max(1, tile // (32 * prepared.num_warps)))
+        return min(16, elements * self.launch.tensors[0].element_size())
 
 
 # Names of values, places in files, sizes of tensors, the numbers behind names of layouts, and numbers that are no part

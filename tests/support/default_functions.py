@@ -181,8 +181,9 @@ def public_case(example: Example, public: Public) -> Case:
     """Return a public function or module with an example's arguments, and the gradients of these and of parameters."""
 
     def case(device: torch.device) -> Call:
-        arguments = example.arguments(Make(torch.float32, device), *example.small[0])
-        return layer(lambda: public.make(*example.small[0]), *public.arguments(arguments))(device)
+        arguments = public.arguments(example.arguments(Make(torch.float32, device), *example.small[0]))
+        arguments = [list(value) if isinstance(value, tuple) else value for value in arguments]  # tuples are drawn
+        return layer(lambda: public.make(*example.small[0]), *arguments)(device)
 
     return case
 

@@ -290,8 +290,9 @@ class Generation:
         return self._is_current()
 
     def _is_current(self) -> bool:
+        """Return True unless the folder was replaced; a backup is being deleted as soon as there is a new folder."""
         try:
-            return _identity(self.folder) == self._identity
+            return path_or_backup(self.path) == self.folder and _identity(self.folder) == self._identity
         except OSError:
             return False
 

@@ -6,7 +6,8 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_lars import FusedLARS
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
-from .fused_muon import FusedMuon, muon_groups
+from .fused_muon import FusedMuon
+from .fused_muon import muon_groups as muon_groups
 from .fused_novograd import FusedNovoGrad
 from .fused_sgd import FusedSGD
 from .lamb import Lamb
@@ -40,5 +41,4 @@ __all__ = [
     "NpuFusedRMSprop",
     "NpuFusedRMSpropTF",
     "NpuFusedSGD",
-    "muon_groups",
 ]

@@ -32,6 +32,10 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Types of attributes that are pickled with an optimizer.
 _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
+# Attributes that a copy of an optimizer makes anew.
+_NOT_COPIED = {
+    *("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads", "_workspaces"),
+}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -379,8 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in self.__dict__.items()
-                if name
-                not in ("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads")
+                if name not in _NOT_COPIED
                 and not isinstance(value, MethodType)  # set by apex.amp and schedulers, bound to the original
             }
         )

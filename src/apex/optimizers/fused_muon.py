@@ -80,9 +80,6 @@ class FusedMuon(FusedOptimizer):
         defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, betas=betas, adam_eps=adam_eps)
         defaults |= dict(cautious_weight_decay=cautious_weight_decay, algorithm="muon")
         defaults |= dict(num_heads=None, split_sizes=None, flatten=False)
-        # Directions of the bucket that is being updated, in one vector per dtype. Kept, because graphs need addresses
-        # that stay.
-        self._workspaces: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         super().__init__(params, defaults, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -192,9 +189,11 @@ class FusedMuon(FusedOptimizer):
         )
 
     def _workspace(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        workspace = self._workspaces.get((device, dtype))
+        """Return memory for the directions of one bucket; it is kept, because graphs need addresses that stay."""
+        workspaces = self.__dict__.setdefault("_workspaces", {})  # copies and loaded optimizers start without any
+        workspace = workspaces.get((device, dtype))
         if workspace is None or workspace.numel() < elements:
-            workspace = self._workspaces[device, dtype] = torch.empty(elements, dtype=dtype, device=device)
+            workspace = workspaces[device, dtype] = torch.empty(elements, dtype=dtype, device=device)
         return workspace[:elements]
 
 
