@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "FusedLAMB": LR,
     "FusedLARS": {"lr": 0.1, "momentum": 0.9},
     "FusedMixedPrecisionLamb": {},
-    "FusedMuon": {"lr": 0.1},
+    "FusedMuon": {"lr": 0.1, "ns_dtype": torch.float64},
     "FusedNovoGrad": LR,
     "FusedSGD": {"lr": 0.1, "momentum": 0.9},
     "Lamb": LR,

@@ -180,7 +180,8 @@ class FusedMuon(FusedOptimizer):
             # In a captured step `group` holds numbers that change; how parameters are divided does not.
             own = next(own for own in self.param_groups if own["params"] is group["params"])
             directions = bucket.cache["directions"] = Directions(self, own, bucket)
-        lists = directions.lists(bucket)
+        slots, copy = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
+        lists = directions.lists(slots, copy)
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
         directions.orthogonalize(group)
@@ -284,9 +285,8 @@ class Directions:
         self._lists: Any = None
         self._addresses: list[int] = []
 
-    def lists(self, bucket: UpdateBucket) -> Any:
-        """Return the bucket's lists with the directions in slot 3."""
-        slots, copy = bucket.current_slots()
+    def lists(self, slots: list[list[Tensor] | None], copy: list[Tensor] | None) -> Any:
+        """Return lists of a bucket's slots with the directions in slot 3."""
         slots[3] = self._views
         addresses = [tensor.data_ptr() for tensors in (*slots, copy) if tensors for tensor in tensors]
         if self._lists is None or not self._lists.usable():
