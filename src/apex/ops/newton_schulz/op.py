@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _library
 from .._checks import check_tensors
+from .._device import facts
 from .._host import HOST
 from .._tolerance import excess
 from . import config, reference
@@ -64,7 +65,7 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
     """Return `alpha left rightᵀ + beta addend` by the kernel; the caller knows that the result is symmetric."""
     batch, n, depth = left.shape
     out = torch.empty(batch, n, n, dtype=left.dtype, device=left.device)
-    side, step, num_warps, num_stages = config.tile()
+    side, step, num_warps, num_stages = config.tile(facts(left.device))
     tiles = -(-n // side)
     sizes = (n, depth, *left.stride(), *right.stride())
     even = n % side == 0 and depth % step == 0
