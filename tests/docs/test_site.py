@@ -131,7 +131,11 @@ def test_names_stay_whole_on_a_phone(address: str, browser: Any) -> None:
 
 @pytest.mark.parametrize("page", ["performance", "status"])
 def test_tables_fit_on_a_desk(page: str, address: str, browser: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
     visit(browser, f"{address}/{page}.html", DESK)
+    # The theme's script takes tables out of the page for a moment, to wrap them.
+    WebDriverWait(browser, 20).until(lambda here: here.find_elements("css selector", ".md-typeset table"))
     hidden = browser.execute_script(
         "return [...document.querySelectorAll('.md-typeset table')].map("
         "table => table.getBoundingClientRect().right - table.closest('.md-content').getBoundingClientRect().right)"
