@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -99,7 +100,14 @@ class FusedMuon(FusedOptimizer):
         dtype = options["ns_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"ns_dtype={dtype!r} is not a floating-point dtype")
-        if options["num_heads"] is not None and options["split_sizes"] is not None:
+        heads, splits = options["num_heads"], options["split_sizes"]
+        if heads is not None and (not isinstance(heads, int) or heads < 1):
+            raise ValueError(f"num_heads={heads!r} is not a number of blocks")
+        if splits is not None and not (
+            isinstance(splits, (tuple, list)) and splits and all(isinstance(rows, int) and rows > 0 for rows in splits)
+        ):
+            raise ValueError(f"split_sizes={splits!r} are not numbers of rows")
+        if heads is not None and splits is not None:
             raise ValueError("num_heads and split_sizes both divide the rows; give one of them")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -242,11 +250,11 @@ def factor_of(rows: int, columns: int, adjustment: str | None) -> float:
 
 def triples(coefficients: Sequence[Any], steps: int) -> list[tuple[float, float, float]]:
     """Return one triple of coefficients per step; the last one of a list is repeated."""
-    rows = [coefficients] if coefficients and not isinstance(coefficients[0], Sequence) else list(coefficients)
-    try:
-        numbers = [tuple(map(float, row)) for row in rows]
-    except (TypeError, ValueError):
-        numbers = []
+    numbers: list[tuple[float, ...]] = []
+    if isinstance(coefficients, (tuple, list)) and coefficients:
+        rows = coefficients if isinstance(coefficients[0], (tuple, list)) else [coefficients]
+        with contextlib.suppress(TypeError, ValueError):
+            numbers = [tuple(map(float, row)) for row in rows]
     if not numbers or not all(len(row) == 3 and all(map(math.isfinite, row)) for row in numbers):
         raise ValueError(f"ns_coefficients={coefficients!r} are neither three numbers nor a list of such triples")
     return [numbers[min(step, len(numbers) - 1)] for step in range(int(steps))]  # type: ignore[misc]
