@@ -115,6 +115,7 @@ class FusedMuon(FusedOptimizer):
         if not isinstance(param_group, dict) or param_group.get("algorithm", "muon") != "muon":
             super().add_param_group(param_group)
             return
+        self._check_options({**self.defaults, **param_group})
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         tensors = [param[1] if isinstance(param, tuple) else param for param in params]  # named parameters
