@@ -58,9 +58,11 @@ def test_half_precision(route: Route, shape: tuple[int, ...]) -> None:
         standard = newton_schulz(given, MUON, method="standard")
         gram = newton_schulz(given, MUON, method="gram")
     assert (standard.dtype, gram.dtype) == (torch.bfloat16, torch.float16)
-    # Rounding errors of five steps, as others report them: 0.06 and more for bfloat16, 0.02 and more for float16.
-    assert relative_error(standard, expected) < 0.1
-    assert relative_error(gram, expected_rounded) < 0.06
+    # Rounding errors of five steps, as others report them: 0.06 and more for bfloat16, 0.02 and more for float16. How a
+    # CPU adds up products of half precision depends on the processor.
+    factor = 3 if route.device == "cpu" else 1
+    assert relative_error(standard, expected) < 0.1 * factor
+    assert relative_error(gram, expected_rounded) < 0.06 * factor
 
 
 @pytest.mark.parametrize("route", routes())
