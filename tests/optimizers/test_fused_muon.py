@@ -81,7 +81,7 @@ def test_as_torch(adjust: str | None) -> None:
     train(torch.optim.Muon(theirs, 0.02, adjust_lr_fn=adjust), theirs)
     for start, param, other in zip(make(dtype=torch.float32), ours, theirs, strict=True):
         # The iteration runs in bfloat16: its five steps amplify roundings to some percent of an update.
-        assert (param - other).norm() < 0.15 * (other - start).norm()
+        assert (param - other).norm() < 0.06 * (other - start).norm()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with PyTorch 2.9")
@@ -149,6 +149,15 @@ def test_channels_last_and_transposed_parameters() -> None:
     for params in (usual, other):
         train(FusedMuon(params, 0.02, **EXACT), params, 3)
     torch.testing.assert_close(other[0].detach(), usual[0].detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (2, 0, 3)], ids=str)
+def test_tiny_and_empty_matrices(shape: tuple[int, ...]) -> None:
+    params = make((shape, (4, 6)))
+    before = params[1].detach().clone()
+    train(FusedMuon(params, 0.02, **EXACT), params, 2)
+    assert params[0].isfinite().all()
+    assert not torch.equal(params[1].detach(), before)
 
 
 def test_vectors_are_for_adamw() -> None:

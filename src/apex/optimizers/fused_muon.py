@@ -42,7 +42,8 @@ class FusedMuon(FusedOptimizer):
     - `ns_method`: "standard" or "gram" (see `apex.ops.newton_schulz`); "auto" takes "gram" where kernels run;
     - `ns_dtype`: the dtype of its products, by default bfloat16 or, for "gram", float16;
     - `betas`, `adam_eps`: of groups that AdamW or Lion update;
-    - `cautious_weight_decay`: decay only elements whose decay has the sign of their update.
+    - `cautious_weight_decay`: decay only elements whose decay has the sign of their update, by Muon and Lion; AdamW
+      decays all elements.
 
     A parameter group may also have:
 
@@ -167,8 +168,6 @@ class FusedMuon(FusedOptimizer):
             hyper = {**decoupled, "beta1": beta1, "beta2": beta2}
             bucket.lists.apply(rules.LION, hyper, (cautious,), seed=seed, **scaling.arguments)
         elif group["algorithm"] == "adamw":
-            if cautious:
-                raise ValueError("cautious_weight_decay is not available for groups of 'adamw'")
             beta1, beta2 = group["betas"]
             hyper = {**decoupled, "beta1": beta1, "beta2": beta2, "eps": group["adam_eps"], "step": step}
             bucket.lists.apply(rules.ADAM, hyper, (True, False), seed=seed, **scaling.arguments)
@@ -284,7 +283,8 @@ class Directions:
             rates = [factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in blocks_of(shape, group)]
             are_equal = len(set(rates)) == 1  # then the update pass multiplies, in float32
             size = math.prod(shape)
-            stack = workspace[start : start + size * len(indices)].view(len(indices), -1, blocks[0].columns)
+            rows = sum(block.matrices * block.rows for block in blocks)
+            stack = workspace[start : start + size * len(indices)].view(len(indices), rows, blocks[0].columns)
             start += stack.numel()
             for position, index in enumerate(indices):
                 self._views[index] = stack[position].as_strided(shape, stride)
@@ -311,7 +311,7 @@ class Directions:
         for stack, blocks in self._stacks:
             for block, factor in blocks:
                 part = stack[:, block.start : block.start + block.matrices * block.rows]
-                matrices = part.reshape(-1, block.rows, block.columns)
+                matrices = part.reshape(len(stack) * block.matrices, block.rows, block.columns)
                 result = newton_schulz(matrices, steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
                 part.copy_((result if factor == 1.0 else result.mul_(factor)).view(part.shape))
 
@@ -319,9 +319,10 @@ class Directions:
 def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
     """Return the blocks of a parameter as they lie in memory; a transposed matrix is orthogonal if the matrix is."""
     blocks = blocks_of(param.shape, group)
+    if param.is_contiguous():
+        return blocks
     # With channels last, the columns of a flattened weight are permuted, which changes no singular value.
-    rows_are_dense = param.stride(0) == param[0].numel() and is_dense(param)
-    if param.is_contiguous() or (group["flatten"] and rows_are_dense):
+    if group["flatten"] and param.stride(0) == param[0].numel() and is_dense(param):
         return blocks
     if param.dim() == 2 and param.t().is_contiguous() and blocks == [Block(0, 1, *param.shape)]:
         return [Block(0, 1, param.shape[1], param.shape[0])]

@@ -60,7 +60,7 @@ def test_half_precision(route: Route, shape: tuple[int, ...]) -> None:
     assert (standard.dtype, gram.dtype) == (torch.bfloat16, torch.float16)
     # Rounding errors of five steps, as others report them: 0.06 and more for bfloat16, 0.02 and more for float16. How a
     # CPU adds up products of half precision depends on the processor.
-    factor = 3 if route.device == "cpu" else 1
+    factor = 2 if route.device == "cpu" else 1
     assert relative_error(standard, expected) < 0.1 * factor
     assert relative_error(gram, expected_rounded) < 0.06 * factor
 
@@ -84,7 +84,8 @@ def test_product_is_the_reference(route: Route, n: int, depth: int, tall: bool) 
 
 
 def test_small_and_zero_matrices() -> None:
-    assert newton_schulz(torch.zeros(0, 4, 5), MUON).shape == (0, 4, 5)
+    for shape in ((0, 4, 5), (2, 0, 5), (3, 0)):
+        assert newton_schulz(torch.zeros(shape), MUON).shape == shape
     assert torch.equal(newton_schulz(torch.zeros(4, 5), MUON), torch.zeros(4, 5, dtype=torch.bfloat16))
     tiny = newton_schulz(matrices(4, 5) * 1e-30, MUON, eps=1e-7)
     assert float(tiny.norm()) < 1e-18  # divided by eps, not by the norm

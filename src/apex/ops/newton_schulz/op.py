@@ -43,7 +43,7 @@ def newton_schulz(
     for triple in coefficients:
         if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
             raise ValueError(f"coefficients must be triples of finite numbers, got {triple!r}")
-    batch = matrices.detach().reshape(-1, *matrices.shape[-2:])
+    batch = matrices.detach().reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
     small = min(batch.shape[1:]) <= config.SMALL
     if method == "auto":
         probe = torch.empty(0, dtype=torch.float16, device=batch.device)
