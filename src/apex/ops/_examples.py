@@ -9,7 +9,7 @@ are loops that know no family:
 | `apex build`, `apex tune` | `arguments` at the sizes that the user names; `extensions`; `asks` |
 | `apex bench` | `listed` rows, `torch` as a peer, alone and compiled; `_bench/other_packages.py` adds other packages |
 | `apex bench --sweep` | `draw` with a seed |
-| tests | `small`, `draw`, and for each of `public` the same arguments through the public function or module |
+| tests | `small`, `draw`, on a GPU `large`, and for each of `public` the same arguments through the public function |
 
 An example's `arguments(make, *sizes)` returns the arguments of its function by name, in the function's order. `make` is
 a `Make`, which knows dtype, device, seed and memory layout; tensors that it makes with a gradient are the leaves.
@@ -34,6 +34,7 @@ a `Make`, which knows dtype, device, seed and memory layout; tensors that it mak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -106,7 +107,8 @@ class Example:
     - `torch` takes the same arguments and does the same with PyTorch's operators, as users would write it.
     - `exact` returns the right results for float64 arguments; default: `torch`.
     - `sizes` says in words what the numbers of a shape are.
-    - `small` are sizes for checks and tests, `listed` the rows of `apex bench`, and `draw(random)` returns random ones.
+    - `small` are sizes for checks and tests, `large` sizes of models for tests on a GPU, `listed` the rows of
+      `apex bench`, and `draw(random)` returns random sizes.
     - `title` is a row's name in `apex bench` before its direction; it may contain {dtype}, {short} (bf16), {shape} and
       single sizes, such as {s[0]}. If it contains {way}, this is the direction, or nothing for a forward pass.
     - `moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the arguments
@@ -135,6 +137,7 @@ class Example:
     small: Sequence[Sizes]
     exact: Callable[..., Any] | None = None
     draw: Callable[[Random], Sizes] | None = None
+    large: Sequence[Sizes] = ()
     listed: Sequence[Row] = ()
     title: str = "{name} {dtype} {shape}"
     moved: Callable[..., tuple[float, float]] | None = None
@@ -379,6 +382,18 @@ def by_name() -> Iterator[tuple[str, Example]]:
             yield example.name, example
 
 
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute float32 convolutions in float32: by default cuDNN rounds their factors to TF32, which has 10 bits."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@without_tf32()
 def self_check(family: _library.OpFamily, device: torch.device) -> float:
     """Return the largest error of a family's examples, as a multiple of its tolerance: above 1 is wrong.
 
