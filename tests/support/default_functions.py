@@ -25,12 +25,6 @@ from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOL
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
 from apex.contrib.transducer import TransducerJoint, TransducerLoss
-from apex.contrib.xentropy import (
-    LinearCrossEntropyLoss,
-    SoftmaxCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_log_probs,
-)
 from apex.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,
@@ -114,12 +108,6 @@ FUNCTIONS: dict[str, Case] = {
     "BatchNorm2d_NHWC": layer(lambda: BatchNorm2d_NHWC(4, fuse_relu=True), (2, 3, 3, 4), (2, 3, 3, 4)),
     "GroupBatchNorm2d": layer(lambda: GroupBatchNorm2d(4, 1), IMAGES),
     "SyncBatchNorm": layer(lambda: parallel.SyncBatchNorm(4, fuse_relu=True), IMAGES),
-    "SoftmaxCrossEntropyLoss": op(SoftmaxCrossEntropyLoss.apply, (3, 5), integers(1, 0, 4), 0.1),
-    "LinearCrossEntropyLoss": layer(LinearCrossEntropyLoss, (3, 4), (5, 4), integers(1, 0, 4), (5,)),
-    "linear_cross_entropy": op(linear_cross_entropy, (3, 4), (5, 4), integers(1, -100, 4)),
-    "linear_log_probs": op(
-        lambda *a: linear_log_probs(*a, outputs=("log_probs", "entropy"))[:2], (3, 4), (5, 4), integers(1, -100, 4)
-    ),
     "FusedLinearDPOLoss": layer(
         lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
     ),

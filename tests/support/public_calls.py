@@ -25,7 +25,6 @@ from apex.contrib import (
     multihead_attn,
     openfold_triton,
     transducer,
-    xentropy,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
@@ -155,11 +154,6 @@ def _add_transformers(add: Callable[..., None]) -> None:
 
 
 def _add_losses(add: Callable[..., None]) -> None:
-    add("SoftmaxCrossEntropyLoss", xentropy.SoftmaxCrossEntropyLoss.apply, logits=rows(4, 6), labels=numbers(6, 4))
-    given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
-    add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
-    add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
-    add("linear_log_probs", xentropy.linear_log_probs, "bias", **given)
     given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
     add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
     lengths = torch.tensor([3, 2]), torch.tensor([1, 2])

@@ -55,6 +55,30 @@ def _liger_softmax() -> Callable[..., Any]:
     return lambda input, mask, scale, causal: LigerSoftmaxFunction.apply(input * scale)
 
 
+@_peer("liger_kernel", "xentropy_sum")
+def _liger_xentropy() -> Callable[..., Any]:
+    """Return Liger-Kernel's function, which overwrites the logits with their gradient.
+
+    It comes after the other implementations have been checked. They are timed on the gradient, which is as good.
+    """
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
+
+    def loss(logits: Any, labels: Any, smoothing: float, padding: int) -> Any:
+        # class weights, ignored index, factor of the squared logarithms, smoothing, reduction
+        return LigerCrossEntropyFunction.apply(logits, labels, None, padding, 0.0, smoothing, "sum")[0]
+
+    return loss
+
+
+@_peer("liger_kernel", "linear_xentropy")
+def _liger_linear_xentropy() -> Callable[..., Any]:
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    return lambda input, weight, target, bias: LigerFusedLinearCrossEntropyFunction.apply(input, weight, target)[0]
+
+
 @_peer("liger_kernel", "rope_qk")
 def _liger_rope() -> Callable[..., Any]:
     """Return Liger-Kernel's function, which rotates its arguments in place, with heads before tokens.

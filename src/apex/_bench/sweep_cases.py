@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
 from ..ops._examples import Random
 from ..ops.batch_norm import batch_norm
@@ -91,23 +90,6 @@ def _passes(leaves: list[Tensor], ours: Any, eager: Any, kink: Any = None, summe
     return _both(lambda way: compared(ours, eager, leaves, gradient, way, terms))
 
 
-def _xentropy(draw: Draw, device: torch.device) -> Drawn:
-    classes = draw.choice((2, 10, 1000, 1000, 30522, 32000, 50257, 128256, 151936, draw.length(16, 200_000)))
-    classes, dtype, layout = min(classes, draw.most), draw.dtype(), draw.layout(2)
-    shape = (draw.size(16, min(16384, 2 * draw.most // classes)), classes)
-    smoothing = draw.choice((0.0, 0.1))
-
-    def make() -> Passes:
-        labels = torch.randint(classes, shape[:1], device=device)
-
-        loss = functools.partial(F.cross_entropy, target=labels, reduction="none", label_smoothing=smoothing)
-        eager = lambda x: loss(x if x.dtype == torch.float64 else x.float())  # noqa: E731
-        ours = lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)  # noqa: E731
-        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
-
-    return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
-
-
 def _image(draw: Draw, multiple: int, most_channels: int) -> tuple[tuple[int, ...], torch.memory_format]:
     channels = draw.size(max(8, multiple), min(most_channels, draw.most // 64), multiple)
     side = draw.choice((4, 7, 8, 14, 16, 28, 32, 40, 48, 56, 64, 96, 112, 128))
@@ -170,5 +152,5 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
 
 def families() -> dict[str, Callable[[Draw, torch.device], Drawn]]:
     """Return the families that can be drawn from, by name."""
-    listed = (_xentropy, _batch_norm, _dense, _attention, _optimizers)
+    listed = (_batch_norm, _dense, _attention, _optimizers)
     return {**sweeps(), **{draw.__name__.removeprefix("_"): draw for draw in listed}}

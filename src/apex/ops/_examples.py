@@ -62,10 +62,11 @@ USUAL_ELEMENTS = 1 << 26  # elements of a call whose number of heads, or batches
 
 
 class Row(NamedTuple):
-    """A row of `apex bench` for each of `ways`: "fwd", "bwd", or "step" for both in one call.
+    """A row of `apex bench` for each of `ways`: "fwd", "bwd", or another word for both passes in one call.
 
-    `device` is the type of the devices that get the row, "cuda" or "cpu". `note` tells readers of the results more than
-    the name does.
+    A "step" is timed by the wall clock, as a training loop sees it, without compilers and other packages. All other
+    ways are timed on the device. `device` is the type of the devices that get the row, "cuda" or "cpu". `note` tells
+    readers of the results more than the name does.
     """
 
     device: str
@@ -113,11 +114,13 @@ class Example:
       single sizes, such as {s[0]}. If it contains {way}, this is the direction, or nothing for a forward pass.
     - `moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the arguments
       and outputs, and the arguments with all gradients.
+    - `peers` are further implementations with PyTorch's operators, by their column in `apex bench`.
     - `compiles` is false if `torch.compile` of the peer takes too long.
     - `checked(*sizes)` returns smaller sizes at which `apex bench` compares results; default: the timed sizes.
     - `terms(*sizes)` says how many numbers an element of a result is the sum of, beyond the sums of gradients that are
       smaller than the largest tensor.
-    - `cancels`: errors are measured against the largest element of a result, as single elements cancel to nothing.
+    - `cancels`: errors are measured against the largest element of a result, as single elements cancel to nothing, in
+      the dtype of the arguments, because intermediate results are rounded to it.
     - `slack(dtype)` is an absolute error that is allowed in addition.
     - `kink(*arguments)` returns the values before a ReLU. Gradients near zero of these are not compared.
     - `strided`: sweeps draw the memory layout of the first tensor, too.
@@ -141,6 +144,7 @@ class Example:
     listed: Sequence[Row] = ()
     title: str = "{name} {dtype} {shape}"
     moved: Callable[..., tuple[float, float]] | None = None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     compiles: bool = True
     checked: Callable[..., Sizes] | None = None
     terms: Callable[..., int] = lambda *sizes: 1
@@ -308,7 +312,8 @@ class Call:
         slacks = [self.example.slack(dtype) for dtype in dtypes]
         if self.example.cancels:
             largest = [float(each.abs().max()) if each.numel() else 0.0 for each in self.exact]
-            slacks = [s + max(TOLERANCES[d]) * x for s, d, x in zip(slacks, dtypes, largest, strict=True)]
+            rounding = max(TOLERANCES[self._make.dtype])
+            slacks = [s + max(rounding, *TOLERANCES[d]) * x for s, d, x in zip(slacks, dtypes, largest, strict=True)]
         return slacks
 
     def worst_excess(self, results: Sequence[Tensor]) -> float:

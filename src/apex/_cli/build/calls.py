@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import apex.optimizers
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _examples
 from apex.ops.attention import attention
 from apex.ops.batch_norm import batch_norm
@@ -45,10 +44,6 @@ class Op(NamedTuple):
     run: Callable[[Maker, Shape], Any]
     sizes: tuple[str, str]
     extensions: tuple[str, ...] = ()
-
-
-def _xentropy(make: Maker, s: Shape) -> Tensor:
-    return SoftmaxCrossEntropyLoss.apply(make.leaf(s), make.constant(s[:1], torch.int64), 0.0, -100, True)
 
 
 def _attention(make: Maker, s: Shape) -> Tensor:
@@ -86,7 +81,6 @@ _LAYERS = "rows x outer x inner", "8192x1024x4096"
 
 OPS = {
     "attention": Op(_attention, _HEADS),
-    "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
     "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
     "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
     "mlp": Op(partial(_mlp, gelu=False), _LAYERS, ("mlp_cuda",)),

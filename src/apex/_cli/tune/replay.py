@@ -19,10 +19,6 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 USUAL_ELEMENTS = 1 << 26
 
 
-def _xentropy(rows: int, classes: int, **_: Any) -> tuple[str, Shape]:
-    return "xentropy", (rows, classes)
-
-
 def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
     return "attention", (max(1, USUAL_ELEMENTS // (4 * rows * rows)), 4, rows, head_dim)
 
@@ -33,9 +29,6 @@ def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
 
 # From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
 CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
-    "xentropy.forward_config": _xentropy,
-    "xentropy.backward_config": _xentropy,
-    "xentropy.short_config": _xentropy,
     "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
     "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
     "attention.forward_tile": _attention,
