@@ -20,7 +20,6 @@ from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU
 from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.fmha import FMHA, FMHAFun
 from apex.contrib.groupbn import BatchNorm2d_NHWC
-from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
@@ -149,7 +148,6 @@ FUNCTIONS: dict[str, Case] = {
         AttnBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5), 1e9
     ),
     "AttnNoBiasJIT": op(AttnNoBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), 1e9),
-    "index_mul_2d": op(index_mul_2d, (3, 8), (4, 8), integers(0, 2, 2, 1)),
     "ConvBias": op(ConvBias, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 2),
     "ConvBiasReLU": op(ConvBiasReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 1),
     "ConvBiasMaskReLU": op(

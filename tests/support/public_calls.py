@@ -20,7 +20,6 @@ from apex.contrib import (
     cudnn_gbn,
     fmha,
     groupbn,
-    index_mul_2d,
     llm_losses,
     multihead_attn,
     openfold_triton,
@@ -119,7 +118,6 @@ def _add_layers(add: Callable[..., None]) -> None:
     add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
     layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
     add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
-    add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
     add("multi_tensor_applier", _scaled, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=rows(3))
