@@ -23,7 +23,7 @@ from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
-from apex.contrib.transducer import TransducerJoint, TransducerLoss
+from apex.contrib.transducer import TransducerJoint
 from apex.fused_dense import (
     FusedDense,
     FusedDenseGeluDense,
@@ -117,10 +117,9 @@ FUNCTIONS: dict[str, Case] = {
     "FusedLinearDistillationLoss": layer(
         FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
     ),
-    "TransducerJoint": layer(
+    "TransducerJoint with dropout": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),
-    "TransducerLoss": layer(TransducerLoss, (2, 3, 3, 5), integers([1, 2], [3, 4]), LENGTHS, LENGTHS - 1, 0),
     "FusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.FusedScaleMaskSoftmax, AttnMaskType.padding), (2, 2, 3, 3), SOFTMAX_MASK
     ),

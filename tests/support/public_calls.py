@@ -23,7 +23,6 @@ from apex.contrib import (
     llm_losses,
     multihead_attn,
     openfold_triton,
-    transducer,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
@@ -154,15 +153,6 @@ def _add_transformers(add: Callable[..., None]) -> None:
 def _add_losses(add: Callable[..., None]) -> None:
     given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
     add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
-    lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
-    add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
-        y_len=lengths[1], blank_idx=0)  # fmt: skip
-    add("packed TransducerLoss", transducer.TransducerLoss(packed_input=True), x=rows(12, 5), label=numbers(5, 2, 2),
-        f_len=lengths[0], y_len=lengths[1], blank_idx=0, batch_offset=torch.tensor([6, 12]), max_f_len=3)  # fmt: skip
-    add("TransducerJoint", transducer.TransducerJoint(), f=rows(2, 3, 8), g=rows(2, 2, 8), f_len=lengths[0],
-        g_len=lengths[1])  # fmt: skip
-    add("packed TransducerJoint", transducer.TransducerJoint(pack_output=True), f=rows(2, 3, 8), g=rows(2, 2, 8),
-        f_len=lengths[0], g_len=lengths[1], batch_offset=torch.tensor([3, 7]), packed_batch=7)  # fmt: skip
 
 
 def _add_llm_losses(add: Callable[..., None]) -> None:

@@ -79,6 +79,16 @@ def _liger_linear_xentropy() -> Callable[..., Any]:
     return lambda input, weight, target, bias: LigerFusedLinearCrossEntropyFunction.apply(input, weight, target)[0]
 
 
+@_peer("torchaudio", "transducer_loss")
+def _torchaudio_loss() -> Callable[..., Any]:
+    from torchaudio.functional import rnnt_loss  # type: ignore[import-not-found, unused-ignore]
+
+    def loss(x: Any, label: Any, f_len: Any, y_len: Any, ends: Any, frames: int, blank: int) -> Any:
+        return rnnt_loss(x, label, f_len, y_len, blank=blank, reduction="none")
+
+    return loss
+
+
 @_peer("liger_kernel", "rope_qk")
 def _liger_rope() -> Callable[..., Any]:
     """Return Liger-Kernel's function, which rotates its arguments in place, with heads before tokens.
