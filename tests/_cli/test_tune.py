@@ -27,7 +27,6 @@ Trial = dict[str, int]
 @pytest.fixture(autouse=True)
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
     monkeypatch.setattr(_examples, "USUAL_ELEMENTS", 1 << 10)
     _device.forget_launches()
     yield

@@ -22,7 +22,6 @@ from apex.contrib.fmha import FMHA, FMHAFun
 from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
-from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
 from apex.contrib.transducer import TransducerJoint
 from apex.fused_dense import (
     FusedDense,
@@ -141,12 +140,7 @@ FUNCTIONS: dict[str, Case] = {
     "EncdecMultiheadAttn": attention(EncdecMultiheadAttn, (3, 2, 8), (3, 2, 8), None, MASK),
     "fast_mask_softmax_dropout_func": op(fast_mask_softmax_dropout_func, True, 2, (4, 3, 3), MASK, False, 0.25),
     "FMHA": layer(lambda: FMHA(FMHA_CONFIG), (7, 96), integers(0, 3, 5, dtype=torch.int32), 4, True, True),
-    "FMHAFun": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
-    "AttnTri": op(AttnTri, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5)),
-    "AttnBiasJIT": op(
-        AttnBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5), 1e9
-    ),
-    "AttnNoBiasJIT": op(AttnNoBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), 1e9),
+    "FMHAFun with dropout": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
     "ConvBias": op(ConvBias, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 2),
     "ConvBiasReLU": op(ConvBiasReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 1),
     "ConvBiasMaskReLU": op(

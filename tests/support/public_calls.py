@@ -22,7 +22,6 @@ from apex.contrib import (
     groupbn,
     llm_losses,
     multihead_attn,
-    openfold_triton,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
@@ -143,11 +142,6 @@ def _add_transformers(add: Callable[..., None]) -> None:
         mask_additive=False, dropout_prob=0.0)  # fmt: skip
     config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=2, hidden_size=16)
     add("FMHA", fmha.FMHA(config), qkv=rows(5, 48), cu_seqlens=edges.int(), max_s=3)
-    add("FMHAFun", fmha.FMHAFun.apply, qkv=rows(5, 3, 2, 8), cu_seqlens=edges.int(), p_dropout=0.0, max_s=3,
-        is_training=True, zero_tensors=False)  # fmt: skip
-    head = rows(1, 1, 2, 4, 8)
-    add("AttnTri", openfold_triton.AttnTri, "mask bias", "mask", q=head, k=rows(1, 1, 2, 4, 8), v=rows(1, 1, 2, 4, 8),
-        mask=torch.ones(1, 1, 1, 1, 4), bias=rows(1, 1, 2, 4, 4))  # fmt: skip
 
 
 def _add_losses(add: Callable[..., None]) -> None:

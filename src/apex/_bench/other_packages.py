@@ -15,7 +15,7 @@ def installed(example: str) -> dict[str, Callable[[], Callable[..., Any]]]:
     package, make = PEERS.get(example, ("", None))
     if make is None or importlib.util.find_spec(package) is None:
         return {}
-    return {package.removesuffix("_kernel"): make}
+    return {package.removesuffix("_kernel").rpartition(".")[2]: make}
 
 
 def _peer(package: str, *examples: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -77,6 +77,19 @@ def _liger_linear_xentropy() -> Callable[..., Any]:
     )
 
     return lambda input, weight, target, bias: LigerFusedLinearCrossEntropyFunction.apply(input, weight, target)[0]
+
+
+@_peer("torch.nn.attention.varlen", "fmha", "fmha_uneven")
+def _varlen() -> Callable[..., Any]:
+    """Return PyTorch's attention within packed sequences, of half precision and without dropout."""
+    from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
+
+    def attend(qkv: Any, cu_seqlens: Any, max_seqlen: int, dropout_p: float) -> Any:
+        if dropout_p:
+            raise NotImplementedError("no dropout")
+        return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+
+    return attend
 
 
 @_peer("torchaudio", "transducer_loss")

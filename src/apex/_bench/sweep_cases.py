@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..ops import _tolerance
 from ..ops._examples import Random
 from ..ops.batch_norm import batch_norm
-from .cases import attention, dense, optimizers
+from .cases import dense, optimizers
 from .directions import compared, long_name, times, without_kink
 from .examples import sweeps
 from .list_passes import PASSES
@@ -127,14 +127,6 @@ def _dense(draw: Draw, device: torch.device) -> Drawn:
     return f"gelu {_name(dtype, (rows, outer, inner))}", make
 
 
-def _attention(draw: Draw, device: torch.device) -> Drawn:
-    head, heads = draw.choice((8, 16, 32, 32, 64)), draw.choice((1, 2, 4, 8))
-    length = draw.size(16, min(768, math.isqrt(draw.most // heads)), draw.choice((1, 8, 16)))
-    batch = draw.size(1, min(512, draw.most // (heads * length * max(length, head))))
-    setting = attention.Openfold(batch, heads, length, head, draw.dtype())
-    return str(setting), lambda: _both(lambda way: attention._prepare(setting, way, device))
-
-
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:
     """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
     algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
@@ -152,5 +144,5 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
 
 def families() -> dict[str, Callable[[Draw, torch.device], Drawn]]:
     """Return the families that can be drawn from, by name."""
-    listed = (_batch_norm, _dense, _attention, _optimizers)
+    listed = (_batch_norm, _dense, _optimizers)
     return {**sweeps(), **{draw.__name__.removeprefix("_"): draw for draw in listed}}

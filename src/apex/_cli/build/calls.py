@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import apex.optimizers
 from apex.ops import _examples
-from apex.ops.attention import attention
 from apex.ops.batch_norm import batch_norm
 from apex.ops.dense import dense_gelu_dense, mlp
 
@@ -46,13 +45,6 @@ class Op(NamedTuple):
     extensions: tuple[str, ...] = ()
 
 
-def _attention(make: Maker, s: Shape) -> Tensor:
-    batch, heads, length, _ = s
-    hidden = make.constant((batch, 1, 1, length), torch.bool)
-    bias = make.leaf((1, heads, length, length))
-    return attention(make.leaf(s), make.leaf(s), make.leaf(s), hidden.logical_not(), bias)
-
-
 def _batch_norm(make: Maker, s: Shape) -> Tensor:
     weight, bias = (make.leaf(s[1:2], torch.float32) for _ in range(2))
     return batch_norm(make.image(s), None, None, weight, bias, relu=True)
@@ -76,11 +68,9 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
 
 
 _IMAGE = "images x channels x height x width", "8x320x64x64"
-_HEADS = "batch x heads x length x size", "16x16x512x64"
 _LAYERS = "rows x outer x inner", "8192x1024x4096"
 
 OPS = {
-    "attention": Op(_attention, _HEADS),
     "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
     "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
     "mlp": Op(partial(_mlp, gelu=False), _LAYERS, ("mlp_cuda",)),
