@@ -27,17 +27,11 @@ def _attention(head_dim: int, rows: int, **_: Any) -> tuple[str, Shape]:
     return "attention", (max(1, USUAL_ELEMENTS // (4 * rows * rows)), 4, rows, head_dim)
 
 
-def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
-    return images, channels, positions, 1
-
-
 # From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
 CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
     "xentropy.forward_config": _xentropy,
     "xentropy.backward_config": _xentropy,
     "xentropy.short_config": _xentropy,
-    "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
-    "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
     "attention.forward_tile": _attention,
     "attention.queries_tile": _attention,
     "attention.keys_tile": _attention,
@@ -69,12 +63,6 @@ class _Tensors(Maker):
 
     def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return self._again(lambda: self._random(shape, dtype))
-
-    def image(self, shape: Shape) -> Tensor:
-        def make() -> Tensor:
-            return self._random(shape, self.dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-
-        return self._again(make)
 
 
 class Replay:
