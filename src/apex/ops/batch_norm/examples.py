@@ -44,10 +44,9 @@ def _example(
         return batch_norm(input, mean, variance, weight, bias, training, z=z, relu=relu, channel_dim=channel_dim)
 
     def before_relu(input: Tensor, z: Any, weight: Tensor, bias: Tensor, mean: Any, variance: Any) -> Tensor:
-        if channel_dim == -1:
-            first = [None if each is None else each.movedim(-1, 1) for each in (input, z)]
-            return _norm(*first, weight, bias, mean, variance, training).movedim(1, -1)  # type: ignore[arg-type]
-        return _norm(input, z, weight, bias, mean, variance, training)
+        # movedim(1, 1) changes nothing.
+        first, z = (None if each is None else each.movedim(channel_dim, 1) for each in (input, z))
+        return _norm(first, z, weight, bias, mean, variance, training).movedim(1, channel_dim)
 
     return Example(
         name,
@@ -68,7 +67,7 @@ def _example(
 
 
 def _norm(
-    input: Tensor, z: Tensor | None, weight: Tensor, bias: Tensor, mean: Any, variance: Any, training: bool
+    input: Any, z: Tensor | None, weight: Tensor, bias: Tensor, mean: Any, variance: Any, training: bool
 ) -> Tensor:
     if not input.numel():  # PyTorch's statistics of no values are not numbers
         return input * weight.sum() + bias.sum() + (0 if z is None else z)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ def _draw(random: Random, layers: int) -> Sizes:
     return random.size(16, 2 * most), *(random.size(16, most, multiple) for _ in range(layers))
 
 
-def _example(name: str, *given: Any, **others: Any) -> Example:
-    return Example(name, *given, terms=lambda *sizes: max(sizes), cancels=True, **others)
+def _example(name: str, function: Callable, arguments: Callable, **others: Any) -> Example:
+    return Example(name, function, arguments, terms=lambda *sizes: max(sizes), cancels=True, **others)
 
 
 def _mlp_example(name: str, activation: str, bias: bool = True, **others: Any) -> Example:
