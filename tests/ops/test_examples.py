@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library, all_families
 from apex.ops._examples import (
+    CHECKED_DTYPES,
     LAYOUTS,
     Call,
     Example,
@@ -26,6 +27,7 @@ from apex.ops._examples import (
     outputs_of,
     self_check,
     tensors_of,
+    without_tf32,
 )
 from apex.ops._op import Op
 from tests.support.harness import Route, assert_equal_bits, opcheck, routes
@@ -39,6 +41,12 @@ MOST_INTERPRETED = 1 << 13  # elements
 
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
 every_route = pytest.mark.parametrize("route", routes())
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions() -> Iterator[None]:
+    with without_tf32():
+        yield
 
 
 def call_of(example: Example, route: Route, dtype: torch.dtype = _F32, **options: Any) -> Call:
@@ -134,7 +142,7 @@ def test_no_rows(example: Example, route: Route) -> None:
     with _library.implementation(route.implementation):
         results = call.results()
     for actual, exact in zip(results, call.exact, strict=True):
-        assert torch.equal(actual.double(), exact)
+        torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0, equal_nan=True)  # a mean of none is NaN
 
 
 @every_example
@@ -272,6 +280,18 @@ def test_drawn_sizes(example: Example) -> None:
         with _library.implementation("triton"):
             results, again = call.results(), call.results()
         assert call.worst_excess(results) <= 1, (sizes, dtype, layout)
+        assert_equal_bits(results, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CHECKED_DTYPES, ids=str)
+@pytest.mark.parametrize("example", [each for each in EXAMPLES.values() if each.large], ids=str)
+def test_sizes_of_models(example: Example, dtype: torch.dtype) -> None:
+    for sizes in example.large:
+        call = call_of(example, Route("cuda", "triton"), dtype, sizes=sizes)
+        with _library.implementation("triton"):
+            results, again = call.results(), call.results()
+        assert call.worst_excess(results) <= 1, sizes
         assert_equal_bits(results, again)
 
 

@@ -17,17 +17,9 @@ import amp_C
 from apex import RNN, normalization
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.fmha import FMHA, FMHAFun
-from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
-from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
-from apex.contrib.transducer import TransducerJoint, TransducerLoss
-from apex.contrib.xentropy import (
-    LinearCrossEntropyLoss,
-    SoftmaxCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_log_probs,
-)
+from apex.contrib.transducer import TransducerJoint
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
@@ -97,12 +89,6 @@ FUNCTIONS: dict[str, Case] = {
     "InstanceNorm3dNVFuser": layer(
         lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
     ),
-    "SoftmaxCrossEntropyLoss": op(SoftmaxCrossEntropyLoss.apply, (3, 5), integers(1, 0, 4), 0.1),
-    "LinearCrossEntropyLoss": layer(LinearCrossEntropyLoss, (3, 4), (5, 4), integers(1, 0, 4), (5,)),
-    "linear_cross_entropy": op(linear_cross_entropy, (3, 4), (5, 4), integers(1, -100, 4)),
-    "linear_log_probs": op(
-        lambda *a: linear_log_probs(*a, outputs=("log_probs", "entropy"))[:2], (3, 4), (5, 4), integers(1, -100, 4)
-    ),
     "FusedLinearDPOLoss": layer(
         lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
     ),
@@ -113,10 +99,9 @@ FUNCTIONS: dict[str, Case] = {
     "FusedLinearDistillationLoss": layer(
         FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
     ),
-    "TransducerJoint": layer(
+    "TransducerJoint with dropout": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),
-    "TransducerLoss": layer(TransducerLoss, (2, 3, 3, 5), integers([1, 2], [3, 4]), LENGTHS, LENGTHS - 1, 0),
     "FusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.FusedScaleMaskSoftmax, AttnMaskType.padding), (2, 2, 3, 3), SOFTMAX_MASK
     ),
@@ -131,13 +116,7 @@ FUNCTIONS: dict[str, Case] = {
     "EncdecMultiheadAttn": attention(EncdecMultiheadAttn, (3, 2, 8), (3, 2, 8), None, MASK),
     "fast_mask_softmax_dropout_func": op(fast_mask_softmax_dropout_func, True, 2, (4, 3, 3), MASK, False, 0.25),
     "FMHA": layer(lambda: FMHA(FMHA_CONFIG), (7, 96), integers(0, 3, 5, dtype=torch.int32), 4, True, True),
-    "FMHAFun": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
-    "AttnTri": op(AttnTri, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5)),
-    "AttnBiasJIT": op(
-        AttnBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5), 1e9
-    ),
-    "AttnNoBiasJIT": op(AttnNoBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), 1e9),
-    "index_mul_2d": op(index_mul_2d, (3, 8), (4, 8), integers(0, 2, 2, 1)),
+    "FMHAFun with dropout": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
     **{
         kind.__name__: layer(lambda kind=kind: kind(4, 6, 2, dropout=0.25), (3, 2, 4))
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)

@@ -16,12 +16,8 @@ from apex import RNN, normalization
 from apex.contrib import (
     clip_grad,
     fmha,
-    index_mul_2d,
     llm_losses,
     multihead_attn,
-    openfold_triton,
-    transducer,
-    xentropy,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
@@ -105,7 +101,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 def _add_layers(add: Callable[..., None]) -> None:
     add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
-    add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
     add("multi_tensor_applier", _scaled, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=rows(3))
@@ -132,30 +127,11 @@ def _add_transformers(add: Callable[..., None]) -> None:
         mask_additive=False, dropout_prob=0.0)  # fmt: skip
     config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=2, hidden_size=16)
     add("FMHA", fmha.FMHA(config), qkv=rows(5, 48), cu_seqlens=edges.int(), max_s=3)
-    add("FMHAFun", fmha.FMHAFun.apply, qkv=rows(5, 3, 2, 8), cu_seqlens=edges.int(), p_dropout=0.0, max_s=3,
-        is_training=True, zero_tensors=False)  # fmt: skip
-    head = rows(1, 1, 2, 4, 8)
-    add("AttnTri", openfold_triton.AttnTri, "mask bias", "mask", q=head, k=rows(1, 1, 2, 4, 8), v=rows(1, 1, 2, 4, 8),
-        mask=torch.ones(1, 1, 1, 1, 4), bias=rows(1, 1, 2, 4, 4))  # fmt: skip
 
 
 def _add_losses(add: Callable[..., None]) -> None:
-    add("SoftmaxCrossEntropyLoss", xentropy.SoftmaxCrossEntropyLoss.apply, logits=rows(4, 6), labels=numbers(6, 4))
-    given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
-    add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
-    add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
-    add("linear_log_probs", xentropy.linear_log_probs, "bias", **given)
     given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
     add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
-    lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
-    add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
-        y_len=lengths[1], blank_idx=0)  # fmt: skip
-    add("packed TransducerLoss", transducer.TransducerLoss(packed_input=True), x=rows(12, 5), label=numbers(5, 2, 2),
-        f_len=lengths[0], y_len=lengths[1], blank_idx=0, batch_offset=torch.tensor([6, 12]), max_f_len=3)  # fmt: skip
-    add("TransducerJoint", transducer.TransducerJoint(), f=rows(2, 3, 8), g=rows(2, 2, 8), f_len=lengths[0],
-        g_len=lengths[1])  # fmt: skip
-    add("packed TransducerJoint", transducer.TransducerJoint(pack_output=True), f=rows(2, 3, 8), g=rows(2, 2, 8),
-        f_len=lengths[0], g_len=lengths[1], batch_offset=torch.tensor([3, 7]), packed_batch=7)  # fmt: skip
 
 
 def _add_llm_losses(add: Callable[..., None]) -> None:

@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops import _tolerance
 from ..ops._examples import Random
-from .cases import attention, optimizers
+from .cases import optimizers
 from .directions import compared, long_name, times
 from .examples import sweeps
 from .list_passes import PASSES
@@ -81,31 +79,6 @@ def _passes(leaves: list[Tensor], ours: Any, eager: Any) -> Passes:
     return _both(lambda way: compared(ours, eager, leaves, gradient, way, terms))
 
 
-def _xentropy(draw: Draw, device: torch.device) -> Drawn:
-    classes = draw.choice((2, 10, 1000, 1000, 30522, 32000, 50257, 128256, 151936, draw.length(16, 200_000)))
-    classes, dtype, layout = min(classes, draw.most), draw.dtype(), draw.layout(2)
-    shape = (draw.size(16, min(16384, 2 * draw.most // classes)), classes)
-    smoothing = draw.choice((0.0, 0.1))
-
-    def make() -> Passes:
-        labels = torch.randint(classes, shape[:1], device=device)
-
-        loss = functools.partial(F.cross_entropy, target=labels, reduction="none", label_smoothing=smoothing)
-        eager = lambda x: loss(x if x.dtype == torch.float64 else x.float())  # noqa: E731
-        ours = lambda x: SoftmaxCrossEntropyLoss.apply(x, labels, smoothing, -100, True)  # noqa: E731
-        return _passes([draw.tensor(shape, dtype, device, layout)], ours, eager)
-
-    return _name(dtype, shape, layout, "smoothing" * (smoothing > 0)), make
-
-
-def _attention(draw: Draw, device: torch.device) -> Drawn:
-    head, heads = draw.choice((8, 16, 32, 32, 64)), draw.choice((1, 2, 4, 8))
-    length = draw.size(16, min(768, math.isqrt(draw.most // heads)), draw.choice((1, 8, 16)))
-    batch = draw.size(1, min(512, draw.most // (heads * length * max(length, head))))
-    setting = attention.Openfold(batch, heads, length, head, draw.dtype())
-    return str(setting), lambda: _both(lambda way: attention._prepare(setting, way, device))
-
-
 def _optimizers(draw: Draw, device: torch.device) -> Drawn:
     """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
     algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
@@ -123,5 +96,5 @@ def _optimizers(draw: Draw, device: torch.device) -> Drawn:
 
 def families() -> dict[str, Callable[[Draw, torch.device], Drawn]]:
     """Return the families that can be drawn from, by name."""
-    listed = (_xentropy, _attention, _optimizers)
+    listed = (_optimizers,)
     return {**sweeps(), **{draw.__name__.removeprefix("_"): draw for draw in listed}}

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import apex.optimizers
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _examples
-from apex.ops.attention import attention
 
 Shape = tuple[int, ...]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -42,17 +40,6 @@ class Op(NamedTuple):
     extensions: tuple[str, ...] = ()
 
 
-def _xentropy(make: Maker, s: Shape) -> Tensor:
-    return SoftmaxCrossEntropyLoss.apply(make.leaf(s), make.constant(s[:1], torch.int64), 0.0, -100, True)
-
-
-def _attention(make: Maker, s: Shape) -> Tensor:
-    batch, heads, length, _ = s
-    hidden = make.constant((batch, 1, 1, length), torch.bool)
-    bias = make.leaf((1, heads, length, length))
-    return attention(make.leaf(s), make.leaf(s), make.leaf(s), hidden.logical_not(), bias)
-
-
 def _optimizer(make: Maker, s: Shape, name: str, **options: Any) -> None:
     parameters = [nn.Parameter(make.constant(shape, make.dtype)) for shape in (s, s[:1])]
     for parameter in parameters:
@@ -64,11 +51,7 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
     return Op(partial(_optimizer, name=name, **options), ("rows x columns", "4096x1024"), ("amp_C", *extensions))
 
 
-_HEADS = "batch x heads x length x size", "16x16x512x64"
-
 OPS = {
-    "attention": Op(_attention, _HEADS),
-    "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
     "adam": _step("FusedAdam", "fused_adam_cuda"),
     "lamb": _step("FusedLAMB", "fused_lamb_cuda"),
     "sgd": _step("FusedSGD", momentum=0.9),
