@@ -14,22 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import amp_C
-from apex import RNN, mlp, normalization, parallel
+from apex import RNN, normalization
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
-from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.fmha import FMHA, FMHAFun
-from apex.contrib.groupbn import BatchNorm2d_NHWC
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
 from apex.contrib.transducer import TransducerJoint
-from apex.fused_dense import (
-    FusedDense,
-    FusedDenseGeluDense,
-    dense_no_bias_function,
-    fused_dense_function,
-    fused_dense_gelu_dense_function,
-)
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
@@ -47,9 +37,6 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def integers(*values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
-
-
-# Functions and modules ------------------------------------------------------------------------------------------------
 
 
 def op(function: Callable[..., Any], *arguments: Any) -> Case:
@@ -90,7 +77,6 @@ def attention(kind: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
 
 MASK = integers([0, 0, 1], [0, 1, 1], dtype=torch.bool)
 LENGTHS = integers(3, 2, dtype=torch.int32)
-IMAGES = (2, 4, 3, 3)
 SOFTMAX_MASK = integers([[[0, 0, 1], [0, 1, 0], [1, 1, 1]]], [[[0, 0, 0], [1, 0, 1], [0, 1, 1]]], dtype=torch.bool)
 FMHA_CONFIG = SimpleNamespace(attention_probs_dropout_prob=0.25, num_attention_heads=2, hidden_size=32)
 
@@ -103,9 +89,6 @@ FUNCTIONS: dict[str, Case] = {
     "InstanceNorm3dNVFuser": layer(
         lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
     ),
-    "BatchNorm2d_NHWC": layer(lambda: BatchNorm2d_NHWC(4, fuse_relu=True), (2, 3, 3, 4), (2, 3, 3, 4)),
-    "GroupBatchNorm2d": layer(lambda: GroupBatchNorm2d(4, 1), IMAGES),
-    "SyncBatchNorm": layer(lambda: parallel.SyncBatchNorm(4, fuse_relu=True), IMAGES),
     "FusedLinearDPOLoss": layer(
         lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
     ),
@@ -125,13 +108,6 @@ FUNCTIONS: dict[str, Case] = {
     "GenericFusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.GenericFusedScaleMaskSoftmax), (2, 2, 3, 3), SOFTMAX_MASK
     ),
-    "MLP": layer(lambda: mlp.MLP([4, 6, 3], activation="sigmoid"), (5, 4)),
-    "mlp_function": op(mlp.mlp_function, True, 1, (5, 4), (6, 4), (3, 6), (6,), (3,)),
-    "fused_dense_function": op(fused_dense_function, (5, 4), (3, 4), (3,)),
-    "fused_dense_gelu_dense_function": op(fused_dense_gelu_dense_function, (5, 4), (6, 4), (6,), (3, 6), (3,)),
-    "FusedDense": layer(lambda: FusedDense(4, 3), (5, 4)),
-    "FusedDenseGeluDense": layer(lambda: FusedDenseGeluDense(4, 6, 3), (5, 4)),
-    "dense_no_bias_function": op(dense_no_bias_function, (5, 4), (3, 4)),
     "SelfMultiheadAttn": attention(SelfMultiheadAttn, (3, 2, 8), None, None, MASK),
     "SelfMultiheadAttn with norm": attention(
         SelfMultiheadAttn, (3, 2, 8), None, None, None, False, "causal", include_norm_add=True
@@ -141,14 +117,6 @@ FUNCTIONS: dict[str, Case] = {
     "fast_mask_softmax_dropout_func": op(fast_mask_softmax_dropout_func, True, 2, (4, 3, 3), MASK, False, 0.25),
     "FMHA": layer(lambda: FMHA(FMHA_CONFIG), (7, 96), integers(0, 3, 5, dtype=torch.int32), 4, True, True),
     "FMHAFun with dropout": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
-    "ConvBias": op(ConvBias, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 2),
-    "ConvBiasReLU": op(ConvBiasReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 1),
-    "ConvBiasMaskReLU": op(
-        ConvBiasMaskReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), (drawn(*IMAGES, seed=2) > 0).to(torch.int8), 1, 1
-    ),
-    "ConvFrozenScaleBiasReLU": op(
-        ConvFrozenScaleBiasReLU, IMAGES, (4, 4, 3, 3), drawn(1, 4, 1, 1), drawn(1, 4, 1, 1), 1, 1
-    ),
     **{
         kind.__name__: layer(lambda kind=kind: kind(4, 6, 2, dropout=0.25), (3, 2, 4))
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
@@ -168,9 +136,6 @@ def public_case(example: Example, public: Public) -> Case:
 
 
 FUNCTIONS |= {public.name: public_case(example, public) for _, example in by_name() for public in example.public}
-
-
-# Lists of tensors -----------------------------------------------------------------------------------------------------
 
 
 def lists(count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,20 +12,16 @@ import torch
 from torch import Tensor
 
 import amp_C
-from apex import RNN, fused_dense, mlp, normalization
+from apex import RNN, normalization
 from apex.contrib import (
     clip_grad,
-    conv_bias_relu,
-    cudnn_gbn,
     fmha,
-    groupbn,
     llm_losses,
     multihead_attn,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
-from apex.parallel import SyncBatchNorm
 from apex.transformer import functional
 from apex.transformer.enums import AttnMaskType
 
@@ -76,7 +71,6 @@ def calls() -> list[Call]:
     _add_transformers(add)
     _add_losses(add)
     _add_llm_losses(add)
-    _add_images(add)
     return table
 
 
@@ -85,9 +79,11 @@ def _public_call(example: Example, public: Public) -> Call:
     function = public.make(*example.small[0])
     made = example.arguments(Make(torch.float32, torch.device("cpu")), *example.small[0])
     parameters = list(signature_of(function).parameters.values())
-    given = {parameter.name: value for parameter, value in zip(parameters, public.arguments(made), strict=False)}
+    names = [each.name for each in parameters if each.kind != each.VAR_POSITIONAL]
+    names = [*names, *public.takes[len(names) :]][: len(public.takes)]  # *args have the example's names
+    given = dict(zip(names, public.arguments(made), strict=True))
     optional = {each.name for each in parameters if each.default is None or "None" in str(each.annotation)}
-    named = dict(zip(given, public.takes, strict=True))
+    named = dict(zip(names, public.takes, strict=True))
     any_dtype = {name for name, taken in named.items() if taken in example.accepts_integers}
     return Call(public.name, function, given, frozenset(optional), frozenset(any_dtype))
 
@@ -104,18 +100,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _add_layers(add: Callable[..., None]) -> None:
-    add("FusedDense", fused_dense.FusedDense(8, 4), input=rows(3, 8))
-    add("FusedDenseGeluDense", fused_dense.FusedDenseGeluDense(8, 6, 4), input=rows(3, 8))
-    given = {"input": rows(3, 8), "weight": rows(4, 8), "bias": rows(4)}
-    add("fused_dense_function", fused_dense.fused_dense_function, "bias", **given)
-    given.pop("bias")
-    add("dense_no_bias_function", fused_dense.dense_no_bias_function, **given)
-    add("fused_dense_gelu_dense_function", fused_dense.fused_dense_gelu_dense_function, "bias1 bias2",
-        input=rows(3, 8), weight1=rows(6, 8), bias1=rows(6), weight2=rows(4, 6), bias2=rows(4))  # fmt: skip
     add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
-    add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
-    layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
-    add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
     add("multi_tensor_applier", _scaled, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=rows(3))
@@ -184,26 +169,6 @@ def _add_llm_losses(add: Callable[..., None]) -> None:
     add("FusedLinearDistillationLoss", llm_losses.FusedLinearDistillationLoss(), "student_bias teacher_bias",
         student_input=rows(3, 8), student_weight=rows(6, 8), teacher_input=rows(3, 4), teacher_weight=rows(6, 4),
         true_labels=numbers(6, 3), student_bias=rows(6), teacher_bias=rows(6))  # fmt: skip
-
-
-def _add_images(add: Callable[..., None]) -> None:
-    image = rows(2, 4, 5, 5)
-    nhwc = image.to(memory_format=torch.channels_last)
-    add("SyncBatchNorm", SyncBatchNorm(4), "z", input=image, z=rows(2, 4, 5, 5))
-    add("BatchNorm2d_NHWC", groupbn.BatchNorm2d_NHWC(4, fuse_relu=True), "z", x=rows(2, 5, 5, 4), z=rows(2, 5, 5, 4))
-    add("GroupBatchNorm2d", functools.partial(_group_batch_norm, cudnn_gbn.GroupBatchNorm2d(4, 1)), input=nhwc)
-    weight, bias = rows(6, 4, 3, 3), rows(1, 6, 1, 1)
-    place = {"padding": 1, "stride": 1}
-    add("ConvBias", conv_bias_relu.ConvBias, x=image, weight=weight, bias=bias, **place)
-    add("ConvBiasReLU", conv_bias_relu.ConvBiasReLU, x=image, weight=weight, bias=bias, **place)
-    add("ConvBiasMaskReLU", conv_bias_relu.ConvBiasMaskReLU, any_dtype="mask", x=image, weight=weight, bias=bias,
-        mask=rows(2, 6, 5, 5), **place)  # fmt: skip
-    add("ConvFrozenScaleBiasReLU", conv_bias_relu.ConvFrozenScaleBiasReLU, x=image, weight=weight,
-        scale=rows(1, 6, 1, 1), bias=bias, **place)  # fmt: skip
-
-
-def _group_batch_norm(module: torch.nn.Module, input: Any) -> Any:
-    return module(input)
 
 
 def _softmax_module(name: str) -> torch.nn.Module:

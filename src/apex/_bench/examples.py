@@ -105,8 +105,9 @@ def _calls(makers: dict[str, Callable[[], Callable]], made: _examples.Call, way:
 
 
 def _expected(made: _examples.Call, way: str) -> list[Expected]:
-    outputs = len(made.exact) - len(made.leaves)
+    # Before the exact results: the first outputs decide the dtypes to which their gradients are rounded.
     dtypes = [*(each.dtype for each in made.gradients(made.outputs())), *(leaf.dtype for leaf in made.leaves)]
+    outputs = len(made.exact) - len(made.leaves)
     slacks = made.slacks(dtypes)
     expected = [Expected(*each) for each in zip(made.exact, dtypes, made.reductions(), slacks, strict=True)]
     return expected[:outputs] if way == "fwd" else expected[outputs:]

@@ -305,7 +305,7 @@ class Call:
 
     def reductions(self) -> list[int]:
         """Return how many numbers an element of each result is the sum of."""
-        largest = max(each.numel() for each in self.leaves)
+        largest = max(each.numel() for each in self.leaves or tensors_of(self.arguments))
         terms = self.example.terms(*self.sizes)
         return [terms * max(1, largest // max(1, each.numel())) for each in self.exact]
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import apex.optimizers
 from apex.ops import _examples
-from apex.ops.batch_norm import batch_norm
-from apex.ops.dense import dense_gelu_dense, mlp
 
 Shape = tuple[int, ...]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,9 +31,6 @@ class Maker(NamedTuple):
     def leaf(self, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         return self.constant(shape, dtype or self.dtype).requires_grad_()
 
-    def image(self, shape: Shape) -> Tensor:
-        return self.constant(shape, self.dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-
 
 class Op(NamedTuple):
     """An op by name: `sizes` are the numbers of a shape and an example, `extensions` the compiled names."""
@@ -43,17 +38,6 @@ class Op(NamedTuple):
     run: Callable[[Maker, Shape], Any]
     sizes: tuple[str, str]
     extensions: tuple[str, ...] = ()
-
-
-def _batch_norm(make: Maker, s: Shape) -> Tensor:
-    weight, bias = (make.leaf(s[1:2], torch.float32) for _ in range(2))
-    return batch_norm(make.image(s), None, None, weight, bias, relu=True)
-
-
-def _mlp(make: Maker, s: Shape, gelu: bool) -> Tensor:
-    rows, outer, inner = s
-    x, w1, b1, w2, b2 = map(make.leaf, ((rows, outer), (inner, outer), (inner,), (outer, inner), (outer,)))
-    return dense_gelu_dense(x, w1, b1, w2, b2) if gelu else mlp(x, (w1, w2), (b1, b2))
 
 
 def _optimizer(make: Maker, s: Shape, name: str, **options: Any) -> None:
@@ -67,13 +51,7 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
     return Op(partial(_optimizer, name=name, **options), ("rows x columns", "4096x1024"), ("amp_C", *extensions))
 
 
-_IMAGE = "images x channels x height x width", "8x320x64x64"
-_LAYERS = "rows x outer x inner", "8192x1024x4096"
-
 OPS = {
-    "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
-    "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
-    "mlp": Op(partial(_mlp, gelu=False), _LAYERS, ("mlp_cuda",)),
     "adam": _step("FusedAdam", "fused_adam_cuda"),
     "lamb": _step("FusedLAMB", "fused_lamb_cuda"),
     "sgd": _step("FusedSGD", momentum=0.9),

@@ -17,15 +17,8 @@ from ..build.calls import Maker, Shape, known_ops
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
-def _images(images: int, positions: int, channels: int, **_: Any) -> Shape:
-    return images, channels, positions, 1
-
-
 # From a rule's arguments to an op of `apex build` and a shape with which the rule is asked just that.
-CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {
-    "batch_norm.apply_config": lambda **sizes: ("batch_norm", _images(**sizes)),
-    "batch_norm.pace": lambda **sizes: ("batch_norm", _images(**sizes)),
-}
+CALLS: dict[str, Callable[..., tuple[str, Shape]]] = {}
 
 
 class _Tensors(Maker):
@@ -49,12 +42,6 @@ class _Tensors(Maker):
 
     def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         return self._again(lambda: self._random(shape, dtype))
-
-    def image(self, shape: Shape) -> Tensor:
-        def make() -> Tensor:
-            return self._random(shape, self.dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-
-        return self._again(make)
 
 
 class Replay:
