@@ -430,6 +430,19 @@ def _train_without_rate(booster: Booster, parts: tuple[Any, ...], rank: int) -> 
         group["lr"] = rate
 
 
+class EveryRank(torch.utils.data.Sampler[int]):
+    """A sampler of a user, without the arguments `seed` and `drop_last`."""
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
+        self._indices = range(rank, len(dataset), num_replicas)
+
+    def __iter__(self) -> Any:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
 def reads_data_in_parts(rank: int) -> None:
     ranks, plugin = dist.get_world_size(), TorchDDPPlugin()
     loader = plugin.prepare_dataloader(list(range(8 * ranks)), 4, shuffle=True, seed=3, num_workers=0)
@@ -440,6 +453,8 @@ def reads_data_in_parts(rank: int) -> None:
     assert torch.cat(found).tolist() != list(range(8 * ranks))
     loader.sampler.set_epoch(1)
     assert torch.cat(list(loader)).tolist() != mine.tolist()
+    loader = plugin.prepare_dataloader(list(range(8)), 4, seed=3, distributed_sampler_cls=EveryRank)
+    assert torch.cat(list(loader)).tolist() == list(range(rank, 8, ranks))
 
 
 class Wider(Net):
