@@ -56,7 +56,9 @@ class Stages:
         if capture is True and obstacle:
             raise ValueError(f"capture=True is not possible: {obstacle}")
         # Why a stage is off, by its name.
-        self._reasons = {name: "not asked for" for name in ("compile", "capture") if getattr(self, name) is False}
+        self._reasons = {
+            name: "not asked for" for name in ("fuse", "compile", "capture") if getattr(self, name) is False
+        }
         if capture == "auto" and obstacle:
             self._reasons["capture"] = obstacle
 
@@ -95,8 +97,10 @@ class Stages:
         """Fuse a model and its optimizer. Called when they are on their device, before anything is cast."""
         device = next((str(param.device) for param in model.parameters()), "no parameters")
         self._rows.append(StageRow("device", True, device))
-        if not self.fuse:
-            self._rows.append(StageRow("fuse", False, "not asked for"))
+        if self.fuse == "auto" and self.graphs().device_of(model.parameters()) is None:
+            self._reasons["fuse"] = "not on a GPU: fused modules are PyTorch's operators here; fuse=True does it anyway"
+        if "fuse" in self._reasons:
+            self._rows.append(StageRow("fuse", False, self._reasons["fuse"]))
             return
         self._rows.append(fused_row(_fuse.fuse(model, verbose=False)))
         if optimizer is not None:
@@ -199,7 +203,7 @@ class Stages:
             raise TypeError(f"step must be a function that booster.step has decorated, not {step!r}")
         function = step.function if isinstance(step, BoostedStep) else step
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
-        fusions = [True, False] if self.fuse == "auto" else [bool(self.fuse)]
+        fusions = self._choices("fuse")
         variants = [Variant(*each) for each in itertools.product(self._choices("compile"), self._choices("capture"))]
         before = TrainingSnapshot(self._models, self._optimizers)
         losses: dict[Any, list[float]] = {}
@@ -215,8 +219,8 @@ class Stages:
                 before.restore()
         finally:
             before.restore()
-            self._set_fused(bool(self.fuse))
-        expected = losses[fusions[-1], variants[0]]
+            self._set_fused(fusions[-1])
+        expected = losses[fusions[0], variants[0]]
         right = [each for each in seconds if _agree(losses[each], expected)]
         is_fused, variant = min(right, key=lambda each: seconds[each])
         self._set_fused(is_fused)
@@ -233,7 +237,7 @@ class Stages:
         for model in self._models:
             if is_fused:
                 _fuse.fuse(model, verbose=False)
-            elif self.fuse:
+            elif "fuse" not in self._reasons:
                 _fuse.unfuse(model)
 
 
