@@ -623,6 +623,35 @@ def test_an_existing_import_is_not_repeated(tmp_path: Path) -> None:
     assert found.count("import") == 1
 
 
+def test_new_imports_follow_a_guarded_import(tmp_path: Path) -> None:
+    guarded = "import os\ntry:\n    import wandb\n    has_wandb = True\nexcept ImportError:\n    has_wandb = False\n"
+    found = rewritten(guarded + SCRIPT, tmp_path, "torch")
+    assert found.index("import torch\n") > found.index("has_wandb = False")
+
+
+def test_a_scaler_behind_a_flag_is_made_before_the_condition(tmp_path: Path) -> None:
+    source = """\
+    import torch
+    from apex import amp
+
+
+    def train(model, optimizer, loader, fp16):
+        if fp16:
+            print("mixed precision")
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        for x in loader:
+            loss = model(x)
+            if fp16:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+    """
+    found = rewritten(textwrap.dedent(source), tmp_path, "torch")
+    assert found.index("scaler = torch.amp.GradScaler(") < found.index("if fp16:")
+
+
 def test_line_ends_stay(tmp_path: Path) -> None:
     path = tmp_path / "windows.py"
     path.write_bytes(SCRIPT.replace("\n", "\r\n").encode())

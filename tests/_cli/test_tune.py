@@ -27,7 +27,6 @@ Trial = dict[str, int]
 @pytest.fixture(autouse=True)
 def no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("APEX_TUNED", str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(replay, "USUAL_ELEMENTS", 1 << 10)
     monkeypatch.setattr(_examples, "USUAL_ELEMENTS", 1 << 10)
     _device.forget_launches()
     yield
@@ -88,14 +87,14 @@ def test_noise_is_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_times(monkeypatch, lambda changes: 5.0 if changes else 10.0)
-    results = replay.Replay.results
+    results = replay.ExampleReplay.results
 
-    def wrong(self: replay.Replay) -> list[torch.Tensor]:
+    def wrong(self: replay.ExampleReplay) -> list[torch.Tensor]:
         output, *gradients = results(self)
         assert _tuned._trial is not None
         return [output + 0.2 if any(_tuned._trial.values()) else output, *gradients]
 
-    monkeypatch.setattr(replay.Replay, "results", wrong)
+    monkeypatch.setattr(replay.ExampleReplay, "results", wrong)
     (outcome,) = found("xentropy:8x64", op="short")
     assert outcome.config == {}
     assert "is wrong: its error is" in outcome.reason
@@ -103,13 +102,13 @@ def test_wrong_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_other_bits_each_time_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_times(monkeypatch, lambda changes: 5.0 if changes else 10.0)
-    results, times = replay.Replay.results, iter(range(100))
+    results, times = replay.ExampleReplay.results, iter(range(100))
 
-    def unsteady(self: replay.Replay) -> list[torch.Tensor]:
+    def unsteady(self: replay.ExampleReplay) -> list[torch.Tensor]:
         output, *gradients = results(self)
         return [output + 1e-6 * next(times), *gradients]
 
-    monkeypatch.setattr(replay.Replay, "results", unsteady)
+    monkeypatch.setattr(replay.ExampleReplay, "results", unsteady)
     (outcome,) = found("xentropy:8x64", op="short")
     assert outcome.config == {}
     assert "other bits" in outcome.reason

@@ -156,11 +156,6 @@ def compared(
     return prepare(with_peers(ours, eager, gradient.device, **peers), arguments, gradient, direction, expected)
 
 
-def without_kink(gradient: Tensor, before: Tensor) -> Tensor:
-    """Zero the gradient where ReLU's input is nearly zero, because rounding decides the sign of such an element."""
-    return gradient.masked_fill_(before.abs() < (1e-3 if gradient.dtype == torch.float32 else 0.05), 0)
-
-
 def times(shape: Sequence[int]) -> str:
     """Return a shape as text, such as "2x320x8x8"."""
     return "x".join(map(str, shape))

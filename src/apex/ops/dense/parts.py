@@ -7,7 +7,6 @@ it, and, for a PyTorch without such a product, the accumulation of weight gradie
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch.nn import functional
 from .. import _library
 from .._device import empty_on, facts, launch_rule
 from .._tickets import TICKETS, tickets_on
-from .._tolerance import excess
 from . import config, reference
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -265,34 +263,10 @@ def _torch_accumulates(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def self_check(device: torch.device) -> float:
-    """Return the largest error, as a multiple of its tolerance, of activation and bias gradients and accumulation."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    rows, columns = 1100, 1000
-    random = functools.partial(torch.randn, rows, columns, generator=generator, dtype=torch.float32, device="cpu")
-    worst = 0.0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        dy, saved = (random().to(dtype) for _ in range(2))
-        for activation in ("relu", "sigmoid", "gelu"):
-            dz, dbias = _activation_backward(dy.to(device), saved.to(device), activation, True)
-            exact = reference.activation_backward(dy.double(), saved.double(), activation)
-            # The bias gradient may sum computed values (the kernels) or stored, rounded ones (PyTorch's operators).
-            sums = exact.sum(0), dz.cpu().double().sum(0)
-            assert dbias is not None
-            of_bias = min(excess(dbias.cpu(), wanted, reduction=rows) for wanted in sums)
-            worst = max(worst, excess(dz.cpu(), exact), of_bias)
-        x, gradient = dy[:256, :96], saved[:256, :64]
-        total = torch.ones(64, 96, dtype=torch.float32, device=device)
-        wgrad_gemm_accum(x.to(device), gradient.to(device), total)
-        worst = max(worst, excess(total.cpu(), 1 + gradient.double().t() @ x.double(), reduction=256))
-    return worst
-
-
 FAMILY = _library.register_family(
     _library.OpFamily(
         "dense",
         "dense layers, gelu, MLP: gradients of activation and bias in one pass",
-        self_check,
         small_inputs=f"PyTorch's operators below {config.SMALL:,} elements per layer of a perceptron, "
         f"{config.SMALL_BETWEEN_LAYERS:,} between dense layers",
     )
