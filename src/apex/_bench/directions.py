@@ -7,7 +7,6 @@ that require gradients are the leaves.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,25 +52,13 @@ class Random:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
 
-def has_liger(device: torch.device) -> bool:
-    """Return whether Liger-Kernel is a peer: on a GPU, if it is installed."""
-    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-
-
 def with_peers(
-    ours: Callable[..., Any],
-    eager: Callable[..., Any],
-    device: torch.device,
-    *,
-    compile: bool = True,
-    liger: Maker | None = None,
+    ours: Callable[..., Any], eager: Callable[..., Any], device: torch.device, *, compile: bool = True
 ) -> dict[str, Maker]:
-    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile and Liger-Kernel."""
+    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile."""
     makers: dict[str, Maker] = {OURS: lambda: ours, "torch": lambda: eager}
     if compile and device.type == "cuda":
         makers["compile"] = lambda: compiled(eager, device)
-    if liger is not None and has_liger(device):
-        makers["liger"] = liger
     return makers
 
 
@@ -140,20 +127,6 @@ def exact(
         return [Expected(output.detach(), dtype, terms[0])]
     gradients = torch.autograd.grad(output, leaves_of(wide), gradient.double())
     return [Expected(g, leaf.dtype, count) for g, leaf, count in zip(gradients, leaves, terms[1:], strict=True)]
-
-
-def compared(
-    ours: Callable[..., Any],
-    eager: Callable[..., Any],
-    arguments: Sequence[Any],
-    gradient: Tensor,
-    direction: str,
-    terms: Sequence[int] = (),
-    **peers: Any,
-) -> Prepared:
-    """Prepare ours and PyTorch's operators, whose float64 results are expected; `peers` is passed to `with_peers`."""
-    expected = exact(eager, arguments, gradient, direction, gradient.dtype, terms)
-    return prepare(with_peers(ours, eager, gradient.device, **peers), arguments, gradient, direction, expected)
 
 
 def times(shape: Sequence[int]) -> str:
