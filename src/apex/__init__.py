@@ -47,7 +47,7 @@ _SUBPACKAGES = frozenset(
 
 # Names that belong to the package, and the modules that define them.
 _MEMBERS = {
-    "Booster": "booster",
+    **dict.fromkeys(("Booster", "boost"), "booster"),
     "estimate_memory": "_memory",
     **dict.fromkeys(("fuse", "unfuse"), "_fuse"),
     **dict.fromkeys(

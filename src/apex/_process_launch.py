@@ -52,7 +52,13 @@ def launch(
 
 
 def launch_from_torch(config: Any = None, backend: str = _NCCL, seed: int = 1024, verbose: bool = True) -> None:
-    """Call `launch` in a process that torchrun or `apex run` has started."""
+    """Call `launch` in a process that torchrun or `apex run` has started.
+
+    The first argument was a configuration, which is ignored, and is the backend in newer scripts: if `config` is the
+    name of a backend of torch.distributed, it is the backend.
+    """
+    if isinstance(config, str) and config.lower() in dist.Backend.backend_list:
+        backend = config.lower()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, local_rank, world_size = map(int, _env.launcher_variables("torchrun", *names)[:3])
     _start("env://", rank, world_size, backend, local_rank, seed, verbose)

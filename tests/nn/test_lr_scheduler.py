@@ -45,7 +45,8 @@ FALLS: dict[str, tuple[Any, dict[str, float], Callable[[float], float]]] = {
 @pytest.mark.parametrize("name", FALLS)
 def test_rates_warm_up_fall_and_stay(name: str) -> None:
     kind, options, after = FALLS[name]
-    expected = [BASE * (e + 1) / 4 for e in range(3)]
+    # Colossal-AI's cosine and polynomial schedules reach the base rate in the last step of the warm-up.
+    expected = [BASE * (e + 1) / (3 if name in ("cosine", "polynomial") else 4) for e in range(3)]
     expected += [after(min(1.0, (e - 3) / 7)) for e in range(3, 13)]
     assert rates(kind, 13, total_steps=10, warmup_steps=3, **options) == pytest.approx(expected)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from apex import optimizers
 from apex.ops import implementation
+from apex.ops.newton_schulz import config
 from tests.optimizers import helpers
 from tests.optimizers.helpers import Factory, parameters, set_gradients
 from tests.support.harness import Route, routes
@@ -225,8 +226,16 @@ def test_grad_scaler_does_not_wait_for_the_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
-def test_memory_of_a_step(name: str) -> None:
-    """Under 1 MB beyond parameters, gradients and state; tables are made by the first step."""
+def test_memory_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under 1 MiB beyond parameters, gradients and state; tables are made by the first step.
+
+    Muon's iteration may take its stated workspace, here that of four matrices.
+    """
+    budget = 1 << 20
+    if name == "FusedMuon":
+        budget = 4 * 8 * config.peak_elements(1 << 10, 1 << 10)
+        monkeypatch.setattr(config, "WORKSPACE", budget)
+        budget += 1 << 20
     params = [torch.nn.Parameter(torch.randn(1 << 10, 1 << 10, device="cuda")) for _ in range(16)]
     optimizer = maker(name)(params)
     for param in params:
@@ -238,4 +247,4 @@ def test_memory_of_a_step(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 1 << 20
+    assert torch.cuda.max_memory_allocated() - before < budget

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import graphs
+from apex.ops.newton_schulz import config, newton_schulz
 from apex.optimizers import FusedMuon, muon_groups
 
 SHAPES = ((24, 40), (40, 24), (16, 16))
@@ -257,6 +258,27 @@ def test_large_groups_are_updated_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     train(optimizer, in_parts, 3)
     assert max(space.numel() for space in optimizer._workspaces.values()) < sum(map(Tensor.numel, in_parts))
     for param, other in zip(in_parts, at_once, strict=True):
+        torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal matrices, blocks of rows and experts are divided into batches, whose results are those of one batch."""
+    shapes, splits = ((24, 40),) * 5 + ((5, 24, 40),), {"split_sizes": (8, 16)}
+    whole, parts, groups = make(shapes), make(shapes), []
+    for params in (whole, parts):
+        groups.append([{"params": params[:2] + params[5:]}, {"params": params[2:5], **splits}])
+    train(FusedMuon(groups[0], 0.02, **EXACT), whole, 3)
+    sizes = []
+
+    def recorded(matrices: Tensor, *options: Any) -> Tensor:
+        sizes.append(tuple(matrices.shape))
+        return newton_schulz(matrices, *options)
+
+    monkeypatch.setattr("apex.optimizers.fused_muon.newton_schulz", recorded)
+    monkeypatch.setattr(config, "WORKSPACE", 2 * 8 * config.peak_elements(24, 40))  # two matrices in float64
+    train(FusedMuon(groups[1], 0.02, **EXACT), parts, 3)
+    assert sizes[: len(sizes) // 3] == [(2, 24, 40)] * 3 + [(1, 24, 40)] + [(3, 8, 40)] + [(2, 16, 40), (1, 16, 40)]
+    for param, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-9, atol=1e-9)
 
 

@@ -1,7 +1,9 @@
 """Learning rate schedulers with linear warm-up, then a linear, cosine, polynomial or constant rate.
 
 All of them count steps (or epochs, depending on where `step()` is called) e = 0, 1, 2, ... up to `total_steps`, and
-keep their last value after that. In the first `warmup_steps` steps the rate is base * (e + 1) / (warmup_steps + 1).
+keep their last value after that. In the first `warmup_steps` steps the rate is base * (e + 1) / (warmup_steps + 1) in
+the linear and constant schedules, and base * (e + 1) / warmup_steps in the cosine and polynomial ones, like those of
+Colossal-AI.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler
 class _WarmupLR(LRScheduler):
     """Base of the schedulers; a subclass defines the rate after the warm-up."""
 
+    # Whether the last step of the warm-up has the base rate already. Else the first step after the warm-up has it.
+    _warmup_ends_at_base = False
+
     def __init__(self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
         for name, value in (("total_steps", total_steps), ("warmup_steps", warmup_steps)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -26,7 +31,8 @@ class _WarmupLR(LRScheduler):
     def get_lr(self) -> list[Any]:
         """Return the rates of the present step, one for each parameter group."""
         if self.last_epoch < self.warmup_steps:
-            return [base * (self.last_epoch + 1) / (self.warmup_steps + 1) for base in self.base_lrs]
+            steps = self.warmup_steps if self._warmup_ends_at_base else self.warmup_steps + 1
+            return [base * (self.last_epoch + 1) / steps for base in self.base_lrs]
         # If the warm-up takes all steps or more, the rate then has its final value.
         span = self.total_steps - self.warmup_steps
         part = min(1.0, (self.last_epoch - self.warmup_steps) / span) if span > 0 else 1.0
@@ -52,6 +58,8 @@ class LinearWarmupLR(_WarmupLR):
 class CosineAnnealingWarmupLR(_WarmupLR):
     """A rate that falls along half a cosine after the warm-up, to `eta_min` after `total_steps`."""
 
+    _warmup_ends_at_base = True
+
     def __init__(
         self, optimizer: Any, total_steps: int, warmup_steps: int = 0, eta_min: float = 0.0, last_epoch: int = -1
     ) -> None:
@@ -73,6 +81,8 @@ class CosineAnnealingLR(CosineAnnealingWarmupLR):
 
 class PolynomialWarmupLR(_WarmupLR):
     """A rate that falls as a power of the remaining steps after the warm-up, to `end_lr` after `total_steps`."""
+
+    _warmup_ends_at_base = True
 
     def __init__(
         self,

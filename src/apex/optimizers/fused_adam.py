@@ -28,6 +28,9 @@ class FusedAdam(FusedOptimizer):
     `master_weights` and the keyword options.
     """
 
+    # Without and with AMSGrad.
+    _rules = (rules.ADAM_LISTS, rules.ADAM_AMSGRAD_LISTS)
+
     def __init__(
         self,
         params: Any,
@@ -81,7 +84,7 @@ class FusedAdam(FusedOptimizer):
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         decoupled = bool(self.adam_w_mode)
         bucket.lists.apply(
-            rules.ADAM_AMSGRAD if group["amsgrad"] else rules.ADAM,
+            self._rules[bool(group["amsgrad"])],
             adam_hyperparameters(group, step, decoupled=decoupled),
             (decoupled, bool(group["amsgrad"])),
             noop=scaling.found_inf,

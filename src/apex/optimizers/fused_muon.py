@@ -16,6 +16,7 @@ from ..ops.multi_tensor import make_lists, rules
 from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
+from ..ops.newton_schulz.config import matrices_at_once
 from ._base import CommonOptions, FusedOptimizer, LossScaling
 from ._buckets import Group, UpdateBucket, local
 
@@ -306,14 +307,36 @@ class Directions:
         return self._lists
 
     def orthogonalize(self, group: dict[str, Any]) -> None:
-        """Replace the singular values of every direction by numbers near 1."""
+        """Replace the singular values of every direction by numbers near 1, in batches that bound the memory."""
         steps = triples(group["ns_coefficients"], group["ns_steps"])
+        options: tuple[Any, ...] = (steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
         for stack, blocks in self._stacks:
             for block, factor in blocks:
                 part = stack[:, block.start : block.start + block.matrices * block.rows]
-                matrices = part.reshape(len(stack) * block.matrices, block.rows, block.columns)
-                result = newton_schulz(matrices, steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
-                part.copy_((result if factor == 1.0 else result.mul_(factor)).view(part.shape))
+                for batch in _batches(part, block, group["ns_dtype"]):
+                    result = newton_schulz(batch.reshape(-1, block.rows, block.columns), *options)
+                    batch.copy_((result if factor == 1.0 else result.mul_(factor)).view(batch.shape))
+
+
+def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[Tensor]:
+    """Return views of `part`, the same rows of several parameters, that are made orthogonal one after the other.
+
+    They have nearly equal numbers of matrices. Matrices of a single parameter are divided too, as those of experts.
+    """
+    if not part.numel():
+        return []
+    sizes = [part.element_size(), 0 if products is None else products.itemsize]
+    limit = matrices_at_once(block.rows, block.columns, max(sizes), copies=0 if part.is_contiguous() else 1)
+    params = max(1, limit // block.matrices)
+    chunks = part.chunk(-(-len(part) // params))
+    if block.matrices <= limit:
+        return list(chunks)
+    of_rows = -(-block.matrices // limit)
+    return [
+        piece.flatten(1, 2)
+        for chunk in chunks
+        for piece in chunk.unflatten(1, (block.matrices, block.rows)).chunk(of_rows, 1)
+    ]
 
 
 def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:

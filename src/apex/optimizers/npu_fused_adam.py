@@ -23,6 +23,8 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
     """Adam with the numbers of `torch.optim.Adam` (L2 decay); their state dicts are interchangeable."""
 
     _decoupled = False
+    # As exact on a CPU as on a GPU: parameters and gradients are combined, so that there is one tensor.
+    _rules = (rules.ADAM, rules.ADAM_AMSGRAD)
 
     def __init__(
         self,

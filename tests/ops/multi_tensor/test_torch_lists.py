@@ -170,6 +170,41 @@ def test_tensors_are_updated_in_place_by_a_fused_call(
     assert padded.numel() == fused.WIDTH
 
 
+LISTS = {
+    "adamw": (rules.ADAM_LISTS, ADAM, (True, False)),
+    "adam": (rules.ADAM_LISTS, ADAM | {"decoupled": False}, (False, False)),
+    "amsgrad": (rules.ADAM_AMSGRAD_LISTS, ADAM, (True, True)),
+    "no rate": (rules.ADAM_LISTS, ADAM | {"lr": 0.0, "decoupled": False}, (False, False)),
+}
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", LISTS.values(), ids=LISTS)
+def test_lists_are_handed_to_one_fused_call(
+    case: Any, gradient: torch.dtype, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, hyper, flags = case
+    names = [f"_fused_{name}_" for name in ("adam", "adamw")]
+    calls = [mock.Mock(wraps=getattr(torch, name)) for name in names]
+    for name, call in zip(names, calls, strict=True):
+        monkeypatch.setattr(torch, name, call)
+    slots = [tensors(gradient if slot == 1 else torch.float32)[:4] for slot in rule.slots]
+    gradients = [tensor.clone() for tensor in slots[1]]
+    before = [tensors[0]._version for tensors in slots]
+    wanted = expected(rule, slots, scale or 1.0, rule.scalars(**hyper), flags)
+    copies = tensors(torch.bfloat16)[:4]
+    lists = TorchLists([*slots, *[None] * (SLOTS - len(slots))], copies)
+    lists.apply(rule, hyper, flags, grad_scale=None if scale is None else torch.tensor([scale]))
+    assert sum(call.call_count for call in calls) == 1
+    for index, values in enumerate(wanted):
+        for slot in rule.writes:
+            assert_close(slots[slot][index], values[slot])
+        assert torch.equal(slots[1][index], gradients[index])
+        assert torch.equal(copies[index], slots[0][index].bfloat16())
+    assert [slot for slot, tensors in enumerate(slots) if tensors[0]._version > before[slot]] == list(rule.writes)
+
+
 @pytest.mark.parametrize("size", [16, 17])
 @pytest.mark.parametrize("name", FUSED)
 def test_autograd_sees_that_tensors_change(name: str, size: int) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from apex.ops import _library
-from apex.ops.newton_schulz import newton_schulz, op, reference
+from apex.ops.newton_schulz import config, newton_schulz, op, reference
 from tests.support.harness import Route, routes
 
 MUON = [(3.4445, -4.7750, 2.0315)] * 5
@@ -45,6 +51,36 @@ def test_triples_may_differ() -> None:
     triples = [(4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (2.8366, -3.0525, 1.2012)]
     for method in ("standard", "gram"):
         torch.testing.assert_close(newton_schulz(batch, triples, method=method), by_svd(batch, triples))
+
+
+class LiveElements(TorchDispatchMode):
+    """Counter of the elements of tensors that operators have allocated and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self.sizes and storage.data_ptr() not in given:
+                self.sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+                weakref.finalize(storage, self.sizes.pop, storage.data_ptr(), None)
+        self.peak = max(self.peak, sum(self.sizes.values()))
+        return result
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a caller's frame then holds the normalised matrices")
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(1, 64, 256), (1, 256, 64), (1, 64, 64)], ids=str)
+def test_peak_memory(method: str, shape: tuple[int, ...]) -> None:
+    batch = matrices(*shape)
+    with LiveElements() as live:
+        newton_schulz(batch, MUON, method=method)
+    assert 0.7 * config.peak_elements(*shape[1:]) < live.peak <= config.peak_elements(*shape[1:]) + 8
 
 
 @pytest.mark.parametrize("route", routes())

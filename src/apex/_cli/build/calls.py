@@ -58,7 +58,7 @@ def _op(example: _examples.Example) -> Op:
 
 def known_ops() -> dict[str, Op]:
     """Return everything that `apex build` knows by name: examples with sizes of real models, optimizers' steps."""
-    return {**{name: _op(example) for name, example in _examples.by_name() if example.listed}, **OPS}
+    return {**{name: _op(example) for name, example in _examples.by_name() if example.listed and example.builds}, **OPS}
 
 
 class Call(NamedTuple):

@@ -40,7 +40,7 @@ class Rule:
     numbers that `function` takes, for floats and for float64 tensors alike; without it the hyperparameters are these
     numbers, in their order. `reads` and `writes` name slots. `quantities` says how many of the terms are wanted,
     `maximum` that they are maximised instead of summed. `fused` computes the rule by a function of PyTorch
-    (`fused.py`).
+    (`fused.py`), and `fused_lists` by one call of such a function for all tensors.
     """
 
     function: Callable[..., tuple[Any, ...]]
@@ -51,6 +51,7 @@ class Rule:
     quantities: int = 0
     maximum: bool = False
     fused: Callable[[Sequence[Any], Sequence[float], Sequence[bool]], bool] | None = None
+    fused_lists: Callable[[Sequence[Any], Sequence[float], Sequence[bool]], bool] | None = None
 
     @functools.cached_property
     def slots(self) -> tuple[int, ...]:

@@ -114,6 +114,8 @@ class TorchLists:
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
         may_fuse = whole is None and overflow is None and seed is None and self._calls_fused()
+        if may_fuse and self._apply_fused_lists(rule, scalars, flags, grad_scale):
+            return None
         for piece in self._pieces():
             values: list[Any] = [self._read(piece, slot) if slot in rule.reads else 0.0 for slot in range(SLOTS)]
             if overflow is not None:
@@ -173,6 +175,36 @@ class TorchLists:
         for slot in rule.writes:  # PyTorch's fused functions omit this; autograd must see the change
             torch.autograd.graph.increment_version(vectors[slot])
         return [value[:, :size] if isinstance(value, Tensor) else value for value in vectors]
+
+    def _apply_fused_lists(self, rule: Rule, scalars: Any, flags: tuple[bool, ...], grad_scale: Tensor | None) -> bool:
+        """Run the rule by one call of PyTorch's function for all tensors; return False if that is not possible."""
+        if rule.fused_lists is None:
+            return False
+        slots = [tensors if slot in rule.slots else None for slot, tensors in enumerate(self.slots)]
+        used = [tensors for slot, tensors in enumerate(slots) if tensors and slot != GRADIENT]
+        gradients = slots[GRADIENT]
+        assert gradients is not None
+        if not all(tensor.dtype == self._compute for tensors in used for tensor in tensors):
+            return False
+        if not all(map(laid_out_alike, zip(gradients, *used, strict=True))):
+            return False
+        if gradients[0].dtype != self._compute:
+            gradients = [gradient.to(self._compute) for gradient in gradients]
+        if any(map(Tensor.is_neg, gradients)):
+            gradients = [gradient.resolve_neg() for gradient in gradients]
+        if grad_scale is not None:
+            gradients = torch._foreach_mul(gradients, grad_scale.reshape(()).to(self._compute))
+        slots[GRADIENT] = gradients
+        if not rule.fused_lists(slots, scalars, flags):
+            return False
+        for slot in rule.writes:
+            tensors = slots[slot]
+            assert tensors is not None
+            torch.autograd.graph.increment_version(tensors)  # see `_fused`
+        if self.copy is not None:
+            assert slots[0] is not None
+            torch._foreach_copy_(self.copy, slots[0])
+        return True
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, Number):

@@ -55,10 +55,11 @@ def newton_schulz(
         raise ValueError("method='gram' in bfloat16 is off by 16%; use dtype=torch.float16, or method='standard'")
     if not batch.numel():
         return matrices.detach().to(dtype, copy=True)
-    X = reference.normalized(batch, eps, dtype)
-    product = launch if not small and _library.runs_triton(FAMILY, X) else reference.product
+    runs_kernel = not small and _library.runs_triton(FAMILY, torch.empty(0, dtype=dtype, device=batch.device))
+    product = launch if runs_kernel else reference.product
     iterate = reference.gram if method == "gram" else reference.standard
-    return iterate(X, coefficients, product).view(matrices.shape)
+    # No name here holds the normalised matrices, so that the iteration can free them.
+    return iterate(reference.normalized(batch, eps, dtype), coefficients, product).view(matrices.shape)
 
 
 def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, beta: float) -> Tensor:

@@ -46,6 +46,7 @@ def standard(X: Tensor, coefficients: Coefficients, product: SymmetricProduct = 
         short = X if wide else X.mT
         R = product(short, short, 1.0, None, 0.0)
         Z = product(R, R, c, R, b)
+        del short, R  # memory for the next product: see `config.peak_elements`
         X = torch.baddbmm(X, Z, X, beta=a) if wide else torch.baddbmm(X, X, Z, beta=a)
     return X
 
@@ -60,20 +61,26 @@ def gram(X: Tensor, coefficients: Coefficients, product: SymmetricProduct = prod
     def applied(Q: Tensor, X: Tensor) -> Tensor:
         return torch.bmm(Q, X) if wide else torch.bmm(X, Q)
 
+    def squared(X: Tensor) -> Tensor:
+        return product(X, X, 1.0, None, 0.0) if wide else product(X.mT, X.mT, 1.0, None, 0.0)
+
     last, Q, R = len(coefficients) - 1, None, None
     for index, (a, b, c) in enumerate(coefficients):
         if index == RESTART and Q is not None:
             X, Q, R = applied(Q, X), None, None
         if R is None:
-            short = X if wide else X.mT
-            R = product(short, short, 1.0, None, 0.0)
+            R = squared(X)
         Z = product(R, R, c, R, b)
-        if index not in (last, RESTART - 1):
-            W = product(R, Z, 1.0, R, a)
-            R = product(Z, W, 1.0, W, a)
+        # Matrices that are not read again are dropped before the next product: see `config.peak_elements`.
+        if index in (last, RESTART - 1):
+            R = None
+        else:
+            R = product(R, Z, 1.0, R, a)
+            R = product(Z, R, 1.0, R, a)
         if Q is None:
             Q = Z
             Q.diagonal(dim1=1, dim2=2).add_(a)  # Z is not read again
         else:
             Q = product(Q, Z, 1.0, Q, a)
+        del Z
     return X if Q is None else applied(Q, X)
