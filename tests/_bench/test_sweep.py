@@ -60,10 +60,10 @@ def test_layouts(layout):
 
 def test_sizes_stay_within_the_most():
     for number in range(200):
-        draw = Random(str(number), 1 << 12)
-        columns = draw.length(32, 20000)
-        assert 1 <= draw.rows(columns) * columns <= 2 * draw.most
-        assert draw.size(16, 4096, 8) % 8 == 0
+        random = Random(str(number), 1 << 12)
+        columns = random.length(32, 20000)
+        assert 1 <= random.rows(columns) * columns <= 2 * random.most
+        assert random.size(16, 4096, 8) % 8 == 0
 
 
 def test_a_wrong_result_is_told_and_has_no_time(tmp_path, monkeypatch, capsys):

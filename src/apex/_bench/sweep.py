@@ -70,8 +70,8 @@ def drawn_cases(
     needed, known = (words or "").lower().split(), sweep_cases.families()
     for family in families:
         for number in range(cases):
-            draw = Random(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
-            name, make = known[family](draw, device)
+            random = Random(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
+            name, make = known[family](random, device)
             if all(word in f"{family} {name}".lower() for word in needed):
                 yield family, f"{family} {name}", make
 

@@ -23,14 +23,14 @@ Passes = dict[str, Prepared]
 Drawn = tuple[str, Callable[[], Passes]]
 
 
-def _optimizers(draw: Random, device: torch.device) -> Drawn:
+def _optimizers(random: Random, device: torch.device) -> Drawn:
     """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
     algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
-    algorithm, count = draw.choice(algorithms), draw.size(1, 300)
-    shapes: list[tuple[int, ...]] = [(draw.size(1, max(2, draw.most // (2 * count)), 4),) for _ in range(count)]
+    algorithm, count = random.choice(algorithms), random.size(1, 300)
+    shapes: list[tuple[int, ...]] = [(random.size(1, max(2, random.most // (2 * count)), 4),) for _ in range(count)]
     words = f"{count} tensors {sum(map(math.prod, shapes))} elements"
-    if draw.random() < 0.3:
-        algorithm = draw.choice(PASSES)
+    if random.random() < 0.3:
+        algorithm = random.choice(PASSES)
     parameters = functools.partial(make_parameters, shapes, device, algorithm.dtype)
     makers, dtypes = algorithm.implementations(device), algorithm.result_dtypes
     return f"{algorithm.name} {words}", lambda: {

@@ -53,8 +53,8 @@ class Choice:
 class OpFamily:
     """A group of ops that share kernels and dispatch.
 
-    A family without examples has a `self_check(device)`: it runs the family on `device`, compares it with the float64
-    reference and returns the largest error as a multiple of its tolerance. A result above 1 is wrong.
+    `self_check(device)` is for families without `examples.py`: it compares the family on `device` with float64 and
+    returns the largest error as a multiple of its tolerance; a result above 1 is wrong.
     `small_inputs` describes the inputs that PyTorch's operators take even where kernels run, because they are quicker.
     """
 

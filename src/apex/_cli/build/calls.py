@@ -22,13 +22,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Op(NamedTuple):
     """An op by name: `sizes` are the numbers of a shape and an example, `extensions` the compiled names."""
 
-    run: Callable[[Shape, torch.dtype, torch.device], Any]
+    run: Callable[[_examples.Make, Shape], object]
     sizes: tuple[str, str]
     extensions: tuple[str, ...] = ()
 
 
-def _optimizer(shape: Shape, dtype: torch.dtype, device: torch.device, name: str, **options: Any) -> None:
-    parameters = [nn.Parameter(torch.zeros(each, dtype=dtype, device=device)) for each in (shape, shape[:1])]
+def _optimizer(make: _examples.Make, s: Shape, name: str, **options: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=make.dtype, device=make.device)) for shape in (s, s[:1])]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     getattr(apex.optimizers, name)(parameters, lr=0.1, **options).step()
@@ -50,8 +50,8 @@ OPS = {
 def _op(example: _examples.Example) -> Op:
     """Return an example as an op of `apex build`."""
 
-    def run(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        return _examples.Call(example, shape, _examples.Make(dtype, device)).outputs()
+    def run(make: _examples.Make, shape: Shape) -> list[Tensor]:
+        return _examples.Call(example, shape, make).results()
 
     return Op(run, (example.sizes, "x".join(map(str, example.typical))), tuple(example.extensions))
 
@@ -91,10 +91,7 @@ def parse_call(text: str, dtype: str) -> Call:
 
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    output = op.run(shape, dtype, device)
-    outputs = output if isinstance(output, list) else [] if output is None else [output]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+    op.run(_examples.Make(dtype, device), shape)
 
 
 def _run_script(path: str, device: torch.device) -> None:

@@ -52,7 +52,7 @@ class Replay:
 
 
 def replay_of(question: Question, device: torch.device) -> Replay | None:
-    """Return the call that asks `question`, or None if no example does."""
+    """Return the call of an example that asks `question`, or None if no example does."""
     arguments = dict(question.arguments)
     dtype = DTYPES.get(arguments.pop("element_size"))
     for _, example in _examples.by_name():
