@@ -74,8 +74,9 @@ def _head_torch(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 
 def _own_head(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the loss by the function that PyTorch 2.13 has."""
-    return functional.linear_cross_entropy(input, weight, target)  # type: ignore[attr-defined, unused-ignore]
+    """Return the loss by the function that PyTorch 2.13 has; without options it would hold all logits."""
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
+    return functional.linear_cross_entropy(input, weight, target, options=options)  # type: ignore[attr-defined, unused-ignore]
 
 
 def _log_probs(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
