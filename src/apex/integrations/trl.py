@@ -77,15 +77,14 @@ def _swaps() -> Iterator[tuple[Any, str, Any]]:
         if hasattr(module, "_chunked_cross_entropy_loss"):
             yield module, "_chunked_cross_entropy_loss", chunked_cross_entropy_loss
     for kind in ("dpo", "kto", "grpo"):
-        module, name = modules[f"{kind}_trainer"], f"FusedLinear{kind.upper()}Loss"
-        ours = getattr(llm_losses, name)
-        if module is None:
+        trainer, name = modules[f"{kind}_trainer"], f"FusedLinear{kind.upper()}Loss"
+        if trainer is None:
             continue
-        if hasattr(module, name):  # TRL's copy
-            yield module, name, ours
-        elif f"Liger{name}" in inspect.getsource(module):
-            yield module, f"Liger{name}", ours
-            yield module, "is_liger_kernel_available", lambda *_, **__: True  # Liger's loss is not used
+        if hasattr(trainer, name):  # TRL's copy
+            yield trainer, name, getattr(llm_losses, name)
+        elif f"Liger{name}" in inspect.getsource(trainer):
+            yield trainer, f"Liger{name}", getattr(llm_losses, name)
+            yield trainer, "is_liger_kernel_available", lambda *_, **__: True  # Liger's loss is not used
     sft = modules["sft_trainer"]
     if sft is not None and not hasattr(sft, "_chunked_cross_entropy_loss") and not hasattr(sft, "add_fused_lm_head"):
         yield sft.SFTTrainer, "__init__", _fusing_the_head(sft.SFTTrainer.__init__)
