@@ -383,9 +383,9 @@ class FusedLinearGRPOLoss(_Loss):
         }
         if not settings.is_separable:
             rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
-            chosen = {**settings._asdict(), **normalisers}
-            references = {"old_log_probs": old_per_token_logps, "ref_log_probs": ref_per_token_logps}
-            return grpo_loss(rows.log_probs, counted, advantages, vllm_is_ratio=vllm_is_ratio, **references, **chosen)
+            options = {**settings._asdict(), **normalisers, "vllm_is_ratio": vllm_is_ratio}
+            references = (old_per_token_logps, ref_per_token_logps)
+            return grpo_loss(rows.log_probs, counted, advantages, *references, **options)
         weights = token_weights(counted, settings.loss_type, dtype=compute_dtype(_input), **normalisers)
         given: list[Any] = [
             None if each is None else per_token(each, counted).expand_as(counted)
