@@ -103,7 +103,7 @@ def _head(name: str, title: str, gpu: list[Sizes], bias: bool = False, **others:
         sizes="rows x features x classes",
         small=[(7, 8, 37)],
         large=[(3000, 512, 50257), (3000, 512, 32000)] if gpu else [],
-        draw=_draw_head,
+        draw=_draw_head if gpu else None,
         listed=[
             *(Row("cuda", _BF16, sizes, ["fwd+bwd"], note) for sizes in gpu),
             *(Row("cpu", _F32, (256, 256, 8192), ["fwd+bwd"], note) for _ in gpu[:1]),
