@@ -36,16 +36,23 @@ _ARGUMENTS = (
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, every_position: bool = False) -> Iterator[None]:
     """Use this library's losses in TRL's trainers that are made and run within the context.
 
     Trainers of TRL before 1.14 use fused losses if asked to: `use_liger_loss=True`, later `use_liger_kernel=True`.
     The losses are equal to TRL's own. Nothing of TRL stays changed after the context.
+
+    On GPUs the fused head of TRL selects the tokens that count, which waits for the GPU. `every_position=True`, from
+    TRL 1.16 on, computes the log-probabilities of all tokens instead, so that a step can be captured in a CUDA graph.
     """
-    swaps = list(_swaps())
+    swaps, version = list(_swaps()), getattr(importlib.import_module("trl"), "__version__", "")
     if not swaps:
-        version = getattr(importlib.import_module("trl"), "__version__", "")
         raise RuntimeError(f"TRL {version} has none of the names that apex.integrations.trl replaces")
+    if every_position:
+        utilities = importlib.import_module("trl.trainer.utils")
+        if not hasattr(utilities, "_use_triton"):
+            raise RuntimeError(f"TRL {version} always selects tokens; every_position=True needs 1.16 or later")
+        swaps.append((utilities, "_use_triton", lambda device: False))
     with contextlib.ExitStack() as stack:
         for owner, name, value in swaps:
             stack.enter_context(_swapped(owner, name, value))
