@@ -101,6 +101,13 @@ class RMSNorm(nn.Module):
         return self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
+class ShiftedRMSNorm(RMSNorm):
+    """Gemma's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
+
+
 class OddLayer(PreNorm):
     """The names of a layer, and a formula of its own: what cannot be fused is computed as it is written."""
 
@@ -131,6 +138,7 @@ CASES: dict[str, tuple[Callable[[], Any], int, tuple[int, int, int, int]]] = {
     "in a row": (sequential, 1, (1, 0, 0, 0)),
     "pre-norm": (PreNorm, 1, (1, 1, 0, 0)),
     "pre-norm, RMS": (lambda: PreNorm(RMSNorm), 1, (1, 1, 0, 0)),
+    "pre-norm, 1 + weight": (lambda: PreNorm(ShiftedRMSNorm), 1, (1, 1, 0, 0)),
     "pre-norm, dropout": (lambda: PreNorm(dropout=0.5), 1, (1, 0, 2, 0)),
     "BERT": (BertOutput, 2, (0, 1, 0, 0)),
     "BERT, dropout": (lambda: BertOutput(0.5), 2, (0, 0, 1, 0)),

@@ -55,7 +55,9 @@ def _norm_arguments(module: Any) -> tuple[Any, Any, float, bool] | None:
         return module.weight, getattr(module, "bias", None), getattr(module, module.fused_settings), True
     if rule is None or not rule.name.startswith("RMS norm of"):
         return None
-    weight = 1 + module.weight if rule.name.endswith("1 + weight") else module.weight
+    weight = module.weight
+    if rule.name.endswith("1 + weight"):  # in float32, as the norm alone computes it
+        weight = 1 + (weight if weight.dtype == torch.float64 else weight.float())
     return weight, None, getattr(module, module.fused_settings), False
 
 
@@ -63,7 +65,9 @@ def _activation_of(function: Any) -> str:
     """Return the name of the activation that a function or module computes, "" if it is none that is known."""
     if isinstance(function, nn.Module) and (has_hooks(function) or next(function.parameters(), None) is not None):
         return ""
-    x = torch.cat((torch.linspace(-4, 4, 65), torch.logspace(-6, 3, 37), -torch.logspace(-6, 3, 37))).double()
+    options: Any = {"dtype": torch.float64, "device": torch.Generator().device}
+    sizes = torch.logspace(-6, 3, 37, **options)
+    x = torch.cat((torch.linspace(-4, 4, 65, **options), sizes, -sizes))
     results = []
     modules = function if isinstance(function, nn.Module) else nn.Identity()
     try:

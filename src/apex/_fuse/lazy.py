@@ -132,8 +132,12 @@ class Sum(Lazy):
         return self._output.shape
 
     def normalised(self, weight: Any, bias: Any, eps: float, subtract_mean: bool) -> Tensor | None:
-        """Return the norm of the sum; None if the two cannot be computed together."""
-        tensors = [t for t in (self._output, self._residual, weight, bias) if t is not None]
+        """Return the norm of the sum; None if the two cannot be computed together.
+
+        All tensors must have one dtype, except a weight that is not a parameter (1 + weight, in float32).
+        """
+        tensors = [t for t in (self._output, self._residual, bias) if t is not None]
+        tensors += [weight] if isinstance(weight, nn.Parameter) else []
         if self._tensor is not None or len({t.dtype for t in tensors}) > 1 or autocast_dtype(self._output) is not None:
             return None
         output, self._tensor = norm.add_norm(
