@@ -160,10 +160,13 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for column in arguments.columns:
         torch._dynamo.reset()
         try:
-            columns[column] = Column(row, column, arguments, batch)
+            columns[column] = each = Column(row, column, arguments, batch)
         except Exception as error:  # a column without its package, or without memory, is no reason to stop
             results[column] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(f"{name}: {column} {'failed' if column in results else 'is warm'}", flush=True)
+            print(f"{name}: {column} failed", flush=True)
+        else:  # a first figure, in case the run is stopped before the columns take turns
+            each.time(arguments.steps)
+            print(f"{name}: {column} is warm: {each.times.pop():.2f} ms, {each.mebibytes or 0} MiB", flush=True)
     for _ in range(arguments.rounds):
         for each in columns.values():
             each.time(arguments.steps)
