@@ -94,7 +94,7 @@ def _start(
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             backend = dist.get_default_backend_for_device(accelerator or HOST)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
-    _seed(seed)
+    seed_generators(seed)
     if verbose:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
         get_dist_logger().info(
@@ -102,7 +102,8 @@ def _start(
         )
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the random numbers of Python, PyTorch and, if it is loaded, NumPy."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

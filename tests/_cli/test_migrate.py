@@ -752,3 +752,30 @@ def test_missing_paths_and_packages_are_errors(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "libcst", None)
     code, _, errors = run(tmp_path)
     assert (code, "pip install libcst" in errors) == (2, True)
+
+
+COLOSSAL = """\
+import colossalai
+from colossalai.booster import Booster
+from colossalai.nn.optimizer import HybridAdam, DistributedLamb
+import colossalai.cluster as cluster  # stays
+
+
+def main(colossalai_config=None):
+    colossalai.launch_from_torch()
+    print("colossalai", cluster, thing.colossalai)
+"""
+
+
+def test_colossalai_is_replaced_by_apex(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(COLOSSAL)
+    done = CliRunner().invoke(app, ["migrate", "--from", "colossalai", "--write", str(path)])
+    assert done.exit_code == 2
+    assert "train.py:3: no-counterpart: colossalai.nn.optimizer.DistributedLamb has no counterpart" in done.stderr
+    expected = COLOSSAL.replace("import colossalai", "import apex").replace("from colossalai", "from apex")
+    assert path.read_text() == expected.replace("    colossalai.launch", "    apex.launch")
+    path.write_text("from colossalai.zero import LowLevelZeroOptimizer\nfrom colossalai import kernel\n")
+    done = CliRunner().invoke(app, ["migrate", "--from", "colossalai", str(path)])
+    assert done.exit_code == 0, done.stderr
+    assert "+from apex.zero import LowLevelZeroOptimizer" in done.stdout

@@ -38,6 +38,7 @@ from tests.booster.problem import (
 )
 from tests.booster.problem import booster as make
 from tests.parallel.processes import Check, assert_same_everywhere
+from tests.zero import zero_checks
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "fp16_apex": 0.01, "fp16_naive": 0.01, "bf16": 0.05, "fp8": 0.2}
 PRECISIONS = tuple(TOLERANCE)
@@ -596,5 +597,6 @@ CHECKS |= {
     "loads into a model that was trained": loads_into_a_model_that_was_trained,
     "reads data in parts": reads_data_in_parts,
     "other loss scales": other_loss_scales,
+    **zero_checks.CHECKS,
     **{f"ranks that differ {plugin}": ranks_that_differ(plugin) for plugin in PLUGINS},
 }

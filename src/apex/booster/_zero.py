@@ -113,6 +113,29 @@ def divided_state(
     return packed_groups(divided), read, sizes
 
 
+class _Gradients:
+    """The reduced gradients of an arena, under the name of its parameters, for `gather`."""
+
+    names = ()
+
+    def __init__(self, optimizer: DistributedFusedAdam, arena: Any) -> None:
+        self._optimizer, self.arena = optimizer, arena
+
+    def read(self, name: str) -> Tensor:
+        gradients = self._optimizer._gradients.local(self.arena)
+        values = self.arena.new_shard(self.arena.dtypes.gradients).zero_()
+        for part, gradient in zip(self.arena.parts, gradients, strict=True):
+            values[part.flat : part.flat + part.size] = gradient
+        return values
+
+
+def whole_gradients(divided: DistributedFusedAdam, params: list[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the whole mean gradients of some parameters of a ZeRO optimizer; all processes must call it."""
+    divided.grad_sync()
+    sources: Any = [_Gradients(divided, state.arena) for state in divided._states]
+    return {param: found[PARAM].to(param.device) for param, found in gather(sources, True, params).items()}
+
+
 class ExactWeights:
     """The float32 weights in the divided state of a ZeRO optimizer, which writes them to the model after every step."""
 
