@@ -49,7 +49,8 @@ class Column:
 
             getattr(liger_kernel.transformers, row.liger)()
         layout = torch.channels_last if row.has_images else torch.contiguous_format
-        model: Any = (row.tiny if arguments.tiny else row.make)().to(arguments.device, memory_format=layout).train()
+        with torch.device(arguments.device):  # billions of random numbers take long on the host
+            model: Any = (row.tiny if arguments.tiny else row.make)().to(memory_format=layout).train()
         self.report = ""
         self.step = self._boosted(row, column, model) if column.startswith("apex") else self._torch(row, column, model)
         warmup = 24 if column.startswith("apex") else 4
