@@ -388,15 +388,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return [master_of(self.state[param], param) if param in self.state else param for param in params]
 
-    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
-        """Return the state, including master weights, in the format of `torch.optim`, which can load it.
-
-        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
-        PyTorch's optimizers and other formats can load.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
         self._settle_all_skipped()
-        saved = saved_state(self, super().state_dict())
-        return decoded_state(self, saved) if decoded else saved
+        return saved_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
@@ -430,6 +425,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         twin._group_buckets, twin._states = {}, []
         return twin
+
+
+class EncodingOptimizer(FusedOptimizer):
+    """Base of the fused optimizers that take `state_format` and `master_bits`: docs/state_formats.md."""
+
+    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim`.
+
+        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
+        PyTorch's optimizers and optimizers of another format can load.
+        """
+        saved = super().state_dict()
+        return decoded_state(self, saved) if decoded else saved
 
 
 def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
+from ._base import EncodingOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
 
 
@@ -22,7 +22,7 @@ class AdamOptions(StateOptions, total=False):
     cautious_weight_decay: bool
 
 
-class FusedAdam(FusedOptimizer):
+class FusedAdam(EncodingOptimizer):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
     It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
