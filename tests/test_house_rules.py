@@ -220,6 +220,13 @@ def devices_named(path: Path) -> frozenset[str]:
     return tests | (read(path).strings & {"cuda", "cpu", "npu", "mps", "xpu", "hip"})
 
 
+def test_no_section_banners() -> None:
+    """A file that needs headings inside answers several questions, and becomes several files."""
+    banner = re.compile(r"^\s*#.*(-{8,}|={8,})\s*$", re.MULTILINE)
+    tests = Path(__file__).resolve().parent
+    assert [path for path in (*FILES, *tests.rglob("*.py")) if banner.search(path.read_text())] == []
+
+
 def test_public_modules_name_no_device() -> None:
     """A public module holds no device test: the dispatch below decides."""
     public = [path for path in FILES if is_public(path)]

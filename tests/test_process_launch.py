@@ -56,6 +56,21 @@ def test_launch_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "backend"), [(("gloo",), "gloo"), (("./config.py", "mpi"), "mpi"), (({}, "mpi"), "mpi"), ((), "nccl")]
+)
+def test_first_argument_may_be_the_backend(
+    arguments: tuple[Any, ...], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colossal-AI dropped `config`: scripts of its newer releases pass the backend first."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(_process_launch, "_start", lambda *arguments: calls.append(arguments))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    apex.launch_from_torch(*arguments)
+    assert [call[3] for call in calls] == [backend]
+
+
 LAUNCHERS: dict[str, tuple[Callable[..., None], tuple[Any, ...], str]] = {
     "torchrun": (apex.launch_from_torch, (), "RANK, LOCAL_RANK"),
     "Slurm": (apex.launch_from_slurm, ("localhost", 1), "SLURM_PROCID"),

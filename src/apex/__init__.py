@@ -5,11 +5,13 @@ Subpackages are imported at first use, so that `import apex` is quick and starts
 
 from __future__ import annotations
 
+import sys
 import warnings
 from logging import getLogger
 
 from ._lazy import lazy_subpackages
 from ._logging import RankInfoFormatter
+from ._refused import Refusals
 from ._version import __version__
 
 _library_root_logger = getLogger(__name__)
@@ -17,9 +19,13 @@ _library_root_logger = getLogger(__name__)
 _SUBPACKAGES = frozenset(
     {
         "RNN",
+        "accelerator",
         "amp",
         "booster",
         "checkpoint",
+        "checkpoint_io",
+        "cluster",
+        "compat",
         "contrib",
         "distributed_testing",
         "dump",
@@ -27,9 +33,14 @@ _SUBPACKAGES = frozenset(
         "fp8",
         "fused_bias_swiglu",
         "fused_dense",
+        "fx",
         "git_version_info",
         "graphs",
+        "initialize",
         "integrations",
+        "interface",
+        "kernel",
+        "lazy",
         "logging",
         "mixed_precision",
         "mlp",
@@ -40,14 +51,19 @@ _SUBPACKAGES = frozenset(
         "ops",
         "optimizers",
         "parallel",
+        "pipeline",
+        "shardformer",
+        "tensor",
         "testing",
         "transformer",
+        "utils",
+        "zero",
     }
 )
 
 # Names that belong to the package, and the modules that define them.
 _MEMBERS = {
-    "Booster": "booster",
+    **dict.fromkeys(("Booster", "boost"), "booster"),
     "estimate_memory": "_memory",
     **dict.fromkeys(("fuse", "unfuse"), "_fuse"),
     **dict.fromkeys(
@@ -98,5 +114,7 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or newer, but {problem}", stacklevel=2)
     return False
 
+
+sys.meta_path.append(Refusals())  # asked last: it finds nothing, and explains missing modules of Colossal-AI
 
 __getattr__, __dir__ = lazy_subpackages(__name__, _SUBPACKAGES, _MEMBERS)

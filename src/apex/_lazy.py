@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ._refused import refuse
+
 
 def lazy_subpackages(
     package: str, names: Iterable[str], members: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for the module `package`, whose subpackages `names` become attributes.
 
-    `members` maps the names of further attributes to the modules below `package` that define them.
+    `members` maps the names of further attributes to the modules below `package` that define them. A name of
+    Colossal-AI without a counterpart raises a ModuleNotFoundError that says so.
     """
     known, members = frozenset(names), members or {}
 
@@ -22,6 +25,8 @@ def lazy_subpackages(
             return importlib.import_module(f"{package}.{name}")
         if name in members:
             return getattr(importlib.import_module(f"{package}.{members[name]}"), name)
+        if not name.startswith("__"):
+            refuse(f"{package}.{name}".removeprefix("apex."))
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def list_attributes() -> list[str]:

@@ -52,7 +52,13 @@ def launch(
 
 
 def launch_from_torch(config: Any = None, backend: str = _NCCL, seed: int = 1024, verbose: bool = True) -> None:
-    """Call `launch` in a process that torchrun or `apex run` has started."""
+    """Call `launch` in a process that torchrun or `apex run` has started.
+
+    The first argument was a configuration, which is ignored, and is the backend in newer scripts: if `config` is the
+    name of a backend of torch.distributed, it is the backend.
+    """
+    if isinstance(config, str) and config.lower() in dist.Backend.backend_list:
+        backend = config.lower()
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, local_rank, world_size = map(int, _env.launcher_variables("torchrun", *names)[:3])
     _start("env://", rank, world_size, backend, local_rank, seed, verbose)
@@ -88,7 +94,7 @@ def _start(
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             backend = dist.get_default_backend_for_device(accelerator or HOST)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
-    _seed(seed)
+    seed_generators(seed)
     if verbose:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
         get_dist_logger().info(
@@ -96,7 +102,8 @@ def _start(
         )
 
 
-def _seed(seed: int) -> None:
+def seed_generators(seed: int) -> None:
+    """Seed the random numbers of Python, PyTorch and, if it is loaded, NumPy."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

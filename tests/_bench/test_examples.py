@@ -17,7 +17,7 @@ LISTED = {name: example for name, example in by_name() if example.listed}
 def test_ours_and_the_peer_give_what_is_expected(example: Example) -> None:
     for way in {way: None for row in example.listed for way in row.ways}:
         prepared = examples.prepare(example, example.small[0], torch.float32, way, CPU)
-        assert list(prepared.implementations) == ["ours", "torch"]
+        assert list(prepared.implementations) == ["ours", "torch", *example.peers]
         for make in prepared.implementations.values():
             assert worst_excess(make()(), prepared.expected) <= 1
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from apex._bench import selection
 from apex._bench.environment import device_stem
 from apex._bench.recorded import DIRECTORIES, recorded_measurements
 
@@ -57,3 +59,16 @@ def test_another_device_has_none(directory):
 @pytest.mark.skipif(not any(d.is_dir() for d in DIRECTORIES), reason="no recordings are installed")
 def test_the_shipped_recording_is_found():
     assert "nvidia apex_fast" in recorded_measurements("nvidia_h200")["layer_norm bfloat16 16384x1024 fwd"]
+
+
+@pytest.mark.skipif(not any(d.is_dir() for d in DIRECTORIES), reason="no recordings are installed")
+def test_every_recorded_time_has_a_case():
+    cases = [case for _, case in selection.select([], torch.device("cuda"))]
+    names = {case.name for case in cases}
+    timed = {
+        name
+        for name, found in recorded_measurements("nvidia_h200").items()
+        if any(m.microseconds for m in found.values())
+    }
+    assert len(timed) > 60
+    assert timed <= names

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from apex._bench import selection
-from apex._bench.cases import images
+from apex._bench.cases import sync_batch_norm
 from apex._bench.check import worst_excess
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -19,10 +19,10 @@ def connection():
 
 
 @pytest.mark.usefixtures("connection")
-@pytest.mark.parametrize("layout", images.LAYOUTS)
+@pytest.mark.parametrize("layout", sync_batch_norm.LAYOUTS)
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_ours_and_the_peer_give_what_is_expected(layout: str, direction: str) -> None:
-    prepared = images._sync_batch_norm(torch.float32, (3, 5, 4, 4), layout, direction, CPU)
+    prepared = sync_batch_norm._sync_batch_norm(torch.float32, (3, 5, 4, 4), layout, direction, CPU)
     assert list(prepared.implementations) == ["ours", "torch"]
     for make in prepared.implementations.values():
         assert worst_excess(make()(), prepared.expected) <= 1

@@ -623,6 +623,35 @@ def test_an_existing_import_is_not_repeated(tmp_path: Path) -> None:
     assert found.count("import") == 1
 
 
+def test_new_imports_follow_a_guarded_import(tmp_path: Path) -> None:
+    guarded = "import os\ntry:\n    import wandb\n    has_wandb = True\nexcept ImportError:\n    has_wandb = False\n"
+    found = rewritten(guarded + SCRIPT, tmp_path, "torch")
+    assert found.index("import torch\n") > found.index("has_wandb = False")
+
+
+def test_a_scaler_behind_a_flag_is_made_before_the_condition(tmp_path: Path) -> None:
+    source = """\
+    import torch
+    from apex import amp
+
+
+    def train(model, optimizer, loader, fp16):
+        if fp16:
+            print("mixed precision")
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+        for x in loader:
+            loss = model(x)
+            if fp16:
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+    """
+    found = rewritten(textwrap.dedent(source), tmp_path, "torch")
+    assert found.index("scaler = torch.amp.GradScaler(") < found.index("if fp16:")
+
+
 def test_line_ends_stay(tmp_path: Path) -> None:
     path = tmp_path / "windows.py"
     path.write_bytes(SCRIPT.replace("\n", "\r\n").encode())
@@ -723,3 +752,30 @@ def test_missing_paths_and_packages_are_errors(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "libcst", None)
     code, _, errors = run(tmp_path)
     assert (code, "pip install libcst" in errors) == (2, True)
+
+
+COLOSSAL = """\
+import colossalai
+from colossalai.booster import Booster
+from colossalai.nn.optimizer import HybridAdam, DistributedLamb
+import colossalai.cluster as cluster  # stays
+
+
+def main(colossalai_config=None):
+    colossalai.launch_from_torch()
+    print("colossalai", cluster, thing.colossalai)
+"""
+
+
+def test_colossalai_is_replaced_by_apex(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(COLOSSAL)
+    done = CliRunner().invoke(app, ["migrate", "--from", "colossalai", "--write", str(path)])
+    assert done.exit_code == 2
+    assert "train.py:3: no-counterpart: colossalai.nn.optimizer.DistributedLamb has no counterpart" in done.stderr
+    expected = COLOSSAL.replace("import colossalai", "import apex").replace("from colossalai", "from apex")
+    assert path.read_text() == expected.replace("    colossalai.launch", "    apex.launch")
+    path.write_text("from colossalai.zero import LowLevelZeroOptimizer\nfrom colossalai import kernel\n")
+    done = CliRunner().invoke(app, ["migrate", "--from", "colossalai", str(path)])
+    assert done.exit_code == 0, done.stderr
+    assert "+from apex.zero import LowLevelZeroOptimizer" in done.stdout

@@ -145,5 +145,5 @@ def test_an_optimizer_that_others_have_changed_stays() -> None:
 
 
 def test_options_of_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="check and choose"):
+    with pytest.raises(ValueError, match="check, choose and padding"):
         apex.fuse(torch.optim.SGD(parameters(), lr=0.1), check=torch.zeros(1))

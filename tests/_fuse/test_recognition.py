@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,4 +278,31 @@ def test_rotations_with_every_argument(
     heads_first = 2 not in (*options.values(), *args[1:])
     q, k = (torch.randn(2, 3, 5, 8) if heads_first else torch.randn(2, 5, 3, 8) for _ in range(2))
     cos, sin = torch.randn(2, batches, 5, width)
+    torch.testing.assert_close(model(q, k, cos, sin), plain(q, k, cos, sin))
+
+
+def test_a_table_per_row_is_rotated_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that differ within a batch, as in packed or padded batches, need no other function."""
+    model = Attention()
+    apex.fuse(model, verbose=False)
+    monkeypatch.setitem(globals(), "rotated", None)  # what the original function calls
+    q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8)
+    cos, sin = torch.randn(2, 2, 5, 4)
+    one_by_one = [model(q[i : i + 1], k[i : i + 1], cos[i : i + 1], sin[i : i + 1]) for i in range(2)]
+    for found, wanted in zip(model(q, k, cos, sin), zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.cat(wanted))
+
+
+def _rotated_by_half_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def test_tables_for_half_of_the_channels() -> None:
+    """GPT-OSS has tables for one of the two halves, and rotates all channels."""
+    names = {"apply_rotary_pos_emb": _rotated_by_half_tables}
+    forward = FunctionType(Attention.forward.__code__, {**globals(), **names}, "forward")
+    model = type("HalfTables", (Attention,), {"forward": forward})()
+    plain = copy.deepcopy(model)
+    assert [row.reason for row in apex.fuse(model, verbose=False)] == [""]
+    q, k, (cos, sin) = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 1, 5, 4)
     torch.testing.assert_close(model(q, k, cos, sin), plain(q, k, cos, sin))

@@ -25,9 +25,6 @@ def prepared(level: str, kind: Any = FusedSGD, model: nn.Module | None = None, *
     return quiet(model, kind(model.parameters(), lr=0.05), opt_level=level, **options)
 
 
-# Accumulation and clipping -------------------------------------------------------------------------------------------
-
-
 @kinds
 @levels
 def test_accumulation(level: str, kind: Any) -> None:
@@ -102,9 +99,6 @@ def test_clipping(level: str, kind: Any) -> None:
     optimizer.step()
     moved = torch.cat([(a - b).flatten() for a, b in zip(start, amp.master_params(optimizer), strict=True)]).norm()
     assert moved.item() == pytest.approx(0.05 * 0.5, rel=1e-3)
-
-
-# Evaluation ----------------------------------------------------------------------------------------------------------
 
 
 @levels
@@ -222,9 +216,6 @@ def test_state_dicts_are_float32(level: str) -> None:
     other = quiet(small_model(seed=3), opt_level=level)
     other.load_state_dict(saved)
     assert torch.equal(other.eval()(batch(0)[0]), model.eval()(batch(0)[0]))
-
-
-# Checkpointing, compiling, threads, copies ----------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):

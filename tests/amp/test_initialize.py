@@ -22,9 +22,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-# In and out ----------------------------------------------------------------------------------------------------------
-
-
 def test_results_have_the_form_of_the_arguments() -> None:
     model = small_model()
     optimizer = sgd(model)
@@ -85,9 +82,6 @@ def test_verbosity(verbosity: Any, capsys: pytest.CaptureFixture) -> None:
         assert "Selected optimization level O2" in printed
         assert "Defaults for this optimization level are:" in printed
         assert "After processing overrides, optimization options are:" in printed
-
-
-# Properties ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,9 +195,6 @@ def test_a_disabled_amp_asks_for_nothing_else() -> None:
     model = small_model()
     assert quiet(model, enabled=None, opt_level=None, loss_scale="none") is model
     assert quiet(model, enabled=False, opt_level="", num_losses=0) is model
-
-
-# Refusals: nothing has changed afterwards ----------------------------------------------------------------------------
 
 
 def refused(error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
@@ -348,9 +339,6 @@ def test_a_scripted_model() -> None:
     assert quiet(scripted, opt_level="O1")(torch.randn(1, 2)).dtype == torch.float16
     with pytest.raises(TypeError, match="before torch"):
         quiet(scripted, opt_level="O2")
-
-
-# Initializing again --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("second", LEVELS)

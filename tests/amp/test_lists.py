@@ -153,9 +153,6 @@ def test_the_lists_have_every_rule_that_has_a_public_name() -> None:
     assert functional_overrides.BANNED_FUNCS == ((rules.BANNED, rules.BAN_MESSAGE),)
 
 
-# Changed lists -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def lists_as_they_were() -> Iterator[None]:
     lists = [value for overrides in MODULES for value in vars(overrides).values() if isinstance(value, list)]

@@ -166,9 +166,6 @@ def test_batch_norms_stay_in_float32() -> None:
     assert model[1].running_var.max() > 100
 
 
-# Several at once ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kinds", [(torch.optim.Adam, FusedAdam), (FusedAdam, FusedAdam)], ids=["mixed", "fused"])
 def test_gan(level: str, kinds: tuple) -> None:
@@ -236,8 +233,6 @@ def test_two_optimizers_that_share_a_model(level: str) -> None:
         optimizer.step()
         assert not torch.equal(before, model[0].weight)
 
-
-# The plain script ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, warnings

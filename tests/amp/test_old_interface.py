@@ -17,9 +17,6 @@ def product() -> torch.dtype:
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
-# The handle ----------------------------------------------------------------------------------------------------------
-
-
 def test_init_casts_until_the_handle_is_deactivated() -> None:
     handle = amp.init()
     assert isinstance(handle, AmpHandle)
@@ -145,9 +142,6 @@ def test_wrapped_optimizer_with_two_losses() -> None:
     optimizer.add_param_group({"params": [torch.ones(1, requires_grad=True)]})
     with pytest.raises(NotImplementedError):
         optimizer.step(closure=lambda: None)
-
-
-# Functions of the user ------------------------------------------------------------------------------------------------
 
 
 def types(*args: Tensor, **kwargs: Tensor) -> list[torch.dtype]:

@@ -159,9 +159,6 @@ def test_sparse_gradients() -> None:
         amp.shutdown()
 
 
-# The pass that writes the model --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["apex.FusedAdam", "apex.FusedLAMB", "apex.FusedNovoGrad", "LARC(FusedSGD)"])
 def test_the_model_follows_its_masters(name: str) -> None:
     model = small_model()
@@ -216,8 +213,6 @@ def test_masters_start_from_the_exact_weights() -> None:
     assert_same(exact, amp.master_params(optimizer))
     assert_same([exact[0].half()], [model[0].weight])
 
-
-# Optimizers that unscale themselves -----------------------------------------------------------------------------------
 
 UNSCALING = ("FusedAdam", "FusedAdagrad", "FusedLAMB", "FusedLARS", "FusedNovoGrad", "FusedSGD", "NpuFusedAdamW")
 
@@ -337,9 +332,6 @@ def test_a_skipped_step_forgets_the_scale() -> None:
     model, optimizer = quiet(model, sgd, opt_level="O2")
     train(model, optimizer, 3, overflow_at(1))
     assert optimizer.optim.most_recent_scale == 1.0
-
-
-# Groups and frozen parameters ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FusedAdam], ids=["SGD", "FusedAdam"])

@@ -188,9 +188,6 @@ def test_unscale_by_hand() -> None:
     assert scaler._has_overflow
 
 
-# state_dict ----------------------------------------------------------------------------------------------------------
-
-
 def test_state_dict_has_upstreams_layout() -> None:
     quiet(small_model(), opt_level="O2", num_losses=2)
     assert amp.state_dict() == {

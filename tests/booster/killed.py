@@ -121,9 +121,6 @@ def train_exactly(name: str, plugin: str, folder: Path) -> None:
             break
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
-
-
 def run(name: str, folder: Path) -> None:
     if name.startswith("exact"):
         for plugin in EXACT:

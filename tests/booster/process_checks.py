@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp
-from apex.booster import Booster, _whole_state, checkpoint_io
+from apex.booster import Booster, _whole_state, _zero, checkpoint_io
 from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -37,6 +38,7 @@ from tests.booster.problem import (
 )
 from tests.booster.problem import booster as make
 from tests.parallel.processes import Check, assert_same_everywhere
+from tests.zero import zero_checks
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "fp16_apex": 0.01, "fp16_naive": 0.01, "bf16": 0.05, "fp8": 0.2}
 PRECISIONS = tuple(TOLERANCE)
@@ -315,6 +317,44 @@ def only_the_first_process_writes(rank: int) -> None:
         assert [Path(f"{kind} {name}").exists() for kind in ("model", "optimizer")] == [rank == 0] * 2
 
 
+def saves_file_by_file(rank: int) -> None:
+    """Check that the writer holds the whole tensors of one file at a time, and other processes one tensor at a time."""
+    for plugin in PLUGINS:
+        with ended(), pytest.MonkeyPatch.context() as patch:
+            booster, parts = _with_scheduler(plugin, "fp16_naive", seed=0)
+            _train(booster, parts, range(1), rank, dist.get_world_size())
+            model = {name: value.numel() for name, value in whole_model(parts[0]).items()}
+            held: list[int] = []
+            whole: list[weakref.ref[Tensor]] = []
+
+            def count(tensors: Iterable[Tensor], held: Any = held, whole: Any = whole) -> None:
+                whole += map(weakref.ref, tensors)
+                alive = [tensor for ref in whole if (tensor := ref()) is not None]
+                held.append(sum({tensor.data_ptr(): tensor.numel() for tensor in alive}.values()))
+
+            def full_tensor(*args: Any, count: Any = count, original: Any = _whole_state.full_tensor) -> Tensor:
+                value = original(*args)
+                count([value])
+                return value
+
+            def gather(*args: Any, count: Any = count, original: Any = _zero.gather) -> Any:
+                found = original(*args)
+                count([value for state in found.values() for value in state.values()])
+                return found
+
+            patch.setattr(_whole_state, "full_tensor", full_tensor)
+            patch.setattr(_zero, "gather", gather)
+            folder, options = Path(f"file by file {plugin}"), {"shard": True, "size_per_shard": 0}
+            booster.save_model(parts[0], folder, **options)
+            # A file has one tensor, or the two moments and the step count of a parameter; the file before may be left.
+            largest = max(model.values())
+            assert max(held, default=0) <= 2 * largest < sum(model.values()), (plugin, held)
+            held.clear()
+            booster.save_optimizer(parts[1], folder, **options)
+            assert max(held, default=0) <= 2 * (2 * largest + 1), (plugin, held)
+            assert rank == 0 or max(held, default=0) <= largest, (plugin, held)
+
+
 def is_refused(rank: int) -> None:
     model, booster = net(), make(plugin=LowLevelZeroPlugin())
     optimizer = torch.optim.RMSprop(model.parameters())
@@ -430,6 +470,19 @@ def _train_without_rate(booster: Booster, parts: tuple[Any, ...], rank: int) -> 
         group["lr"] = rate
 
 
+class EveryRank(torch.utils.data.Sampler[int]):
+    """A sampler of a user, without the arguments `seed` and `drop_last`."""
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
+        self._indices = range(rank, len(dataset), num_replicas)
+
+    def __iter__(self) -> Any:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
 def reads_data_in_parts(rank: int) -> None:
     ranks, plugin = dist.get_world_size(), TorchDDPPlugin()
     loader = plugin.prepare_dataloader(list(range(8 * ranks)), 4, shuffle=True, seed=3, num_workers=0)
@@ -440,6 +493,8 @@ def reads_data_in_parts(rank: int) -> None:
     assert torch.cat(found).tolist() != list(range(8 * ranks))
     loader.sampler.set_epoch(1)
     assert torch.cat(list(loader)).tolist() != mine.tolist()
+    loader = plugin.prepare_dataloader(list(range(8)), 4, seed=3, distributed_sampler_cls=EveryRank)
+    assert torch.cat(list(loader)).tolist() == list(range(rank, 8, ranks))
 
 
 class Wider(Net):
@@ -535,11 +590,13 @@ CHECKS |= {
     "is refused": is_refused,
     "waits for a save elsewhere": waits_for_a_save_elsewhere,
     "refuses a checkpoint together": refuses_a_checkpoint_together,
+    "saves file by file": saves_file_by_file,
     "only the first process writes": only_the_first_process_writes,
     "clips by itself": clips_by_itself,
     "refuses plain backward passes": refuses_plain_backward_passes,
     "loads into a model that was trained": loads_into_a_model_that_was_trained,
     "reads data in parts": reads_data_in_parts,
     "other loss scales": other_loss_scales,
+    **zero_checks.CHECKS,
     **{f"ranks that differ {plugin}": ranks_that_differ(plugin) for plugin in PLUGINS},
 }

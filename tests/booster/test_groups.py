@@ -113,9 +113,6 @@ def test_the_place_on_an_uneven_mesh(rank: int) -> None:
         ]
 
 
-# Data -----------------------------------------------------------------------------------------------------------------
-
-
 def test_data_are_shuffled_by_the_seed_and_divided_among_replicas() -> None:
     """The order is PyTorch's sampler's with this seed, so that a run can be repeated; workers are seeded too."""
     data = list(range(48))

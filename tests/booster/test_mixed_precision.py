@@ -202,9 +202,6 @@ def test_clipped_gradients_may_be_dropped(name: str) -> None:
     assert not any(map(torch.equal, model.parameters(), before))
 
 
-# The scaler of fp16_naive ---------------------------------------------------------------------------------------------
-
-
 def scales(scaler: HysteresisScaler, overflows: str) -> list[float]:
     """Return the scale after each step that overflows ("x") or does not (".")."""
     param = nn.Parameter(torch.zeros(1))

@@ -51,9 +51,6 @@ def ended() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-# What a boosted model and its optimizer show of an argument --------------------------------------------------------
-
-
 SIMPLE = (int, float, torch.dtype)
 
 
@@ -211,9 +208,6 @@ def _entry(seen: dict[str, Any], key: str) -> Any:
         found = getattr(found, name, None)
         found = found() if callable(found) else found
     return len(found) if isinstance(found, list) else found
-
-
-# Beyond single arguments ----------------------------------------------------------------------------------------------
 
 
 def test_plain_layers_are_refused_with_tensor_parallelism() -> None:

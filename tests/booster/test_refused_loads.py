@@ -106,9 +106,6 @@ def test_an_index_that_points_elsewhere(tmp_path: Path) -> None:
         booster.load_optimizer(parts[1], tmp_path / "optimizer")
 
 
-# Optimizers -----------------------------------------------------------------------------------------------------------
-
-
 def with_scale(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda state: state["scaler"].update(changes)
 

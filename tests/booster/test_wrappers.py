@@ -96,9 +96,6 @@ def test_a_boosted_model_is_pickled_without_its_optimizer() -> None:
     assert_equal(dict(copy.state_dict()), dict(model.state_dict()))
 
 
-# Norms of gradients ---------------------------------------------------------------------------------------------------
-
-
 def norms_of(precision: Any, order: str, steps: int = 3) -> tuple[list[float | None], dict[str, Tensor], list[float]]:
     """Return the norms of `get_grad_norm`, the final weights, and the norms of `clip_grad_by_norm`."""
     booster, inner = make(precision), net()

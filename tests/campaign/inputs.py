@@ -145,9 +145,6 @@ def linked_data(inside: Path, outside: Path, rng: random.Random) -> None:
         compare(inside / "a.hdf5", inside / "b.hdf5")
 
 
-# Arguments ------------------------------------------------------------------------------------------------------------
-
-
 def arguments(trials: Trials) -> None:
     """One argument of a public function is of a wrong kind: an error names it, and tensors and states stay."""
     from tests import test_arguments, test_checked

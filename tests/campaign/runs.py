@@ -69,9 +69,6 @@ def ranks(trials: Trials, number: int) -> None:
                 trials.outcomes[kind] += 1
 
 
-# Overflows ------------------------------------------------------------------------------------------------------------
-
-
 def overflow(trials: Trials) -> None:
     """Random overflows in training: the loss scale follows upstream's rule, and those steps change no parameter."""
     from apex import amp, optimizers
@@ -110,9 +107,6 @@ def overflow(trials: Trials) -> None:
             trials.outcomes["skipped steps"] += len(bad)
             trials.outcomes["steps"] += 30
         amp.shutdown()
-
-
-# Random calls ---------------------------------------------------------------------------------------------------------
 
 
 def calls(trials: Trials) -> None:

@@ -126,9 +126,6 @@ def full_disk(trials: Trials) -> None:
             assert whole_number(path, sharded) == 1
 
 
-# Files that are damaged, or hold code ---------------------------------------------------------------------------------
-
-
 def damaged(content: bytes, rng: random.Random) -> bytes:
     """A copy with bits flipped, bytes zeroed, cut off, added, or two stretches swapped."""
     changed = bytearray(content)

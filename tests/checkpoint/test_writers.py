@@ -184,6 +184,18 @@ def test_a_new_name_if_a_cleanup_removed_the_first(tmp_path: Path, monkeypatch: 
         assert temporary.is_dir()
 
 
+def test_others_may_read_a_new_folder_and_not_one_that_replaces_another(tmp_path: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        with unfinished_folder(tmp_path / "new") as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o755
+        (tmp_path / "old").mkdir(0o750)
+        with unfinished_folder(tmp_path / "old") as temporary:
+            assert temporary.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(mask)
+
+
 def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "target"
     target.write_text("precious")

@@ -2,7 +2,8 @@
 
 Each client gets an environment of its own, which is thrown away: PyTorch in the version of constraints.txt, this
 package, and the newest release of the client that uses apex. Its script, NAME_client.py, calls the client's own code
-and says what came out; all of that goes into docs/clients.md.
+and says what came out; all of that goes into docs/clients.md. Packages that apex.integrations connects are run in the
+oldest and in the newest release that works.
 
     python tests/clients/run.py [NAME ...]      some of them only, printed and not written
 """
@@ -28,12 +29,14 @@ COMMON = ("apex", "torch", "Python")
 class Client(NamedTuple):
     """Packages to install with their requirements, and `alone` without, if these ask for another PyTorch.
 
-    `python` is the version that a client needs if it is not any, as in "3.10".
+    `python` is the version that a client needs if it is not any, as in "3.10". `script` is the client whose script is
+    run if it is not the client's own.
     """
 
     packages: str = ""
     alone: str = ""
     python: str = ""
+    script: str = ""
 
 
 CLIENTS = {
@@ -54,12 +57,15 @@ CLIENTS = {
         "nemo_toolkit==1.17.0 pytorch-lightning==1.9.4 webdataset<=0.1.62",
         python="3.10",
     ),
+    "trl": Client("trl"),
+    "trl_1.12": Client("trl==1.12.* liger-kernel requests", script="trl"),
+    "trl_0.19": Client("trl==0.19.* transformers<4.54 rich", script="trl"),
 }
 
 HEADER = """# Clients
 
-Published packages that use apex, installed as they are and run on this package: `make clients` does it again, in
-throw-away environments, and writes this page. It is not part of `make test`.
+Published packages that use apex, or are given its functions, installed as they are and run on this package: `make
+clients` does it again, in throw-away environments, and writes this page. It is not part of `make test`.
 
 {versions}. On a CPU; where a client asks for a GPU the notes say what was done.
 
@@ -81,6 +87,8 @@ Notes
 - NeMo: 1.17, which needs Python 3.10 and was installed without its requirements, as OpenNMT-py; stand-ins without
   content took the place of its tokenizers of other languages. Its LightningModule moves batches to a GPU by name, so
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.
+- TRL: each trainer runs with its own losses and within `apex.integrations.trl.enabled()`, and losses and weights are
+  compared. TRL 1.12 wants Liger-Kernel installed for fused losses; its loss is not used.
 """
 
 
@@ -110,7 +118,7 @@ def run_client(name: str, folder: Path) -> tuple[dict[str, str], list[dict[str, 
     if client.alone:
         subprocess.run([*pip, "--no-deps", *client.alone.split()], check=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [python, "-W", "ignore", HERE / f"{name}_client.py"]
+    command = [python, "-W", "ignore", HERE / f"{client.script or name}_client.py"]
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith(('{"versions', '{"what'))]
     if process.returncode or len(lines) < 2:

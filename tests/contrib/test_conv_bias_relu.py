@@ -64,11 +64,10 @@ def results(function, kind: str, tensors: tuple[Tensor, ...]) -> list[Tensor | N
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("channels_last", [True, False], ids=["last", "first"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_matches_float64(kind: str, dtype: torch.dtype, channels_last: bool, route: Route) -> None:
-    tensors = problem(route.device, dtype, channels_last)
+def test_channels_first(kind: str, dtype: torch.dtype, route: Route) -> None:
+    tensors = problem(route.device, dtype, channels_last=False)
     expected = results(exact, kind, tuple(each.double().cpu() for each in tensors))
     with _library.implementation("auto" if dtype == torch.float64 else route.implementation):
         actual, again = results(ours, kind, tensors), results(ours, kind, tensors)
@@ -221,15 +220,6 @@ def test_arguments_are_checked_before_cudnns_call() -> None:
         ConvBiasReLU(x[0], weight, bias, PADDING, STRIDE)
 
 
-def test_gradients_that_nobody_wants_are_not_computed() -> None:
-    x, weight, bias, _, _, dy = problem("cpu", torch.float32)
-    weight = weight.requires_grad_()
-    ConvBiasReLU(x, weight, bias, PADDING, STRIDE).backward(dy)
-    assert weight.grad is not None
-    assert x.grad is None
-    assert bias.grad is None
-
-
 def test_nan_stays_nan() -> None:
     x, weight, bias, *_ = problem("cpu", torch.float32)
     x[0, 0, 0, 0] = float("nan")
@@ -277,24 +267,6 @@ def test_bad_arguments() -> None:
         ConvBiasReLU(x[:, :, :2], weight, bias, 0, STRIDE)
     with pytest.raises(ValueError, match="images"):
         ConvBias(x[0], weight, bias, PADDING, STRIDE)
-
-
-@pytest.mark.parametrize("route", routes())
-def test_compiled_without_graph_breaks(route: Route) -> None:
-    x, weight, bias, mask, *_ = problem(route.device, torch.float32)
-    leaves = [each.requires_grad_() for each in (x, weight, bias)]
-
-    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return ConvBiasMaskReLU(x, weight, bias, mask, PADDING, STRIDE).sin()
-
-    backend = "inductor" if route.device == "cuda" else "aot_eager"
-    with _library.implementation(route.implementation):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, backend=backend)
-        pairs = [(y, torch.autograd.grad(y.sum(), leaves)) for y in (compiled(*leaves), function(*leaves))]
-    assert_close(pairs[0][0], pairs[1][0].double(), reduction=54)
-    for actual, wanted in zip(pairs[0][1], pairs[1][1], strict=True):
-        assert_close(actual, wanted.double(), reduction=54)
 
 
 @pytest.mark.parametrize("route", routes())

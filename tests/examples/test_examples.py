@@ -64,6 +64,18 @@ def test_pruned_models_are_as_good_as_dense_ones(tmp_path: Path) -> None:
     assert min(retrained) > dense - 0.01
 
 
+def test_post_training_raises_the_reward(tmp_path: Path) -> None:
+    sizes = ("--digits", "2", "--width", "32", "--layers", "1", "--batch", "64", "--wrong", "0.5")
+    steps = ("--sft-steps", "50", "--dpo-steps", "8", "--grpo-steps", "12")
+    output = run_example("post_training", "--device", "cpu", *sizes, *steps, cwd=tmp_path)
+    rewards = [float(number) for number in re.findall(r"after \w+: reward (\d\.\d+)", output)]
+    assert len(rewards) == 3
+    assert rewards[0] > 0.3  # a twelfth by chance
+    assert rewards[2] > rewards[0] + 0.02
+    if "no plot" not in output:
+        assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None:
     def run(folder: str) -> str:
         arguments = ("--device", "cpu", "--steps", "40", "--batch", "8", "--save-every", "20", "--checkpoints", folder)
@@ -140,6 +152,8 @@ def test_examples_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 200
 
 
-@pytest.mark.parametrize("name", ["simple", "dcgan", "distributed", "imagenet", "transformer", "booster"])
+@pytest.mark.parametrize(
+    "name", ["simple", "dcgan", "distributed", "imagenet", "transformer", "booster", "post_training"]
+)
 def test_examples_have_a_readme(name: str) -> None:
     assert (EXAMPLES / name / "README.md").read_text().startswith("# ")

@@ -45,7 +45,8 @@ FALLS: dict[str, tuple[Any, dict[str, float], Callable[[float], float]]] = {
 @pytest.mark.parametrize("name", FALLS)
 def test_rates_warm_up_fall_and_stay(name: str) -> None:
     kind, options, after = FALLS[name]
-    expected = [BASE * (e + 1) / 4 for e in range(3)]
+    # Colossal-AI's cosine and polynomial schedules reach the base rate in the last step of the warm-up.
+    expected = [BASE * (e + 1) / (3 if name in ("cosine", "polynomial") else 4) for e in range(3)]
     expected += [after(min(1.0, (e - 3) / 7)) for e in range(3, 13)]
     assert rates(kind, 13, total_steps=10, warmup_steps=3, **options) == pytest.approx(expected)
 
@@ -83,3 +84,44 @@ def test_resumes_and_gives_no_warning() -> None:
 def test_arguments_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="_steps must be an integer of at least 0"):
         rates(lr_scheduler.LinearWarmupLR, 1, **options)
+
+
+def test_flat_then_cosine() -> None:
+    cosine = [BASE * (1 + math.cos(math.pi * e / 4)) / 2 for e in range(5)]
+    assert rates(lr_scheduler.FlatAnnealingLR, 13, total_steps=10, pct_start=0.6) == pytest.approx(
+        [BASE] * 6 + cosine + [0.0, 0.0]
+    )
+    warm = rates(lr_scheduler.FlatAnnealingWarmupLR, 12, total_steps=12, warmup_steps=2, pct_start=0.6)
+    assert warm == pytest.approx([BASE / 2, BASE] + [BASE] * 6 + cosine[:4])
+    with pytest.raises(ValueError, match="pct_start=2 must be from 0 to 1"):
+        rates(lr_scheduler.FlatAnnealingLR, 1, total_steps=10, pct_start=2)
+
+
+def test_milestones() -> None:
+    options: dict[str, Any] = {"total_steps": 8, "milestones": [2, 4], "gamma": 0.1}
+    assert rates(lr_scheduler.MultiStepLR, 6, **options) == pytest.approx(
+        [BASE] * 2 + [BASE / 10] * 2 + [BASE / 100] * 2
+    )
+    # A milestone within the warm-up has no effect.
+    assert rates(lr_scheduler.MultiStepWarmupLR, 6, warmup_steps=3, **options) == pytest.approx(
+        [BASE / 3, BASE * 2 / 3, BASE, BASE, BASE / 10, BASE / 10]
+    )
+    with pytest.raises(ValueError, match="milestones=None must be a list"):
+        rates(lr_scheduler.MultiStepLR, 1, total_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "torchs"),
+    [
+        ("StepLR", {"step_size": 2, "gamma": 0.5}, {"step_size": 2, "gamma": 0.5}),
+        ("ExponentialLR", {"gamma": 0.5}, {"gamma": 0.5}),
+        ("LambdaLR", {"lr_lambda": lambda e: 1 / (e + 1)}, {"lr_lambda": lambda e: 1 / (e + 1)}),
+        ("MultiplicativeLR", {"lr_lambda": lambda e: 0.5}, {"lr_lambda": lambda e: 0.5}),
+        ("OneCycleLR", {"pct_start": 0.5}, {"pct_start": 0.5, "max_lr": BASE, "total_steps": 8}),
+    ],
+)
+def test_torchs_schedules_take_the_number_of_steps_first(
+    name: str, options: dict[str, Any], torchs: dict[str, Any]
+) -> None:
+    found = rates(getattr(lr_scheduler, name), 6, total_steps=8, **options)
+    assert found == pytest.approx(rates(getattr(torch.optim.lr_scheduler, name), 6, **torchs))

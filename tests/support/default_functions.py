@@ -14,30 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import amp_C
-from apex import RNN, mlp, normalization, parallel
+from apex import RNN, normalization
 from apex.contrib.clip_grad import clip_grad_norm_
-from apex.contrib.conv_bias_relu import ConvBias, ConvBiasMaskReLU, ConvBiasReLU, ConvFrozenScaleBiasReLU
-from apex.contrib.cudnn_gbn import GroupBatchNorm2d
 from apex.contrib.fmha import FMHA, FMHAFun
-from apex.contrib.groupbn import BatchNorm2d_NHWC
-from apex.contrib.index_mul_2d import index_mul_2d
 from apex.contrib.llm_losses import FusedLinearDistillationLoss, FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.multihead_attn import EncdecMultiheadAttn, SelfMultiheadAttn, fast_mask_softmax_dropout_func
-from apex.contrib.openfold_triton import AttnBiasJIT, AttnNoBiasJIT, AttnTri
-from apex.contrib.transducer import TransducerJoint, TransducerLoss
-from apex.contrib.xentropy import (
-    LinearCrossEntropyLoss,
-    SoftmaxCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_log_probs,
-)
-from apex.fused_dense import (
-    FusedDense,
-    FusedDenseGeluDense,
-    dense_no_bias_function,
-    fused_dense_function,
-    fused_dense_gelu_dense_function,
-)
+from apex.contrib.transducer import TransducerJoint
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
 from apex.transformer import AttnMaskType
@@ -55,9 +37,6 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 def integers(*values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype, device="cpu")
-
-
-# Functions and modules ------------------------------------------------------------------------------------------------
 
 
 def op(function: Callable[..., Any], *arguments: Any) -> Case:
@@ -98,7 +77,6 @@ def attention(kind: Callable[..., Any], *inputs: Any, **options: Any) -> Case:
 
 MASK = integers([0, 0, 1], [0, 1, 1], dtype=torch.bool)
 LENGTHS = integers(3, 2, dtype=torch.int32)
-IMAGES = (2, 4, 3, 3)
 SOFTMAX_MASK = integers([[[0, 0, 1], [0, 1, 0], [1, 1, 1]]], [[[0, 0, 0], [1, 0, 1], [0, 1, 1]]], dtype=torch.bool)
 FMHA_CONFIG = SimpleNamespace(attention_probs_dropout_prob=0.25, num_attention_heads=2, hidden_size=32)
 
@@ -111,15 +89,6 @@ FUNCTIONS: dict[str, Case] = {
     "InstanceNorm3dNVFuser": layer(
         lambda: normalization.InstanceNorm3dNVFuser(4, affine=True, track_running_stats=True), (2, 4, 3, 2, 2)
     ),
-    "BatchNorm2d_NHWC": layer(lambda: BatchNorm2d_NHWC(4, fuse_relu=True), (2, 3, 3, 4), (2, 3, 3, 4)),
-    "GroupBatchNorm2d": layer(lambda: GroupBatchNorm2d(4, 1), IMAGES),
-    "SyncBatchNorm": layer(lambda: parallel.SyncBatchNorm(4, fuse_relu=True), IMAGES),
-    "SoftmaxCrossEntropyLoss": op(SoftmaxCrossEntropyLoss.apply, (3, 5), integers(1, 0, 4), 0.1),
-    "LinearCrossEntropyLoss": layer(LinearCrossEntropyLoss, (3, 4), (5, 4), integers(1, 0, 4), (5,)),
-    "linear_cross_entropy": op(linear_cross_entropy, (3, 4), (5, 4), integers(1, -100, 4)),
-    "linear_log_probs": op(
-        lambda *a: linear_log_probs(*a, outputs=("log_probs", "entropy"))[:2], (3, 4), (5, 4), integers(1, -100, 4)
-    ),
     "FusedLinearDPOLoss": layer(
         lambda: FusedLinearDPOLoss(use_ref_model=False), (5, 4), (2, 3, 4), integers([1, 2, 0], [3, -100, 4])
     ),
@@ -130,23 +99,15 @@ FUNCTIONS: dict[str, Case] = {
     "FusedLinearDistillationLoss": layer(
         FusedLinearDistillationLoss, (3, 4), (5, 4), drawn(3, 4), drawn(5, 4), integers(1, -100, 4)
     ),
-    "TransducerJoint": layer(
+    "TransducerJoint with dropout": layer(
         lambda: TransducerJoint(relu=True, dropout=True, dropout_prob=0.25), (2, 3, 8), (2, 2, 8), LENGTHS, LENGTHS - 1
     ),
-    "TransducerLoss": layer(TransducerLoss, (2, 3, 3, 5), integers([1, 2], [3, 4]), LENGTHS, LENGTHS - 1, 0),
     "FusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.FusedScaleMaskSoftmax, AttnMaskType.padding), (2, 2, 3, 3), SOFTMAX_MASK
     ),
     "GenericFusedScaleMaskSoftmax": layer(
         lambda: mask_softmax(transformer.GenericFusedScaleMaskSoftmax), (2, 2, 3, 3), SOFTMAX_MASK
     ),
-    "MLP": layer(lambda: mlp.MLP([4, 6, 3], activation="sigmoid"), (5, 4)),
-    "mlp_function": op(mlp.mlp_function, True, 1, (5, 4), (6, 4), (3, 6), (6,), (3,)),
-    "fused_dense_function": op(fused_dense_function, (5, 4), (3, 4), (3,)),
-    "fused_dense_gelu_dense_function": op(fused_dense_gelu_dense_function, (5, 4), (6, 4), (6,), (3, 6), (3,)),
-    "FusedDense": layer(lambda: FusedDense(4, 3), (5, 4)),
-    "FusedDenseGeluDense": layer(lambda: FusedDenseGeluDense(4, 6, 3), (5, 4)),
-    "dense_no_bias_function": op(dense_no_bias_function, (5, 4), (3, 4)),
     "SelfMultiheadAttn": attention(SelfMultiheadAttn, (3, 2, 8), None, None, MASK),
     "SelfMultiheadAttn with norm": attention(
         SelfMultiheadAttn, (3, 2, 8), None, None, None, False, "causal", include_norm_add=True
@@ -155,21 +116,7 @@ FUNCTIONS: dict[str, Case] = {
     "EncdecMultiheadAttn": attention(EncdecMultiheadAttn, (3, 2, 8), (3, 2, 8), None, MASK),
     "fast_mask_softmax_dropout_func": op(fast_mask_softmax_dropout_func, True, 2, (4, 3, 3), MASK, False, 0.25),
     "FMHA": layer(lambda: FMHA(FMHA_CONFIG), (7, 96), integers(0, 3, 5, dtype=torch.int32), 4, True, True),
-    "FMHAFun": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
-    "AttnTri": op(AttnTri, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5)),
-    "AttnBiasJIT": op(
-        AttnBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), (1, 1, 2, 5, 5), 1e9
-    ),
-    "AttnNoBiasJIT": op(AttnNoBiasJIT, *[(1, 2, 2, 5, 16)] * 3, drawn(1, 2, 1, 1, 5).sign().clamp(0), 1e9),
-    "index_mul_2d": op(index_mul_2d, (3, 8), (4, 8), integers(0, 2, 2, 1)),
-    "ConvBias": op(ConvBias, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 2),
-    "ConvBiasReLU": op(ConvBiasReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), 1, 1),
-    "ConvBiasMaskReLU": op(
-        ConvBiasMaskReLU, IMAGES, (4, 4, 3, 3), (1, 4, 1, 1), (drawn(*IMAGES, seed=2) > 0).to(torch.int8), 1, 1
-    ),
-    "ConvFrozenScaleBiasReLU": op(
-        ConvFrozenScaleBiasReLU, IMAGES, (4, 4, 3, 3), drawn(1, 4, 1, 1), drawn(1, 4, 1, 1), 1, 1
-    ),
+    "FMHAFun with dropout": op(FMHAFun.apply, (7, 3, 2, 16), integers(0, 3, 5, dtype=torch.int32), 0.25, 4, True, True),
     **{
         kind.__name__: layer(lambda kind=kind: kind(4, 6, 2, dropout=0.25), (3, 2, 4))
         for kind in (RNN.GRU, RNN.LSTM, RNN.ReLU, RNN.Tanh, RNN.mLSTM)
@@ -189,9 +136,6 @@ def public_case(example: Example, public: Public) -> Case:
 
 
 FUNCTIONS |= {public.name: public_case(example, public) for _, example in by_name() for public in example.public}
-
-
-# Lists of tensors -----------------------------------------------------------------------------------------------------
 
 
 def lists(count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:

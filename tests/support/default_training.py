@@ -189,9 +189,6 @@ OPTIMIZERS |= {
 }
 
 
-# amp, and training in several processes -------------------------------------------------------------------------------
-
-
 def with_amp(level: str, make: Callable[[Any], Any]) -> Case:
     def wrap(bare: nn.Module) -> Any:
         cast, ours = amp.initialize(bare, make(bare.parameters()), opt_level=level, verbosity=0)

@@ -102,4 +102,6 @@ def assert_equal_bits(first: Sequence[Tensor | None], second: Sequence[Tensor | 
         if a is not None and b is not None:
             assert a.dtype == b.dtype
             assert a.shape == b.shape
-            assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+            # Copied, because a view as bytes needs a stride of 1 even of a single element.
+            first_bytes, second_bytes = (t.reshape(-1).clone(memory_format=torch.contiguous_format) for t in (a, b))
+            assert torch.equal(first_bytes.view(torch.uint8), second_bytes.view(torch.uint8))

@@ -49,6 +49,26 @@ WITHOUT_EFFECT: dict[tuple[str, str, str], str] = {
         "for member, view, has in zip(self.members, self.views, has_gradient, strict=False):",
     ): "the three lists are made from the same parameters",
     (
+        "src/apex/booster/_norm.py",
+        "first = norms[0]",
+        "first = norms[1]",
+    ): "the device of another of the norms that are added, of equal dtype or made so",
+    (
+        "src/apex/contrib/optimizers/_zero/weights.py",
+        "arena.outgoing = []",
+        "pass",
+    ): "the list is empty from the start, and stays so where parameters are written directly",
+    (
+        "src/apex/contrib/sparsity/_channels.py",
+        "first, second = (torch.cat(ids) for ids in zip(*self._joined, strict=True))",
+        "first, second = (torch.cat(ids) for ids in zip(*self._joined))",
+    ): "the items are pairs",
+    (
+        "src/apex/contrib/sparsity/sparse_masklib.py",
+        "if groups > 1:",
+        "if groups >= 1:",
+    ): "repeats the squares for one group, to which they would be broadcast",
+    (
         "src/apex/contrib/sparsity/permutation_lib.py",
         "__seed = 1",
         "__seed = 2",

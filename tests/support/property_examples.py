@@ -57,19 +57,23 @@ def trial(examples: Sequence[Example], draw: Draw) -> Trial:
         place = draw(st.integers(0, len(inputs) - 1))
         inputs[place] = torch.cat((inputs[place], inputs[place]), -1) if inputs[place].numel() else inputs[place][None]
 
-    def with_tensors(function: Callable[..., Any], device: Any, given: Sequence[Tensor]) -> Any:
-        others = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in arguments.items() if n not in names}
+    def with_tensors(function: Callable[..., Any], move: Callable[[Tensor], Tensor], given: Sequence[Tensor]) -> Any:
+        others = {n: move(v) if isinstance(v, Tensor) else v for n, v in arguments.items() if n not in names}
         outputs = outputs_of(function(*{**arguments, **others, **dict(zip(names, given, strict=True))}.values()))
         return outputs[0] if len(outputs) == 1 else torch.cat([output.reshape(-1) for output in outputs])
 
     return layer_trial(
         case,
-        lambda *given: with_tensors(example.function, case.device, given),
-        lambda *given: with_tensors(example.exact or example.torch, "cpu", given),
+        lambda *given: with_tensors(example.function, lambda tensor: tensor.to(case.device), given),
+        lambda *given: with_tensors(example.exact or example.torch, _widened, given),
         inputs,
         valid=not wrong,
         slack=example.slack(floats),
     )
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _moved(tensor: Tensor, case: Any) -> Tensor:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from apex import fused_dense, mlp
-from apex.contrib import multihead_attn, transducer, xentropy
+from apex.contrib import multihead_attn, transducer
 from tests.ops.transducer import formulas
 from tests.support.properties import Trial, draw_case, draw_tensor, layer_trial
 
@@ -20,65 +19,6 @@ Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 def _moved(module: torch.nn.Module, case: Any) -> torch.nn.Module:
     return module.to(case.device, case.dtype if case.dtype.is_floating_point else torch.float32)
-
-
-def dense(draw: Draw) -> Trial:
-    case, bias = draw_case(draw), draw(st.booleans())
-    sizes = [draw(st.sampled_from([1, 2, 8, 17])) for _ in range(draw(st.integers(2, 4)))]
-    kind = draw(st.sampled_from(["MLP", "FusedDense", "FusedDenseGeluDense"]))
-    activation = draw(st.sampled_from(["none", "relu", "sigmoid"]))
-    if kind == "MLP":
-        module: Any = mlp.MLP(sizes, bias=bias, activation=activation)
-        acts = [{"none": lambda x: x, "relu": F.relu, "sigmoid": F.sigmoid}[activation]] * (len(sizes) - 1)
-    elif kind == "FusedDense":
-        sizes, acts = sizes[:2], [lambda x: x]
-        module = fused_dense.FusedDense(*sizes, bias=bias)
-    else:
-        sizes, acts = (*sizes, *sizes)[:3], [lambda x: F.gelu(x, approximate="tanh"), lambda x: x]
-        module = fused_dense.FusedDenseGeluDense(*sizes, bias=bias)
-    module = _moved(module, case)
-    wrong = draw(st.integers(0, 5)) == 0
-    lead = draw(st.lists(st.sampled_from([0, 1, 3]), max_size=2))
-    input = draw_tensor(draw, case, (*lead, sizes[0] + wrong))
-    parameters = list(module.parameters())
-
-    def truth(x: Tensor, *given: Tensor) -> Tensor:
-        named = dict(zip([name for name, _ in module.named_parameters()], given, strict=True))
-        weights = [value for name, value in named.items() if "weight" in name]
-        biases = [value for name, value in named.items() if "bias" in name] or [None] * len(weights)
-        for weight, offset, act in zip(weights, biases, acts, strict=True):
-            x = act(F.linear(x, weight, offset))
-        return x
-
-    return layer_trial(case, module, truth, [input], parameters, valid=not wrong)
-
-
-def cross_entropy(draw: Draw) -> Trial:
-    case, rows = draw_case(draw), draw(st.sampled_from([0, 1, 3, 8]))
-    classes, smoothing = draw(st.sampled_from([1, 2, 5, 33])), draw(st.sampled_from([0.0, 0.1, 1.5]))
-    padding = draw(st.sampled_from([0, -1, -100, 2]))
-    labels = torch.randint(classes, (rows,), dtype=torch.int64, device=case.device)
-    label_dtype = draw(st.sampled_from([torch.int64, torch.int64, torch.int32, torch.float32]))
-    fits = smoothing <= 1 and not label_dtype.is_floating_point
-    linear = draw(st.booleans())
-    if linear:
-        given = [draw_tensor(draw, case, shape) for shape in ((rows, 6), (classes, 6))]
-    else:
-        given = [draw_tensor(draw, case, (rows, classes))]
-
-    def run(*tensors: Tensor) -> Tensor:
-        target = labels.to(label_dtype)
-        if linear:
-            options = {"label_smoothing": smoothing, "ignore_index": padding, "reduction": "none"}
-            return xentropy.linear_cross_entropy(*tensors, target, **options)
-        return xentropy.SoftmaxCrossEntropyLoss.apply(*tensors, target, smoothing, padding)
-
-    def truth(*tensors: Tensor) -> Tensor:
-        logits = F.linear(*tensors) if linear else tensors[0]
-        target = torch.zeros(rows, dtype=torch.int64) if labels.device.type == "meta" else labels.cpu()
-        return F.cross_entropy(logits, target, ignore_index=padding, label_smoothing=smoothing, reduction="none")
-
-    return layer_trial(case, run, truth, given, valid=fits, out_dtype=torch.float32)
 
 
 def transducer_loss(draw: Draw) -> Trial:
@@ -125,8 +65,6 @@ def attention(draw: Draw) -> Trial:
 
 
 SUBJECTS: dict[str, Callable[[Draw], Trial]] = {
-    "mlp and fused_dense": dense,
-    "cross-entropy": cross_entropy,
     "transducer": transducer_loss,
     "multihead_attn": attention,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,24 +12,16 @@ import torch
 from torch import Tensor
 
 import amp_C
-from apex import RNN, fused_dense, mlp, normalization
+from apex import RNN, normalization
 from apex.contrib import (
     clip_grad,
-    conv_bias_relu,
-    cudnn_gbn,
     fmha,
-    groupbn,
-    index_mul_2d,
     llm_losses,
     multihead_attn,
-    openfold_triton,
-    transducer,
-    xentropy,
 )
 from apex.integrations import verl
 from apex.multi_tensor_apply import multi_tensor_applier
 from apex.ops._examples import Example, Make, Public, by_name
-from apex.parallel import SyncBatchNorm
 from apex.transformer import functional
 from apex.transformer.enums import AttnMaskType
 
@@ -80,7 +71,6 @@ def calls() -> list[Call]:
     _add_transformers(add)
     _add_losses(add)
     _add_llm_losses(add)
-    _add_images(add)
     return table
 
 
@@ -89,9 +79,11 @@ def _public_call(example: Example, public: Public) -> Call:
     function = public.make(*example.small[0])
     made = example.arguments(Make(torch.float32, torch.device("cpu")), *example.small[0])
     parameters = list(signature_of(function).parameters.values())
-    given = {parameter.name: value for parameter, value in zip(parameters, public.arguments(made), strict=False)}
+    names = [each.name for each in parameters if each.kind != each.VAR_POSITIONAL]
+    names = [*names, *public.takes[len(names) :]][: len(public.takes)]  # *args have the example's names
+    given = dict(zip(names, public.arguments(made), strict=True))
     optional = {each.name for each in parameters if each.default is None or "None" in str(each.annotation)}
-    named = dict(zip(given, public.takes, strict=True))
+    named = dict(zip(names, public.takes, strict=True))
     any_dtype = {name for name, taken in named.items() if taken in example.accepts_integers}
     return Call(public.name, function, given, frozenset(optional), frozenset(any_dtype))
 
@@ -108,19 +100,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _add_layers(add: Callable[..., None]) -> None:
-    add("FusedDense", fused_dense.FusedDense(8, 4), input=rows(3, 8))
-    add("FusedDenseGeluDense", fused_dense.FusedDenseGeluDense(8, 6, 4), input=rows(3, 8))
-    given = {"input": rows(3, 8), "weight": rows(4, 8), "bias": rows(4)}
-    add("fused_dense_function", fused_dense.fused_dense_function, "bias", **given)
-    given.pop("bias")
-    add("dense_no_bias_function", fused_dense.dense_no_bias_function, **given)
-    add("fused_dense_gelu_dense_function", fused_dense.fused_dense_gelu_dense_function, "bias1 bias2",
-        input=rows(3, 8), weight1=rows(6, 8), bias1=rows(6), weight2=rows(4, 6), bias2=rows(4))  # fmt: skip
     add("InstanceNorm3dNVFuser", normalization.InstanceNorm3dNVFuser(4), input=rows(2, 4, 3, 3, 3))
-    add("MLP", mlp.MLP([8, 6, 4]), input=rows(3, 8))
-    layer = {"weight 0": rows(4, 8), "bias 0": rows(4)}
-    add("mlp_function", mlp.mlp_function, with_bias=True, activation=1, input=rows(3, 8), **layer)
-    add("index_mul_2d", index_mul_2d.index_mul_2d, in1=rows(4, 6), in2=rows(3, 6), idx1=numbers(4, 3))
     for name in ("FusedScaleMaskSoftmax", "GenericFusedScaleMaskSoftmax"):
         add(name, _softmax_module(name), "mask", input=rows(2, 3, 4, 4), mask=numbers(2, 2, 1, 4, 4).bool())
     add("multi_tensor_applier", _scaled, noop_flag=torch.zeros(1, dtype=torch.int32), tensor_lists=rows(3))
@@ -147,30 +127,11 @@ def _add_transformers(add: Callable[..., None]) -> None:
         mask_additive=False, dropout_prob=0.0)  # fmt: skip
     config = SimpleNamespace(attention_probs_dropout_prob=0.0, num_attention_heads=2, hidden_size=16)
     add("FMHA", fmha.FMHA(config), qkv=rows(5, 48), cu_seqlens=edges.int(), max_s=3)
-    add("FMHAFun", fmha.FMHAFun.apply, qkv=rows(5, 3, 2, 8), cu_seqlens=edges.int(), p_dropout=0.0, max_s=3,
-        is_training=True, zero_tensors=False)  # fmt: skip
-    head = rows(1, 1, 2, 4, 8)
-    add("AttnTri", openfold_triton.AttnTri, "mask bias", "mask", q=head, k=rows(1, 1, 2, 4, 8), v=rows(1, 1, 2, 4, 8),
-        mask=torch.ones(1, 1, 1, 1, 4), bias=rows(1, 1, 2, 4, 4))  # fmt: skip
 
 
 def _add_losses(add: Callable[..., None]) -> None:
-    add("SoftmaxCrossEntropyLoss", xentropy.SoftmaxCrossEntropyLoss.apply, logits=rows(4, 6), labels=numbers(6, 4))
-    given = {"input": rows(4, 8), "weight": rows(6, 8), "target": numbers(6, 4), "bias": rows(6)}
-    add("linear_cross_entropy", xentropy.linear_cross_entropy, "bias", **given)
-    add("LinearCrossEntropyLoss", xentropy.LinearCrossEntropyLoss(), "bias", **given)
-    add("linear_log_probs", xentropy.linear_log_probs, "bias", **given)
     given = {"hidden": rows(4, 8), "weight": rows(6, 8), "labels": numbers(6, 4)}
     add("verl's linear_cross_entropy", verl.linear_cross_entropy, **given)
-    lengths = torch.tensor([3, 2]), torch.tensor([1, 2])
-    add("TransducerLoss", transducer.TransducerLoss(), x=rows(2, 3, 3, 5), label=numbers(5, 2, 2), f_len=lengths[0],
-        y_len=lengths[1], blank_idx=0)  # fmt: skip
-    add("packed TransducerLoss", transducer.TransducerLoss(packed_input=True), x=rows(12, 5), label=numbers(5, 2, 2),
-        f_len=lengths[0], y_len=lengths[1], blank_idx=0, batch_offset=torch.tensor([6, 12]), max_f_len=3)  # fmt: skip
-    add("TransducerJoint", transducer.TransducerJoint(), f=rows(2, 3, 8), g=rows(2, 2, 8), f_len=lengths[0],
-        g_len=lengths[1])  # fmt: skip
-    add("packed TransducerJoint", transducer.TransducerJoint(pack_output=True), f=rows(2, 3, 8), g=rows(2, 2, 8),
-        f_len=lengths[0], g_len=lengths[1], batch_offset=torch.tensor([3, 7]), packed_batch=7)  # fmt: skip
 
 
 def _add_llm_losses(add: Callable[..., None]) -> None:
@@ -208,26 +169,6 @@ def _add_llm_losses(add: Callable[..., None]) -> None:
     add("FusedLinearDistillationLoss", llm_losses.FusedLinearDistillationLoss(), "student_bias teacher_bias",
         student_input=rows(3, 8), student_weight=rows(6, 8), teacher_input=rows(3, 4), teacher_weight=rows(6, 4),
         true_labels=numbers(6, 3), student_bias=rows(6), teacher_bias=rows(6))  # fmt: skip
-
-
-def _add_images(add: Callable[..., None]) -> None:
-    image = rows(2, 4, 5, 5)
-    nhwc = image.to(memory_format=torch.channels_last)
-    add("SyncBatchNorm", SyncBatchNorm(4), "z", input=image, z=rows(2, 4, 5, 5))
-    add("BatchNorm2d_NHWC", groupbn.BatchNorm2d_NHWC(4, fuse_relu=True), "z", x=rows(2, 5, 5, 4), z=rows(2, 5, 5, 4))
-    add("GroupBatchNorm2d", functools.partial(_group_batch_norm, cudnn_gbn.GroupBatchNorm2d(4, 1)), input=nhwc)
-    weight, bias = rows(6, 4, 3, 3), rows(1, 6, 1, 1)
-    place = {"padding": 1, "stride": 1}
-    add("ConvBias", conv_bias_relu.ConvBias, x=image, weight=weight, bias=bias, **place)
-    add("ConvBiasReLU", conv_bias_relu.ConvBiasReLU, x=image, weight=weight, bias=bias, **place)
-    add("ConvBiasMaskReLU", conv_bias_relu.ConvBiasMaskReLU, any_dtype="mask", x=image, weight=weight, bias=bias,
-        mask=rows(2, 6, 5, 5), **place)  # fmt: skip
-    add("ConvFrozenScaleBiasReLU", conv_bias_relu.ConvFrozenScaleBiasReLU, x=image, weight=weight,
-        scale=rows(1, 6, 1, 1), bias=bias, **place)  # fmt: skip
-
-
-def _group_batch_norm(module: torch.nn.Module, input: Any) -> Any:
-    return module(input)
 
 
 def _softmax_module(name: str) -> torch.nn.Module:

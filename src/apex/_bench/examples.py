@@ -49,7 +49,7 @@ def _case(example: Example, row: Row, way: str) -> Case:
     title = example.title if "{way}" in example.title else example.title + " " + way
     name = title.format(name=example.name, way="" if way == "fwd" else f" {way}", **words)
     forward, backward = (example.moved or functools.partial(_traffic, example))(row.dtype, *row.sizes)
-    moved = {"fwd": forward, "bwd": backward, "step": forward + backward}[way]
+    moved = {"fwd": forward, "bwd": backward}.get(way, forward + backward)
     make = functools.partial(prepare, example, row.sizes, row.dtype, way)
     # A step is timed by the wall clock, as a training loop sees it.
     return Case(name, round(moved), make, "wall" if way == "step" else "device", row.note)
@@ -72,11 +72,16 @@ def _traffic(example: Example, dtype: torch.dtype, *sizes: int) -> tuple[int, in
 def implementations(example: Example, device: torch.device, compile: bool) -> dict[str, Callable[[], Callable]]:
     """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile and of other packages."""
     makers: dict[str, Callable[[], Callable]] = {OURS: lambda: example.function, "torch": lambda: example.torch}
+    makers |= {name: functools.partial(_returned, peer) for name, peer in example.peers.items()}
     if compile and device.type == "cuda":
         if example.compiles:
             makers["compile"] = lambda: compiled(example.torch, device)
         makers |= other_packages.installed(example.name)
     return makers
+
+
+def _returned(peer: Callable[..., Any]) -> Callable[..., Any]:
+    return peer
 
 
 def prepare(example: Example, sizes: Sizes, dtype: torch.dtype, way: str, device: torch.device) -> Prepared:
@@ -100,8 +105,9 @@ def _calls(makers: dict[str, Callable[[], Callable]], made: _examples.Call, way:
 
 
 def _expected(made: _examples.Call, way: str) -> list[Expected]:
-    outputs = len(made.exact) - len(made.leaves)
+    # Before the exact results: the first outputs decide the dtypes to which their gradients are rounded.
     dtypes = [*(each.dtype for each in made.gradients(made.outputs())), *(leaf.dtype for leaf in made.leaves)]
+    outputs = len(made.exact) - len(made.leaves)
     slacks = made.slacks(dtypes)
     expected = [Expected(*each) for each in zip(made.exact, dtypes, made.reductions(), slacks, strict=True)]
     return expected[:outputs] if way == "fwd" else expected[outputs:]

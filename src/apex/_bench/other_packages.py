@@ -15,7 +15,7 @@ def installed(example: str) -> dict[str, Callable[[], Callable[..., Any]]]:
     package, make = PEERS.get(example, ("", None))
     if make is None or importlib.util.find_spec(package) is None:
         return {}
-    return {package.removesuffix("_kernel"): make}
+    return {package.removesuffix("_kernel").rpartition(".")[2]: make}
 
 
 def _peer(package: str, *examples: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -53,6 +53,53 @@ def _liger_softmax() -> Callable[..., Any]:
     from liger_kernel.ops.softmax import LigerSoftmaxFunction  # type: ignore[import-not-found]
 
     return lambda input, mask, scale, causal: LigerSoftmaxFunction.apply(input * scale)
+
+
+@_peer("liger_kernel", "xentropy_sum")
+def _liger_xentropy() -> Callable[..., Any]:
+    """Return Liger-Kernel's function, which overwrites the logits with their gradient.
+
+    It comes after the other implementations have been checked. They are timed on the gradient, which is as good.
+    """
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # type: ignore[import-not-found]
+
+    def loss(logits: Any, labels: Any, smoothing: float, padding: int) -> Any:
+        # class weights, ignored index, factor of the squared logarithms, smoothing, reduction
+        return LigerCrossEntropyFunction.apply(logits, labels, None, padding, 0.0, smoothing, "sum")[0]
+
+    return loss
+
+
+@_peer("liger_kernel", "linear_xentropy")
+def _liger_linear_xentropy() -> Callable[..., Any]:
+    from liger_kernel.ops.fused_linear_cross_entropy import (  # type: ignore[import-not-found]
+        LigerFusedLinearCrossEntropyFunction,
+    )
+
+    return lambda input, weight, target, bias: LigerFusedLinearCrossEntropyFunction.apply(input, weight, target)[0]
+
+
+@_peer("torch.nn.attention.varlen", "fmha", "fmha_uneven")
+def _varlen() -> Callable[..., Any]:
+    """Return PyTorch's attention within packed sequences, of half precision and without dropout."""
+    from torch.nn.attention.varlen import varlen_attn  # type: ignore[import-not-found, unused-ignore]
+
+    def attend(qkv: Any, cu_seqlens: Any, max_seqlen: int, dropout_p: float) -> Any:
+        if dropout_p:
+            raise NotImplementedError("no dropout")
+        return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+
+    return attend
+
+
+@_peer("torchaudio", "transducer_loss")
+def _torchaudio_loss() -> Callable[..., Any]:
+    from torchaudio.functional import rnnt_loss  # type: ignore[import-not-found, unused-ignore]
+
+    def loss(x: Any, label: Any, f_len: Any, y_len: Any, ends: Any, frames: int, blank: int) -> Any:
+        return rnnt_loss(x, label, f_len, y_len, blank=blank, reduction="none")
+
+    return loss
 
 
 @_peer("liger_kernel", "rope_qk")

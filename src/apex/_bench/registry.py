@@ -51,8 +51,7 @@ class Case:
 
     `bytes_moved` counts each input once and each output once. `timing` is "device" for the time of the work on the
     device with a cold cache, or "wall" for the time per iteration of a loop as a training script sees it, including the
-    host. `note` tells readers of the results more than the name does. `recorded_as` is the name of the peers' recorded
-    times if it differs from `name`.
+    host. `note` tells readers of the results more than the name does.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Case:
     make: Callable[[torch.device], Prepared]
     timing: Literal["device", "wall"] = "device"
     note: str | None = None
-    recorded_as: str | None = None
 
 
 @dataclass(frozen=True)

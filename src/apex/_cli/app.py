@@ -69,7 +69,7 @@ def demo(
     model: Annotated[_Model, Option(help="What to train: a small transformer, a small conv net, or both.")] = (
         _Model.all
     ),
-    levels: Annotated[str, Option(help="The opt levels to compare.")] = "O0,O1,O2,O3,O4,O5",
+    levels: Annotated[str, Option(help="apex.boost and the opt levels to compare.")] = ("boost,O0,O1,O2,O3,O4,O5"),
     steps: Annotated[
         int | None, Option(help="Training steps of each run; 40 on a CPU and 200 on a GPU by default.", min=1)
     ] = None,
@@ -81,7 +81,7 @@ def demo(
         "apex-demo.png"
     ),
 ) -> None:
-    """Compare the opt levels of amp on two small models.
+    """Compare apex.boost and the opt levels of amp on two small models.
 
     Final loss and its distance to float32, time per step, peak memory and skipped steps.
     The data is made on the spot. The run takes less than a minute on two slow CPU cores.
@@ -257,6 +257,7 @@ def jit_module(
     typer.echo("\n".join(f"wrote {path}" for path in paths))
 
 
+_Source = Enum("_Source", {"colossalai": "colossalai"}, type=str)
 _Target = Enum("_Target", {"torch": "torch", "apex": "apex", "booster": "booster"}, type=str)
 
 
@@ -266,12 +267,15 @@ def migrate(
     to: Annotated[_Target, Option(help="What the scripts are to use: torch.amp, apex.amp or the Booster.")] = (
         _Target.torch
     ),
+    source: Annotated[
+        _Source | None, Option("--from", help="Replace this package by apex, in imports and in the names they bind.")
+    ] = None,
     write: Annotated[bool, Option("--write", help="Change the files; without it a diff is printed.")] = False,
     check: Annotated[bool, Option("--check", help="Write nothing; exit with 1 if files would change.")] = False,
     device: Annotated[str, Option(help="Where scripts train: the device type of torch.autocast.")] = "cuda",
     as_json: Json = False,
 ) -> None:
-    """Rewrite scripts between apex.amp, torch.amp and the Booster.
+    """Rewrite scripts between apex.amp, torch.amp and the Booster, or from Colossal-AI.
 
     Prints a diff. Code without an exact counterpart is not changed, but listed with file, line and advice; the exit
     status is then 2.
@@ -280,7 +284,8 @@ def migrate(
     from .migrate.command import run_migrate
 
     with as_bad_parameter(OSError):
-        raise typer.Exit(run_migrate(**{**options, "to": to.value}))
+        way = {"to": to.value} if options.pop("source") is None else {"to": "from colossalai"}
+        raise typer.Exit(run_migrate(**{**options, **way}))
 
 
 @app.command(
@@ -320,6 +325,9 @@ def run(
         Option("--extra-launch-args", "--extra_launch_args", help="More options of torchrun: name=value,..."),
     ] = None,
     ssh_port: Annotated[int | None, Option("--ssh-port", help="Where ssh listens on the machines.")] = None,
+    colossalai: Annotated[
+        bool, Option("--colossalai", help="Imports of the package colossalai get apex, in every process.")
+    ] = False,
 ) -> None:
     """Run a script in several processes that train together.
 
@@ -337,6 +345,8 @@ def run(
         hosts = chosen_hosts(host, hostfile, include, exclude, num_nodes)
         extra = extra_arguments(extra_launch_args)
     rest = [*(["--module"] if module else []), *command]
+    if colossalai:
+        rest = ["--module", "apex.compat.colossalai", *rest]
     if hosts and not (len(hosts) == 1 and is_this_machine(hosts[0])):
         options = [f"--nproc-per-node={nproc_per_node or local_devices()}", f"--master-port={master_port or 29500}"]
         options += [f"--extra-launch-args={extra_launch_args}"] if extra_launch_args else []

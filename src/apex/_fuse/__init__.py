@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, language, norms, optimizers, vision
+from . import attention, causal, head, language, norms, optimizers, vision
 from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
-RULES += [*norms.RULES, *language.RULES, *vision.RULES, *attention.RULES]
+RULES += [*norms.RULES, *language.RULES, *head.RULES, *vision.RULES, *attention.RULES, *causal.RULES]
 
 
 class ReportRow(NamedTuple):
@@ -51,12 +51,17 @@ def fuse(
     check: Any = None,
     choose: Callable[[str, nn.Module], bool] | None = None,
     verbose: bool = True,
+    padding: str | None = None,
 ) -> Report:
     """Replace modules of a model, or an optimizer of torch.optim, by fused ones in place; return a report.
 
     Parameters, module names and state dicts stay; a module's new class is a subclass of the old one. If
     `choose(name, module)` is False, a module is left out. The report lists every module that has a fused counterpart
     and is printed unless `verbose` is False.
+
+    `padding="right"` promises that all padding of a causal language model's training batches is behind the tokens. Its
+    decoder then ignores `attention_mask` in training: no token sees padding behind it, and attention keeps its flash
+    kernels. The rows of the padding itself get other values, which a loss with ignored labels does not see.
 
     `check` is an input of the model: a tensor, a tuple of positional arguments or a dict of keyword arguments. The
     model is called with it, and each fused module is compared with the original on the input that it gets there:
@@ -67,9 +72,11 @@ def fuse(
             f"choose must be a function of a module's name and the module that returns whether to fuse it, or None, "
             f"got {choose!r}"
         )
+    if padding not in causal.PADDINGS:
+        raise ValueError(f'padding={padding!r} is not known; use "right", or None for any padding')
     if isinstance(target, torch.optim.Optimizer):
-        if check is not None or choose is not None:
-            raise ValueError("check and choose are for models, not optimizers")
+        if check is not None or choose is not None or padding is not None:
+            raise ValueError("check, choose and padding are for models, not optimizers")
         kind, reason = type(target).__name__, optimizers.reason(target)
         if not reason:
             optimizers.replace(target)
@@ -81,6 +88,7 @@ def fuse(
             for name, module in _modules(target):
                 row = _fuse_module(name, module, choose)
                 report += [] if row is None else [row]
+            causal.set_padding(target, padding)
             report = report if arguments is None else _checked(target, arguments, report)
         except BaseException:  # raised by `choose` or by the model: leave the model as it was
             for row in report:

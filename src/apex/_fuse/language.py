@@ -1,23 +1,21 @@
-"""Rules for language models: gated linear units, rotary embeddings, cross-entropy, and a head with its loss."""
+"""Rules for language models: gated linear units, rotary embeddings, cross-entropy."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ..contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops._library import autocast_dtype
 from ..ops.glu import bias_glu, glu_pair
 from ..ops.glu.reference import ACTIVATIONS, activated
 from ..ops.rope import rotary_embedding_pair
-from .rule import FusionRule, has_hooks, in_mode, names_used, random_input, unless_overridden
+from .rule import FusionRule, has_hooks, in_mode, names_used, random_input, unless_overridden, with_functions
 
 
 class _GatedNames(NamedTuple):
@@ -119,68 +117,79 @@ def glu_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_first: bool) -> tuple[Tensor, Tensor]:
-    """Return query and key of shape (batch, heads, tokens, channels) rotated by tables of shape (1, tokens, channels).
+    """Return query and key of shape (batch, heads, tokens, channels), rotated by tables (1 or batch, tokens, width).
 
-    If not `heads_first`, query and key have the shape (batch, tokens, heads, channels).
+    Rotates the first `width` channels. If not `heads_first`, query and key have the shape (batch, tokens, heads,
+    channels).
     """
-    tables = cos[0][:, None, None], sin[0][:, None, None]
-    if not heads_first:
-        return rotary_embedding_pair(q, k, tables, tensor_format="bshd")
-    query, key = rotary_embedding_pair(q.transpose(1, 2), k.transpose(1, 2), tables, tensor_format="bshd")
-    return query.transpose(1, 2), key.transpose(1, 2)
+    if heads_first:
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    query, key, tables = q, k, (cos.flatten(0, 1)[:, None, None], sin.flatten(0, 1)[:, None, None])
+    if cos.shape[0] > 1:  # one sequence of all tokens, each with a row of the tables
+        query, key = q.flatten(0, 1)[None], k.flatten(0, 1)[None]
+    query, key = rotary_embedding_pair(query, key, tables, tensor_format="bshd")
+    if cos.shape[0] > 1:
+        query, key = query.view(q.shape), key.view(k.shape)
+    return (query.transpose(1, 2), key.transpose(1, 2)) if heads_first else (query, key)
+
+
+def _doubled(table: Tensor) -> Tensor:
+    """Return a table for both halves of the channels, made of a table for one half."""
+    return torch.cat((table, table), -1)
 
 
 _ROTATE = "apply_rotary_pos_emb"
 
 
-def _rotates_alike(function: Callable[..., Any], table_width: int) -> bool:
-    """Return whether `function` computes the same as `rotate_pair`, for tables of `table_width` and 8 channels.
+@functools.cache
+def _rotates_alike(function: Callable[..., Any], width: int, widen: Callable[[Tensor], Tensor] | None = None) -> bool:
+    """Return whether `function` computes the same as `rotate_pair`, for tables of `width` and 8 channels.
 
-    Compares outputs and gradients for queries and keys of usual size, large and tiny.
+    Compares outputs and gradients for queries and keys of usual size, large and tiny, for a table that all rows of a
+    batch share and for a table per row. `widen` is applied to the tables of `rotate_pair`.
     """
-    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, table_width), (1, 5, table_width))
-    for scale in (1.0, 2.0**10, 2.0**-10):
+    for rows, scale in ((1, 1.0), (2, 1.0), (1, 2.0**10), (1, 2.0**-10)):
+        shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (rows, 5, width), (rows, 5, width))
         q, k, cos, sin = (random_input(nn.Identity(), *shape) for shape in shapes)
         q, k = ((scale * tensor).requires_grad_() for tensor in (q, k))
+        tables = (cos, sin) if widen is None else (widen(cos), widen(sin))
         results = []
-        with torch.enable_grad():
-            for rotated in (function(q, k, cos, sin), rotate_pair(q, k, cos, sin, True)):
-                gradients = torch.autograd.grad(rotated, (q, k), (q.detach().cos(), k.detach().cos()))
-                results.append([*rotated, *gradients])
+        try:
+            with torch.enable_grad():
+                for rotated in (function(q, k, cos, sin), rotate_pair(q, k, *tables, True)):
+                    gradients = torch.autograd.grad(rotated, (q, k), (q.detach().cos(), k.detach().cos()))
+                    results.append([*rotated, *gradients])
+        except Exception:  # a foreign function may raise anything
+            return False
         sizes = (scale, scale, 1.0, 1.0)  # of two outputs and two gradients
         for one, other, size in zip(*results, sizes, strict=True):
-            if not torch.allclose(one, other, atol=1e-6 * size):
+            if one.shape != other.shape or not torch.allclose(one, other, atol=1e-6 * size):
                 return False
     return True
 
 
 def _rope_reason(module: Any) -> str:
     forward = type(module).forward
-    function: Any = getattr(forward, "__globals__", {}).get(_ROTATE)
-    if hasattr(forward, "__wrapped__") or not isinstance(forward, types.FunctionType):
+    function: Any = getattr(inspect.unwrap(forward), "__globals__", {}).get(_ROTATE)
+    if with_functions(forward, {}) is None:
         return "its forward is wrapped by a decorator"
     if list(inspect.signature(function).parameters)[:4] != ["q", "k", "cos", "sin"]:
         return f"its {_ROTATE} takes other arguments"
-    try:
-        same = _rotates_alike(function, 8)
-    except Exception:  # a foreign function may raise anything
-        same = False
+    same = _rotates_alike(function, 8) or _rotates_alike(function, 4, _doubled)
     return "" if same else f"its {_ROTATE} computes something else"
 
 
 def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return an `apply_rotary_pos_emb` that uses `rotate_pair` if it can, and `function` otherwise.
 
-    `function` serves calls with further arguments, with tables that differ within a batch, or with tables for only some
-    of the tokens.
+    `function` serves calls with further arguments, or with tables for only some of the tokens. Trials tell for which
+    widths of the tables the two agree: all channels, the first channels, or half of them (GPT-OSS).
     """
     extras = list(inspect.signature(function).parameters.values())[4:]
     defaults = {parameter.name: parameter.default for parameter in extras}
     names, usual_dim = list(defaults), defaults.get("unsqueeze_dim", 1)
-    try:
-        takes_narrow = _rotates_alike(function, 4)
-    except Exception:  # a foreign function may not accept such tables
-        takes_narrow = False
+    takes_full, takes_narrow = _rotates_alike(function, 8), _rotates_alike(function, 4)
+    takes_half = _rotates_alike(function, 4, _doubled)
 
     def rotate(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **options: Any) -> Any:
         further = {**dict(zip(names, rest, strict=False)), **options}
@@ -191,27 +200,24 @@ def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
             and dim in (1, 2)
             and q.dim() == k.dim() == 4
             and cos.dim() == 3
-            and cos.shape[0] == 1
+            and cos.shape[0] in (1, q.shape[0])
             and cos.shape[1] == q.shape[3 - dim] == k.shape[3 - dim]
-            and (cos.shape[2] == q.shape[3] or (takes_narrow and cos.shape[2] < q.shape[3]))
         ):
-            return rotate_pair(q, k, cos, sin, dim == 1)
+            width, channels = cos.shape[2], q.shape[3]
+            if takes_half and 2 * width == channels:
+                return rotate_pair(q, k, _doubled(cos), _doubled(sin), dim == 1)
+            if (takes_full and width == channels) or (takes_narrow and width < channels):
+                return rotate_pair(q, k, cos, sin, dim == 1)
         return function(q, k, cos, sin, *rest, **options)
 
     return rotate
 
 
 def _with_fused_rotation(original: type) -> Callable[..., Any]:
-    """Return the forward of an attention class with a fused rotation instead of its global function.
-
-    The forward gets a copy of its module's globals, so that other models of the same library do not change.
-    """
+    """Return the forward of an attention class with a fused rotation instead of its global function."""
     method: Any = original.forward  # type: ignore[attr-defined]
-    names = {**method.__globals__, _ROTATE: _fused_rotation(method.__globals__[_ROTATE])}
-    names.pop("__name__", None)  # torch.compile would look up globals in the module of this name
-    forward = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-    forward.__kwdefaults__ = method.__kwdefaults__
-    return functools.update_wrapper(forward, method, updated=())
+    function = inspect.unwrap(method).__globals__[_ROTATE]
+    return with_functions(method, {_ROTATE: _fused_rotation(function)})
 
 
 def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
@@ -224,93 +230,6 @@ def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
         if self.reduction == "mean":
             losses = losses / (target != self.ignore_index).sum()
     return losses if autocast_dtype(input) is not None else losses.to(input.dtype)
-
-
-# Names that the forward of a causal language model may use. They do nothing with logits but pass them to the loss.
-_HEAD_NAMES = {
-    *("model", "transformer", "config", "vocab_size", "lm_head", "loss_function", "slice_logits_to_keep"),
-    *("slice", "isinstance", "int", "past_key_values", "last_hidden_state", "hidden_states", "attentions"),
-    *("cross_attentions", "output_attentions", "output_hidden_states", "use_return_dict"),
-    *("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions"),
-}
-
-
-def _has_head(module: Any) -> bool:
-    return type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(module, "lm_head")
-
-
-def _head_reason(module: Any) -> str:
-    used = set(names_used(type(module).forward))
-    if used - _HEAD_NAMES:
-        return "its forward also uses " + ", ".join(sorted(used - _HEAD_NAMES))
-    if not used >= {"lm_head", "loss_function"}:
-        return "its forward does not call lm_head and loss_function"
-    return _head_obstacle(module)
-
-
-def _head_obstacle(module: Any) -> str:
-    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
-    if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
-        return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
-    if getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return "its loss_function is another one than ForCausalLMLoss"
-    if type(module.lm_head.weight) is not nn.Parameter:
-        return "the weight of lm_head is a tensor of another class (sharded?)"
-    return ""
-
-
-def _takes_shifted(module: Any) -> bool:
-    """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
-    return "shift_labels" in inspect.signature(module.loss_function).parameters
-
-
-class _HeadStandIn:
-    """A replacement of `self` in a causal language model's forward, whose `lm_head` returns the hidden states."""
-
-    def __init__(self, model: Any) -> None:
-        self.config, self.vocab_size = model.config, model.config.vocab_size
-        for name in ("model", "transformer"):
-            if name in model._modules:
-                setattr(self, name, model._modules[name])
-        self.head, self.takes_shifted = model._modules["lm_head"], model.fused_settings
-
-    def lm_head(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def loss_function(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the next-token loss of the hidden states `logits`, with the arguments of ForCausalLMLoss."""
-        target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
-        if target is None:
-            target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
-        loss = linear_cross_entropy(logits, self.head.weight, target.to(logits.device), self.head.bias, **reduction)
-        if count is None:
-            return loss
-        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-
-
-def _head_forward(original: type) -> Callable[..., Any]:
-    method: Any = original.forward  # type: ignore[attr-defined]
-
-    @functools.wraps(method)  # trainers read its signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or kwargs.get("labels") is None or _head_obstacle(self):
-            return method(self, *args, **kwargs)
-        outputs = method(_HeadStandIn(self), *args, **kwargs)
-        if isinstance(outputs, tuple):
-            return outputs[0], None, *outputs[2:]
-        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
-
-    return forward
 
 
 def _uses_rotation(module: Any) -> bool:
@@ -328,14 +247,6 @@ RULES = [
         _glu_settings,
     ),
     FusionRule("rotary embedding", _uses_rotation, _rope_reason, _with_fused_rotation),
-    FusionRule(
-        "linear layer + cross-entropy",
-        _has_head,
-        _head_reason,
-        _head_forward,
-        settings=_takes_shifted,
-        omitted=("logits", "1"),
-    ),
     FusionRule(
         "cross-entropy",
         lambda module: isinstance(module, nn.CrossEntropyLoss),

@@ -123,6 +123,32 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+def with_functions(method: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of a method whose code sees other functions under the names of `changes`.
+
+    The copy has globals of its own, so that other code of the same library does not change. Decorators around the
+    method are copied around it; None if one of them does not keep the function that it wraps in its closure.
+    """
+    if not isinstance(method, types.FunctionType):
+        return None
+    inner, names, cells = getattr(method, "__wrapped__", None), method.__globals__, method.__closure__
+    if inner is None:
+        names = {**names, **changes}
+        names.pop("__name__", None)  # torch.compile would look up globals in the module of this name
+    else:
+        copied = with_functions(inner, changes)
+        if copied is None or cells is None or not any(cell.cell_contents is inner for cell in cells):
+            return None
+        cells = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+    function = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, cells)
+    functools.update_wrapper(function, method, updated=())
+    function.__kwdefaults__ = method.__kwdefaults__
+    del function.__wrapped__  # type: ignore[attr-defined]
+    if inner is not None:
+        function.__wrapped__ = copied  # type: ignore[attr-defined]
+    return function
+
+
 def names_reached(kind: type) -> set[str]:
     """Return the names used by the forward of a class and by the class's methods that it calls.
 

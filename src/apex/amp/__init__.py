@@ -1,5 +1,6 @@
 """Mixed precision: `initialize`, `scale_loss`, and the functions around them."""
 
+from .._lazy import lazy_subpackages
 from . import _autocast, compat, lists, rnn_compat, utils
 from ._amp_state import _amp_state, master_params
 from ._initialize import release_all
@@ -54,3 +55,5 @@ __all__ = [
     "state_dict",
     "utils",
 ]
+
+__getattr__, __dir__ = lazy_subpackages(__name__, ())

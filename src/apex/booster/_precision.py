@@ -14,6 +14,8 @@ from ..amp._model_casts import ForwardCasts, _cast_model
 from ..amp.scaler import NonfiniteCounts, OverflowMessages
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale
+from ..optimizers._base import LOW_PRECISION, FusedOptimizer
+from ..optimizers._buckets import MASTER
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper
 
@@ -123,10 +125,71 @@ class Masters:
         self.update_model()
 
 
-def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) -> Masters | None:
+class StateMasters:
+    """Master weights in the state of a fused optimizer, which updates them and the half-precision parameters at once.
+
+    The interface is that of `Masters`. Gradients stay on the parameters, in half precision.
+    """
+
+    is_local = True
+
+    def __init__(self, optimizer: FusedOptimizer, exact: dict[Tensor, Tensor]) -> None:
+        """Make the optimizer's whole state, so that it can be saved before the first step."""
+        self._optimizer = weakref.ref(optimizer)
+        for group in optimizer.param_groups:
+            self.add(optimizer, group, exact)
+
+    def add(self, optimizer: Any, group: dict[str, Any], exact: dict[Tensor, Tensor]) -> None:
+        """Make the state of a group's half-precision parameters; `exact` has their values before they were cast."""
+        for param in group["params"]:
+            if param.dtype in LOW_PRECISION:
+                state, _ = optimizer._prepare(param, group, optimizer._state_names(group))
+                state[MASTER].copy_(exact.get(param, param).detach())
+        if optimizer._counts_steps:
+            group.setdefault("step", 0)
+
+    def add_missing(self, masters: dict[Tensor, Tensor]) -> None:
+        """Put back masters that are missing, because the loaded state dict was that of an optimizer without any."""
+        state = self._optimizer().state  # type: ignore[union-attr]
+        for param, master in masters.items():
+            state[param].setdefault(MASTER, master)
+
+    def take_gradients(self) -> None:
+        """Do nothing: the optimizer reads the gradients of the parameters."""
+
+    def forget_gradients(self) -> None:
+        """Do nothing: there are no gradients besides those of the parameters."""
+
+    def update_model(self) -> None:
+        """Do nothing: a step of the optimizer has updated the parameters."""
+
+    def read(self) -> dict[Tensor, Tensor]:
+        """Return the masters by parameter."""
+        state = self._optimizer().state  # type: ignore[union-attr]
+        return {param: values[MASTER] for param, values in state.items() if MASTER in values}
+
+    @torch.no_grad()
+    def write(self, values: dict[Tensor, Tensor]) -> None:
+        """Set the masters, and the parameters, of some parameters to these values."""
+        masters = self.read()
+        for param, value in values.items():
+            if param in masters:
+                masters[param].copy_(value)
+                param.copy_(masters[param])
+
+
+def has_state_masters(optimizer: Any) -> bool:
+    """Return whether an optimizer keeps float32 masters of half-precision parameters in its own state."""
+    return isinstance(optimizer, FusedOptimizer) and optimizer.master_weights
+
+
+def cast_weights(
+    models: list[nn.Module], optimizer: Any, dtype: torch.dtype, in_state: bool = False
+) -> Masters | StateMasters | None:
     """Cast all parameters and buffers except batch norms'; return master weights for the optimizer.
 
-    Returns None without an optimizer, or for a ZeRO optimizer, which has float32 weights in its state.
+    If `in_state` is set, an optimizer made with `master_weights=True` keeps them in its state. Returns None without an
+    optimizer, or for a ZeRO optimizer, which has float32 weights in its state.
     """
     exact: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for model in models:
@@ -136,6 +199,8 @@ def cast_weights(models: list[nn.Module], optimizer: Any, dtype: torch.dtype) ->
         optimizer.init_params()
         optimizer._exact_value = None
         return None
+    if in_state and has_state_masters(optimizer):
+        return StateMasters(optimizer, exact)
     return None if optimizer is None else Masters(optimizer, exact)
 
 
@@ -255,6 +320,12 @@ class MixedOptimizer(OptimizerWrapper):
         super().zero_grad(*args, **kwargs)
         if self.masters is not None:
             self.masters.forget_gradients()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        before = self.masters.read() if isinstance(self.masters, StateMasters) else {}
+        super().load_state_dict(state_dict)
+        if before:
+            self.masters.add_missing(before)
 
     def scaler_state(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

@@ -1,4 +1,4 @@
-"""State dicts of whole tensors: gathered from all processes for saving, and divided among them for loading.
+"""State dicts of whole tensors: gathered in the writing process for saving, and divided among all for loading.
 
 Parameters may be sharded, divided among tensor-parallel ranks, in another pipeline stage, or in half precision with
 float32 masters.
@@ -6,17 +6,27 @@ float32 masters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checkpoint._ranks import refusing_together
-from ..ops._host import HOST
-from ..transformer._resharding.gathered import full_shape, full_tensor, gather_from_stages, local_part
+from .._failures import explained
+from ..amp._amp_state import HALF
+from ..checkpoint._ranks import is_first, refusing_together
+from ..transformer import parallel_state
+from ..transformer._resharding.gathered import (
+    full_shape,
+    full_tensor,
+    gather_from_stages,
+    is_divided,
+    local_part,
+    pipeline_group,
+)
 from ._optimizer_checks import algorithm_of, check_optimizer
-from ._zero import load_plain_state
+from ._zero import divided_state, load_plain_state
 from .wrappers import OptimizerWrapper, masters_of, unwrapped
 
 
@@ -69,24 +79,128 @@ def _entries(model: Any) -> Iterator[tuple[nn.Module, str, str, Any, Any]]:
             yield chunk, key, names[key], value, params.get(key)
 
 
-def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
-    """Return the state dict of the whole model, with the values of float32 masters; all processes must call it.
+class Parts:
+    """The entries of a whole state dict, divided into parts for files, which `gather` collects one after the other.
 
-    If `copies` is set, no tensor shares memory with the model.
+    - `keys`: the keys of each part; at least one part;
+    - `total`: the size of all tensors in bytes;
+    - `rest`: everything that is not divided: groups and the loss scale of an optimizer.
     """
-    masters = masters_of(model)
-    exact = {} if masters is None else masters.read()
-    state: dict[str, Any] = {}
-    gathered: dict[Tensor, Tensor] = {}  # a parameter with several names is gathered once
+
+    def __init__(
+        self,
+        sizes: dict[Any, int],
+        size: int | None,
+        collect: Callable[[list[Any]], dict[Any, Any]],
+        rest: dict[str, Any] | None = None,
+    ) -> None:
+        """Divide entries of these `sizes` in bytes into parts of at most `size` MB; into one part if it is None."""
+        self.total = sum(sizes.values())
+        self.rest = rest or {}
+        self.keys: list[list[Any]] = [[]]
+        self._collect = collect
+        filled = 0
+        for key, entry in sizes.items():
+            if size is not None and self.keys[-1] and filled + entry > size * 1024**2:
+                self.keys.append([])
+                filled = 0
+            self.keys[-1].append(key)
+            filled += entry
+
+    def gather(self) -> Iterator[dict[Any, Any]]:
+        """Yield the parts; all processes must exhaust it. Processes that do not receive tensors get empty dicts."""
+        for keys in self.keys:
+            yield self._collect(keys)
+
+
+class _Receivers:
+    """The processes that receive whole tensors: all of them, or the first one, which writes checkpoints.
+
+    - `keeps`: whether this process keeps tensors that are gathered from its tensor-parallel ranks: the first process,
+      and the processes with the other pipeline stages of the same replica;
+    - `feeds`: whether this process's part is needed for them.
+    """
+
+    def __init__(self, boosted: Any, everywhere: bool) -> None:
+        self._has_stages, self._everywhere = _has_stages(boosted), everywhere
+        self._group = pipeline_group() if self._has_stages else None
+        self._sends = self._group is not None and 0 in dist.get_process_group_ranks(self._group)
+        self.keeps = everywhere or is_first() or self._sends
+        replica = 0 if parallel_state.is_unitialized() else parallel_state.get_data_parallel_rank()
+        self.feeds = self.keeps or (not parallel_state.is_unitialized() and replica == 0)
+
+    def gather(self, value: Tensor, param: Any, copies: bool) -> Tensor | None:
+        """Return the whole tensor of this process's part, or None if the process does not keep it."""
+        if not self.keeps and not is_divided(value, param):
+            return None
+        whole = full_tensor(value, param, copies)
+        return whole if self.keeps else None
+
+    def join(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the entries of all pipeline stages; an empty dict in processes that do not receive them."""
+        if not self._has_stages or self._everywhere:
+            stages = gather_from_stages(state) if self._has_stages else [state]
+        elif self._sends:
+            stages = [{}] * dist.get_world_size(self._group)
+            with explained("sending a pipeline stage to the process that writes a checkpoint"):
+                dist.gather_object(state, stages if is_first() else None, 0, self._group)
+        else:
+            stages = []
+        return {key: value for stage in stages for key, value in stage.items()}
+
+
+def model_parts(
+    model: Any, size: int | None = None, *, unique: bool = False, copies: bool = False, everywhere: bool = False
+) -> Parts:
+    """Return the state dict of the whole model in parts, with the values of float32 masters.
+
+    All processes must call it. Tensors are gathered in the first process, or in all if `everywhere` is set. If `unique`
+    is set, a tensor with several names has the first of them only. If `copies` is set, no tensor shares memory with the
+    model.
+    """
+    receivers, masters = _Receivers(model, everywhere), masters_of(model)
+    local = masters.read() if masters is not None and masters.is_local else {}
+    own: dict[str, tuple[Any, Any]] = {}
+    sizes: dict[str, int] = {}
+    seen: set[Any] = set()
     for _, _, name, value, param in _entries(model):
-        if param in gathered:
-            value = gathered[param]
-        elif isinstance(value, Tensor):
-            value = full_tensor(exact.get(param, value), param, copies)
-            if param is not None:
-                gathered[param] = value
-        state[name] = value
-    return {name: value for stage in _of_all_stages(model, state) for name, value in stage.items()}
+        shape = full_shape(value, param) if isinstance(value, Tensor) else torch.Size([0])
+        if unique and shape.numel() and _identity(value, param) in seen:
+            continue
+        seen.add(_identity(value, param))
+        own[name] = value, param
+        is_exact = masters is not None and not masters.is_local and param is not None and param.dtype in HALF
+        width = 4 if is_exact else getattr(local.get(param, value), "itemsize", 0)
+        sizes[name] = shape.numel() * width
+    stages = _of_all_stages(model, sizes)
+    this_stage = dist.get_rank(pipeline_group()) if len(stages) > 1 else 0
+    stage_of = {name: number for number, stage in enumerate(stages) for name in stage}  # the last one, if several
+
+    def collect(names: list[str]) -> dict[str, Any]:
+        mine = [name for name in names if stage_of[name] == this_stage]
+        exact = local
+        if masters is not None and not masters.is_local:
+            exact = masters.read([own[name][1] for name in mine], receivers.feeds)
+        state: dict[str, Any] = {}
+        gathered: dict[Tensor, Tensor | None] = {}  # a parameter with several names is gathered once
+        for name in mine:
+            value, param = own[name]
+            if param in gathered:
+                value = gathered[param]
+            elif isinstance(value, Tensor):
+                value = receivers.gather(exact.get(param, value), param, copies)
+                if param is not None:
+                    gathered[param] = value
+            if receivers.keeps:
+                state[name] = value
+        return receivers.join(state)
+
+    return Parts({name: size for stage in stages for name, size in stage.items()}, size, collect)
+
+
+def whole_model(model: Any, copies: bool = False) -> dict[str, Tensor]:
+    """Return the state dict of `model_parts` in all processes, in one part; all processes must call it."""
+    return next(model_parts(model, copies=copies, everywhere=True).gather())
 
 
 def _identity(value: Any, param: Any) -> Any:
@@ -151,38 +265,72 @@ def load_tensors(model: Any, parts: Iterable[dict[str, Tensor]]) -> None:
             exact.clear()
 
 
-def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[str, Any]:
-    """Return a state dict of whole tensors, in PyTorch's format, with the loss scale; all processes must call it.
+def optimizer_parts(
+    optimizer: OptimizerWrapper, size: int | None = None, *, copies: bool = False, everywhere: bool = False
+) -> Parts:
+    """Return a state dict of whole tensors, in PyTorch's format, in parts, with the loss scale.
 
-    A group has the names of its parameters (`param_names`) if all of them are known.
+    All processes must call it; the arguments mean the same as in `model_parts`. A group has the names of its parameters
+    (`param_names`) if all of them are known.
     """
-    saved = optimizer.optim.state_dict()
-    params, names = optimizer.parameters, optimizer.names or [None] * len(optimizer.parameters)
-    count = saved["state"].pop("step", None)  # ZeRO has one step count for all parameters
-    groups: list[dict[str, Any]] = []
-    for group in saved["param_groups"]:
-        states = []
-        for key in group["params"]:
-            state = {} if count is None else {"step": torch.tensor(float(count), dtype=torch.float32, device=HOST)}
-            for name, value in saved["state"].get(key, {}).items():
+    receivers, params = _Receivers(optimizer, everywhere), optimizer.parameters
+    names = optimizer.names or [None] * len(params)
+    if optimizer._is_zero:
+        groups, read, sizes = divided_state(optimizer.optim, receivers.feeds)
+    else:
+        saved = optimizer.optim.state_dict()
+        groups = saved["param_groups"]
+        used = {key: state for key, state in saved["state"].items() if any(v is not None for v in state.values())}
+        sizes = {key: _state_bytes(state, params[key]) for key, state in used.items()}
+
+        def read(keys: list[int]) -> dict[int, dict[str, Any]]:
+            return {key: saved["state"].get(key, {}) for key in keys}
+
+    named = [{**group, "params": [(names[key], key) for key in group["params"]]} for group in groups]
+    stages = _of_all_stages(optimizer, named)
+    stage_sizes = _of_all_stages(optimizer, sizes)
+    this_stage = dist.get_rank(pipeline_group()) if len(stages) > 1 else 0
+    rest: dict[str, Any] = {"param_groups": [], "scaler": optimizer.scaler_state()}
+    rest["algorithm"] = algorithm_of(optimizer)
+    owners: list[tuple[int, int]] = []  # the stage of each parameter of the whole model, and its key there
+    for stage_groups in zip(*stages, strict=True):
+        members = [(stage, *member) for stage, group in enumerate(stage_groups) for member in group["params"]]
+        options = {**stage_groups[0], "params": list(range(len(owners), len(owners) + len(members)))}
+        if all(name is not None for _, name, _ in members):
+            options["param_names"] = [name for _, name, _ in members]
+        rest["param_groups"].append(options)
+        owners += [(stage, key) for stage, _, key in members]
+
+    def collect(keys: list[int]) -> dict[int, Any]:
+        mine = {key: owners[key][1] for key in keys if owners[key][0] == this_stage}
+        own, state = read(list(mine.values())), {}
+        for key, own_key in mine.items():
+            entries = {}
+            for name, value in own.get(own_key, {}).items():
                 if isinstance(value, Tensor):
-                    value = full_tensor(value, params[key] if value.shape == params[key].shape else None, copies)
-                if value is not None and name != "param":  # ZeRO's float32 weights are saved with the model
-                    state[name] = value
-            states.append((names[key], state))
-        groups.append({**group, "params": states})
-    joined: dict[str, Any] = {"state": {}, "param_groups": [], "scaler": optimizer.scaler_state()}
-    joined["algorithm"] = algorithm_of(optimizer)
-    for stage_groups in zip(*_of_all_stages(optimizer, groups), strict=True):
-        members = [member for group in stage_groups for member in group["params"]]
-        first = len(joined["state"])
-        joined["state"].update({first + index: state for index, (_, state) in enumerate(members)})
-        options = {**stage_groups[0], "params": list(range(first, first + len(members)))}
-        if all(name is not None for name, _ in members):
-            options["param_names"] = [name for name, _ in members]
-        joined["param_groups"].append(options)
-    joined["state"] = {key: state for key, state in joined["state"].items() if state}
-    return joined
+                    param = params[own_key]
+                    value = receivers.gather(value, param if value.shape == param.shape else None, copies)
+                if value is not None:
+                    entries[name] = value
+            if entries and receivers.keeps:
+                state[key] = entries
+        return receivers.join(state)
+
+    whole_sizes = {i: stage_sizes[stage][key] for i, (stage, key) in enumerate(owners) if key in stage_sizes[stage]}
+    return Parts(whole_sizes, size, collect, rest)
+
+
+def _state_bytes(state: dict[str, Any], param: Tensor) -> int:
+    """Return the size in bytes of the whole tensors of a parameter's state; an estimate, to divide state into files."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    like = [param if tensor.shape == param.shape else None for tensor in tensors]
+    return sum(full_shape(tensor, p).numel() * tensor.itemsize for tensor, p in zip(tensors, like, strict=True))
+
+
+def whole_optimizer(optimizer: OptimizerWrapper, copies: bool = False) -> dict[str, Any]:
+    """Return the state dict of `optimizer_parts` in all processes, in one part; all processes must call it."""
+    parts = optimizer_parts(optimizer, copies=copies, everywhere=True)
+    return {"state": next(parts.gather()), **parts.rest}
 
 
 @torch.no_grad()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..amp._amp_state import HALF
-from ..contrib.optimizers._zero.checkpoints import gather
+from ..contrib.optimizers._zero.checkpoints import gather, packed_groups
 from ..contrib.optimizers._zero.state import PARAM
 from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
+from ..ops._host import HOST
 from ..ops.multi_tensor import Lists, rules
 from ..ops.multi_tensor.flat import flat, with_strides_of
 from ..optimizers import FusedAdam, FusedSGD
@@ -89,21 +91,70 @@ def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> No
     divided.load_state_dict({**saved, "state": state})
 
 
+def divided_state(
+    divided: DistributedFusedAdam, keep: bool
+) -> tuple[list[dict[str, Any]], Callable[[list[int]], dict[int, Any]], dict[int, int]]:
+    """Return the groups of a ZeRO optimizer, a function that reads whole state by parameter number, and its sizes.
+
+    Groups have numbers in place of parameters. The function must be called in all processes; those without `keep` get
+    an empty dict. The sizes are bytes of each parameter's state.
+    """
+    divided._settle()
+    params, names = list(divided.parameters()), divided._state_names()
+    numbers = {param: number for number, param in enumerate(params)}
+    count = torch.tensor(float(divided._steps.settle()), dtype=torch.float32, device=HOST)
+
+    def read(keys: list[int]) -> dict[int, Any]:
+        found = gather(divided._states, keep, [params[key] for key in keys], names)
+        return {numbers[param]: {"step": count.clone(), **state} for param, state in found.items()}
+
+    held = {param for state in divided._states for param in state.arena.params}
+    sizes = {numbers[param]: 4 * len(names) * param.numel() for param in held}
+    return packed_groups(divided), read, sizes
+
+
+class _Gradients:
+    """The reduced gradients of an arena, under the name of its parameters, for `gather`."""
+
+    names = ()
+
+    def __init__(self, optimizer: DistributedFusedAdam, arena: Any) -> None:
+        self._optimizer, self.arena = optimizer, arena
+
+    def read(self, name: str) -> Tensor:
+        gradients = self._optimizer._gradients.local(self.arena)
+        values = self.arena.new_shard(self.arena.dtypes.gradients).zero_()
+        for part, gradient in zip(self.arena.parts, gradients, strict=True):
+            values[part.flat : part.flat + part.size] = gradient
+        return values
+
+
+def whole_gradients(divided: DistributedFusedAdam, params: list[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the whole mean gradients of some parameters of a ZeRO optimizer; all processes must call it."""
+    divided.grad_sync()
+    sources: Any = [_Gradients(divided, state.arena) for state in divided._states]
+    return {param: found[PARAM].to(param.device) for param, found in gather(sources, True, params).items()}
+
+
 class ExactWeights:
     """The float32 weights in the divided state of a ZeRO optimizer, which writes them to the model after every step."""
 
     def __init__(self, optimizer: DistributedFusedAdam) -> None:
         self._optimizer = optimizer
 
-    def read(self) -> dict[Tensor, Tensor]:
-        """Return the float32 values of half-precision parameters, whole, in the host's memory.
+    # Reading the values needs the other processes.
+    is_local = False
 
-        All processes must call it.
+    def read(self, params: list[Any], keep: bool) -> dict[Tensor, Tensor]:
+        """Return the float32 values of those of `params` that are in half precision, whole, in the host's memory.
+
+        All processes must call it. Those without `keep` get an empty dict.
         """
-        if not any(param.dtype in HALF for param in self._optimizer.parameters()):
+        half = {param for param in params if param is not None and param.dtype in HALF}
+        if not half:
             return {}
         self._optimizer._settle()
-        return {param: state[PARAM] for param, state in gather(self._optimizer._states, True).items()}
+        return {param: state[PARAM] for param, state in gather(self._optimizer._states, keep, half, [PARAM]).items()}
 
     def write(self, values: dict[Tensor, Tensor]) -> None:
         """Set the values of some parameters; the others do not change. All processes must call it."""

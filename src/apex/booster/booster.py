@@ -16,6 +16,8 @@ from .._arguments import checked
 from ..amp._checks import check_loss
 from ..checkpoint._huggingface import write_adapters
 from ..checkpoint._ranks import is_first
+from ._report import StageReport
+from ._stages import Stages, StepDecorator
 from .checkpoint_io import CheckpointIO
 from .mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
 from .plugin.plugin_base import Boosted, PipelinePluginBase, Plugin
@@ -44,7 +46,13 @@ class Booster:
 
     - `device`: the device of models; by default the accelerator of this process, or the CPU without an accelerator;
     - `mixed_precision`: "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive" or a MixedPrecision; None for float32;
-    - `plugin`: None for one device. A plugin's own device or precision takes precedence over these arguments.
+    - `plugin`: None for one device. A plugin's own device or precision takes precedence over these arguments;
+    - `fuse`: whether `boost` applies `apex.fuse` to models and optimizers;
+    - `compile`: whether steps (`step`) run the model's repeated blocks compiled; a dict has options of torch.compile;
+    - `capture`: whether steps are captured in CUDA graphs, as by `apex.graphs.capture`.
+
+    The last three are True, False or "auto": only if it works here and makes the step quicker. `report` says what was
+    done, and why something was not.
     """
 
     def __init__(
@@ -52,6 +60,10 @@ class Booster:
         device: str | torch.device | None = None,
         mixed_precision: MixedPrecision | str | None = None,
         plugin: Plugin | None = None,
+        *,
+        fuse: bool | str = False,
+        compile: bool | str | dict[str, Any] = False,
+        capture: bool | str = False,
     ) -> None:
         assert plugin is None or isinstance(plugin, Plugin), (
             f"plugin must be a Plugin of apex.booster.plugin or None, not {type(plugin).__name__}"
@@ -72,6 +84,8 @@ class Booster:
                 f"{mixed_precision!r}"
             )
         self.mixed_precision = mixed_precision
+        self._stages = Stages(fuse, compile, capture, plugin, mixed_precision)
+        self.step = StepDecorator(self._stages)
         controls = plugin is not None and plugin.control_checkpoint_io()
         self.checkpoint_io = plugin.get_checkpoint_io() if controls else CheckpointIO()  # type: ignore[union-attr]
 
@@ -92,8 +106,10 @@ class Booster:
         precision = self.mixed_precision
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
+        self._stages.check_model(model)
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
+        self._stages.before(model, optimizer)
         boosted: Any = optimizer
         if self.plugin is None:
             model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
@@ -110,6 +126,7 @@ class Booster:
             if boosted.names is None:
                 boosted.names = [name_of.get(id(param)) for param in params]
             model._optimizer = weakref.ref(boosted)
+        self._stages.after(model, boosted)
         return model, boosted, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
@@ -117,6 +134,20 @@ class Booster:
         check_loss(loss)
         check_boosted(optimizer)
         optimizer.backward(loss)
+
+    def report(self) -> StageReport:
+        """Return what each stage of `boost` and of steps did, or why it did nothing; its text is a table."""
+        return self._stages.report()
+
+    def find_fastest(self, step: Any, batch: Any) -> StageReport:
+        """Time a step in all combinations of the stages that are "auto", and keep the fastest; return the report.
+
+        `step` is a function that `step` has decorated, and returns the loss, or a tuple or dict whose first item is the
+        loss. `batch` is its argument, a tuple of its arguments or a dict of its keyword arguments. Every combination
+        runs ten steps from the same state, which is put back afterwards; combinations are left out if one of their
+        losses differs from that of the plain step by more than 5%. Models and optimizers need twice their memory.
+        """
+        return self._stages.find_fastest(step, batch)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return a context that accumulates gradients locally; the next backward pass outside exchanges them."""

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,15 @@ from .._arguments import Count, Index, Stateful, checked
 from ..checkpoint import _huggingface
 from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
 from ..checkpoint._sharded import raising_everywhere
-from ._whole_state import check_tensors, chunks_of, load_optimizer_state, load_tensors, whole_model, whole_optimizer
+from ._whole_state import (
+    Parts,
+    check_tensors,
+    chunks_of,
+    load_optimizer_state,
+    load_tensors,
+    model_parts,
+    optimizer_parts,
+)
 from .wrappers import OptimizerWrapper, check_model
 
 __all__ = ["CheckpointIO"]
@@ -56,16 +64,18 @@ class CheckpointIO:
         """
         check_model(model)
         _check_gathered(gather_dtensor)
-        state = whole_model(model, copies=use_async)
+        self.wait_for_saves()
+        size = size_per_shard if shard else None
+        parts = model_parts(model, size, unique=use_safetensors, copies=use_async)
         config = getattr(chunks_of(model)[0], "config", None)
 
-        def write(path: Path) -> None:
+        def write(path: Path, states: Iterator[Any]) -> None:
             if shard:
-                _huggingface.write_model(path, state, prefix, size_per_shard, use_safetensors, config)
+                _huggingface.write_model(path, parts.keys, states, parts.total, prefix, use_safetensors, config)
             else:
-                _huggingface.write_file(path, state, use_safetensors)
+                _huggingface.write_file(path, next(states), use_safetensors)
 
-        self._write(write, checkpoint, use_async)
+        self._write(write, checkpoint, use_async, parts)
 
     @checked
     def load_model(
@@ -110,15 +120,16 @@ class CheckpointIO:
             f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
         )
         _check_gathered(gather_dtensor)
-        state = whole_optimizer(optimizer, copies=use_async)
+        self.wait_for_saves()
+        parts = optimizer_parts(optimizer, size_per_shard if shard else None, copies=use_async)
 
-        def write(path: Path) -> None:
+        def write(path: Path, states: Iterator[Any]) -> None:
             if shard:
-                _huggingface.write_optimizer(path, state, prefix, size_per_shard)
+                _huggingface.write_optimizer(path, parts.keys, states, parts.total, prefix, parts.rest)
             else:
-                _huggingface.write_file(path, state, False)
+                _huggingface.write_file(path, {"state": next(states), **parts.rest}, False)
 
-        self._write(write, checkpoint, use_async)
+        self._write(write, checkpoint, use_async, parts)
 
     @checked
     def load_optimizer(
@@ -150,19 +161,37 @@ class CheckpointIO:
         with restoring([lr_scheduler]), refusing_together():
             lr_scheduler.load_state_dict(files.load(checkpoint))
 
-    def _write(self, write: Callable[[Path], None], checkpoint: str | os.PathLike[str], use_async: bool) -> None:
-        """Call `write(checkpoint)` in the first process, in a thread if `use_async`; else the others wait for it."""
+    def _write(
+        self,
+        write: Callable[..., None],
+        checkpoint: str | os.PathLike[str],
+        use_async: bool,
+        parts: Parts | None = None,
+    ) -> None:
+        """Call `write(checkpoint, states)` in the first process, in a thread if `use_async`; else the others wait.
+
+        `states` yields the tensors of one file of `parts` after the other. The other processes take part in gathering
+        each file and keep nothing. A thread gets all files at once, because only the main thread exchanges tensors.
+        Without `parts` the call is `write(checkpoint)`.
+        """
         path = Path(checkpoint)
         self.wait_for_saves()
+        states = iter(()) if parts is None else parts.gather()
+        arguments = () if parts is None else (states,)
         if use_async:
+            states = iter(list(states))
             if self._writer is None:
                 self._writer = concurrent.futures.ThreadPoolExecutor(1, "apex-booster-save")
-            self._writing = self._writer.submit(write if is_first() else (lambda path: None), path)
+            self._writing = self._writer.submit(write if is_first() else (lambda *_: None), path, states)
             _WRITING[self._writing] = path
             return
         with raising_everywhere(f"the checkpoint {path} could not be written"):
-            if is_first():
-                write(path)
+            try:
+                if is_first():
+                    write(path, *arguments)
+            finally:
+                for _ in states:  # if the writer failed, the other processes still gather all files
+                    pass
 
     def wait_for_saves(self) -> None:
         """Wait in all processes for the asynchronous save of the first one; raise its error everywhere."""

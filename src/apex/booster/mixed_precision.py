@@ -65,7 +65,9 @@ class Precision(MixedPrecision):
     def _in_half(self, model: Any, optimizer: Any, criterion: Any, cast_inputs: bool = True) -> tuple[Any, Any, Any]:
         """Return a model with half-precision weights, and an optimizer with float32 master weights."""
         assert self.dtype is not None
-        masters = cast_weights(model if isinstance(model, list) else [model], optimizer, self.dtype)
+        chunks = model if isinstance(model, list) else [model]
+        # A loss scaler unscales gradients in float32, which masters in the optimizer's state do not have.
+        masters = cast_weights(chunks, optimizer, self.dtype, in_state=self.scaler() is None)
         casts: dict[str, Any] = {"inputs": self.dtype if cast_inputs else None, "outputs": torch.float32}
         boosted = change_each(model, lambda chunk: CastModel(chunk, **casts, masters=masters))
         wrapped = None if optimizer is None else MixedOptimizer(optimizer, self.scaler(), masters)
@@ -126,12 +128,14 @@ class BF16MixedPrecision(Precision):
 class FP8MixedPrecision(BF16MixedPrecision):
     """`fp8`: `bf16` with linear layers that multiply in float8 if that is quicker.
 
-    The arguments are passed to `apex.fp8.convert`, whose report on each layer is in `converted`. On a CPU the products
-    are emulated, with the same numbers and without the speed.
+    `opt_level` is that of `BF16MixedPrecision`. The other arguments are passed to `apex.fp8.convert`, whose report on
+    each layer is in `converted`. On a CPU the products are emulated, with the same numbers and without the speed.
     """
 
-    def __init__(self, scaling: str = "tensorwise", emulate: bool = False, **options: Any) -> None:
-        super().__init__()
+    def __init__(
+        self, scaling: str = "tensorwise", emulate: bool = False, *, opt_level: str = "O4", **options: Any
+    ) -> None:
+        super().__init__(opt_level)
         self.options = {"scaling": scaling, "emulate": emulate, **options}
         self.converted: list[Any] = []
 

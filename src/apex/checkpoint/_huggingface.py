@@ -40,36 +40,30 @@ def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
     """Write one file, in the format of safetensors or of `torch.save`."""
     make_folder(path.parent)
     with replacing(path) as temporary:
-        write_state(_without_duplicates(state) if use_safetensors else state, temporary, use_safetensors)
-
-
-def _without_duplicates(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keep only the first name of each tensor, because the format cannot give one tensor two names."""
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    unique = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() == 0 or key not in seen:
-            unique[name] = tensor.contiguous()
-        seen.add(key)
-    return unique
+        write_state(state, temporary, use_safetensors)
 
 
 def write_model(
-    path: Path, state: dict[str, Tensor], prefix: str | None, size: int, use_safetensors: bool, config: Any
+    path: Path,
+    keys: list[list[str]],
+    states: Iterator[dict[str, Tensor]],
+    total: int,
+    prefix: str | None,
+    use_safetensors: bool,
+    config: Any,
 ) -> None:
-    """Write a folder with a model, and with its configuration if it has `save_pretrained`, as in transformers."""
+    """Write a folder with a model, and with its configuration if it has `save_pretrained`, as in transformers.
+
+    `states` yields the tensors of one file after the other, whose names are `keys`, and whose size is `total` bytes.
+    """
     name = _named(_SAFE_MODEL if use_safetensors else _MODEL, prefix)
-    state = _without_duplicates(state) if use_safetensors else state
-    parts = list(_parts(state, size))
     stem, ending = name.rsplit(".", 1)
-    names = [f"{stem}-{number:05d}-of-{len(parts):05d}.{ending}" for number in range(1, len(parts) + 1)]
-    total = sum(tensor.nbytes for tensor in state.values())
-    weight_map = {key: file for part, file in zip(parts, names, strict=True) for key in part}
+    names = [f"{stem}-{number:05d}-of-{len(keys):05d}.{ending}" for number in range(1, len(keys) + 1)]
+    weight_map = {key: file for part, file in zip(keys, names, strict=True) for key in part}
 
     def fill(folder: Path) -> None:
-        for part, file in zip(parts, names, strict=True):
-            write_state(part, folder / file, use_safetensors)
+        for file in names:
+            write_state(next(states), folder / file, use_safetensors)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total}, weight_map)
         if hasattr(config, "save_pretrained"):
             _write_config(config, folder, path)
@@ -84,18 +78,23 @@ def _is_model(file: str) -> bool:
     )
 
 
-def write_optimizer(path: Path, state: dict[str, Any], prefix: str | None, size: int) -> None:
-    """Write a folder with an optimizer's state."""
+def write_optimizer(
+    path: Path,
+    keys: list[list[int]],
+    states: Iterator[dict[int, Any]],
+    total: int,
+    prefix: str | None,
+    rest: dict[str, Any],
+) -> None:
+    """Write a folder with an optimizer's state: its tensors as in `write_model`, and the `rest` in a file of groups."""
     name, groups = _named(_OPTIMIZER, prefix), _named(_GROUPS, prefix)
-    parts = list(_parts(state["state"], size))
-    names = [f"{name[:-4]}-{number:05d}.bin" for number in range(1, len(parts) + 1)]
-    weight_map = {str(key): file for part, file in zip(parts, names, strict=True) for key in part}
-    total = sum(map(_bytes, state["state"].values()))
+    names = [f"{name[:-4]}-{number:05d}.bin" for number in range(1, len(keys) + 1)]
+    weight_map = {str(key): file for part, file in zip(keys, names, strict=True) for key in part}
 
     def fill(folder: Path) -> None:
-        for part, file in zip(parts, names, strict=True):
-            write_state(part, folder / file)
-        write_state({key: value for key, value in state.items() if key != "state"}, folder / groups)
+        for file in names:
+            write_state(next(states), folder / file)
+        write_state(rest, folder / groups)
         _write_index(folder / f"{name}{_INDEX}", {"total_size": total, "param_groups": groups}, weight_map)
 
     _replace(path, [*names, groups, f"{name}{_INDEX}"], fill, _is_optimizer)
@@ -129,25 +128,6 @@ def _is_optimizer(file: str) -> bool:
 
 def _named(name: str, prefix: str | None) -> str:
     return name if not prefix else f"{prefix}.{name}"
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_bytes, value.values()))
-    return value.nbytes if isinstance(value, Tensor) else 0
-
-
-def _parts(state: dict[Any, Any], size: int) -> Iterator[dict[Any, Any]]:
-    """Split a dict into parts of at most `size` MB, or of one larger entry; yield at least one part."""
-    part: dict[Any, Any] = {}
-    filled = 0
-    for key, value in state.items():
-        if part and filled + _bytes(value) > size * 1024**2:
-            yield part
-            part, filled = {}, 0
-        part[key] = value
-        filled += _bytes(value)
-    yield part
 
 
 def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:

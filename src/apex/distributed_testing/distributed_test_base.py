@@ -13,17 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
 
-
-def _driver_supports_ucc() -> bool:
-    """Return whether there is an NVIDIA driver from 470.42.01 on, the first with CUDA 11.4, that UCC works with."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    return torch._C._cuda_getDriverVersion() >= 11040  # type: ignore[attr-defined]
-
-
-# Upstream's names, which test suites import to decide what to skip.
+# Names of the original module, which test suites import to decide what to skip. UCC needs a driver from 470.42 on;
+# a CUDA build of any PyTorch that apex supports starts on no older one.
 HAS_TORCH_UCC: bool = dist.is_available() and dist.is_ucc_available()
-HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER: bool = _driver_supports_ucc()
+HAS_TORCH_UCC_COMPAT_NVIDIA_DRIVER: bool = torch.version.cuda is not None and torch.cuda.is_available()
 
 
 class DistributedTestBase(MultiProcessTestCase):

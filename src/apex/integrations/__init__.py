@@ -1,5 +1,5 @@
-"""Functions of this library under the names and signatures of other packages; subpackages are imported at first use."""
+"""Connections to other packages, each in a module of the package's name, which is imported at first use."""
 
 from .._lazy import lazy_subpackages
 
-__getattr__, __dir__ = lazy_subpackages(__name__, ["verl"])
+__getattr__, __dir__ = lazy_subpackages(__name__, ["trl", "verl"])

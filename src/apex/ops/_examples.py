@@ -9,7 +9,7 @@ are loops that know no family:
 | `apex build`, `apex tune` | `arguments` at the sizes that the user names; `extensions`; `asks` |
 | `apex bench` | `listed` rows, `torch` as a peer, alone and compiled; `_bench/other_packages.py` adds other packages |
 | `apex bench --sweep` | `draw` with a seed |
-| tests | `small`, `draw`, and for each of `public` the same arguments through the public function or module |
+| tests | `small`, `draw`, on a GPU `large`, and for each of `public` the same arguments through the public function |
 
 An example's `arguments(make, *sizes)` returns the arguments of its function by name, in the function's order. `make` is
 a `Make`, which knows dtype, device, seed and memory layout; tensors that it makes with a gradient are the leaves.
@@ -34,6 +34,7 @@ a `Make`, which knows dtype, device, seed and memory layout; tensors that it mak
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -61,10 +62,11 @@ USUAL_ELEMENTS = 1 << 26  # elements of a call whose number of heads, or batches
 
 
 class Row(NamedTuple):
-    """A row of `apex bench` for each of `ways`: "fwd", "bwd", or "step" for both in one call.
+    """A row of `apex bench` for each of `ways`: "fwd", "bwd", or another word for both passes in one call.
 
-    `device` is the type of the devices that get the row, "cuda" or "cpu". `note` tells readers of the results more than
-    the name does.
+    A "step" is timed by the wall clock, as a training loop sees it, without compilers and other packages. All other
+    ways are timed on the device. `device` is the type of the devices that get the row, "cuda" or "cpu". `note` tells
+    readers of the results more than the name does.
     """
 
     device: str
@@ -106,20 +108,24 @@ class Example:
     - `torch` takes the same arguments and does the same with PyTorch's operators, as users would write it.
     - `exact` returns the right results for float64 arguments; default: `torch`.
     - `sizes` says in words what the numbers of a shape are.
-    - `small` are sizes for checks and tests, `listed` the rows of `apex bench`, and `draw(random)` returns random ones.
+    - `small` are sizes for checks and tests, `large` sizes of models for tests on a GPU, `listed` the rows of
+      `apex bench`, and `draw(random)` returns random sizes.
     - `title` is a row's name in `apex bench` before its direction; it may contain {dtype}, {short} (bf16), {shape} and
       single sizes, such as {s[0]}. If it contains {way}, this is the direction, or nothing for a forward pass.
     - `moved(dtype, *sizes)` returns the bytes that a forward and a backward pass read and write; default: the arguments
       and outputs, and the arguments with all gradients.
+    - `peers` are further implementations with PyTorch's operators, by their column in `apex bench`.
     - `compiles` is false if `torch.compile` of the peer takes too long.
     - `checked(*sizes)` returns smaller sizes at which `apex bench` compares results; default: the timed sizes.
     - `terms(*sizes)` says how many numbers an element of a result is the sum of, beyond the sums of gradients that are
       smaller than the largest tensor.
-    - `cancels`: errors are measured against the largest element of a result, as single elements cancel to nothing.
+    - `cancels`: errors are measured against the largest element of a result, as single elements cancel to nothing, in
+      the dtype of the arguments, because intermediate results are rounded to it.
     - `slack(dtype)` is an absolute error that is allowed in addition.
     - `kink(*arguments)` returns the values before a ReLU. Gradients near zero of these are not compared.
     - `strided`: sweeps draw the memory layout of the first tensor, too.
     - `differentiable_twice` is false if the op has a first derivative only.
+    - `builds` is false if the call launches no kernel of ours, so that `apex build` need not know it.
     - `usual` are the sizes that `apex build` takes if the user names none; default: the first row for a GPU.
     - `extensions` are the names of upstream's compiled extensions with this op, for `APEX_BUILD_<NAME>=1`.
     - `asks` maps a launch rule that `apex tune` can vary to a function from the rule's arguments to the sizes at which
@@ -135,9 +141,11 @@ class Example:
     small: Sequence[Sizes]
     exact: Callable[..., Any] | None = None
     draw: Callable[[Random], Sizes] | None = None
+    large: Sequence[Sizes] = ()
     listed: Sequence[Row] = ()
     title: str = "{name} {dtype} {shape}"
     moved: Callable[..., tuple[float, float]] | None = None
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     compiles: bool = True
     checked: Callable[..., Sizes] | None = None
     terms: Callable[..., int] = lambda *sizes: 1
@@ -147,6 +155,7 @@ class Example:
     strided: bool = False
     differentiable_twice: bool = True
     public: Sequence[Public] = ()
+    builds: bool = True
     usual: Sizes | None = None
     extensions: Sequence[str] = ()
     asks: Mapping[str, Callable[..., Sizes | None]] = field(default_factory=dict)
@@ -296,7 +305,7 @@ class Call:
 
     def reductions(self) -> list[int]:
         """Return how many numbers an element of each result is the sum of."""
-        largest = max(each.numel() for each in self.leaves)
+        largest = max(each.numel() for each in self.leaves or tensors_of(self.arguments))
         terms = self.example.terms(*self.sizes)
         return [terms * max(1, largest // max(1, each.numel())) for each in self.exact]
 
@@ -305,7 +314,8 @@ class Call:
         slacks = [self.example.slack(dtype) for dtype in dtypes]
         if self.example.cancels:
             largest = [float(each.abs().max()) if each.numel() else 0.0 for each in self.exact]
-            slacks = [s + max(TOLERANCES[d]) * x for s, d, x in zip(slacks, dtypes, largest, strict=True)]
+            rounding = max(TOLERANCES[self._make.dtype])
+            slacks = [s + max(rounding, *TOLERANCES[d]) * x for s, d, x in zip(slacks, dtypes, largest, strict=True)]
         return slacks
 
     def worst_excess(self, results: Sequence[Tensor]) -> float:
@@ -379,13 +389,25 @@ def by_name() -> Iterator[tuple[str, Example]]:
             yield example.name, example
 
 
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute float32 convolutions in float32: by default cuDNN rounds their factors to TF32, which has 10 bits."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+@without_tf32()
 def self_check(family: _library.OpFamily, device: torch.device) -> float:
     """Return the largest error of a family's examples, as a multiple of its tolerance: above 1 is wrong.
 
     Checks all small sizes in float32 and the first of them in half precision. Where kernels run, they are checked even
     at sizes for which PyTorch's operators would be quicker.
     """
-    if family.name not in all_examples():
+    if family.self_check is not None:
         return family.self_check(device)
     worst = 0.0
     for dtype in (dtype for dtype in CHECKED_DTYPES if dtype in family.triton_dtypes):

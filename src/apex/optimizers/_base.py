@@ -255,7 +255,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets_of(self, index: int, group: dict[str, Any]) -> list[UpdateBucket]:
         buckets = self._group_buckets.get(index)
-        names = stored_names(self, group)  # may change with an option, such as a momentum that was 0
+        # Names may change with an option, such as a momentum that was 0.
+        names = stored_names(self, group) if self._encodes else tuple(self._state_names(group))
         if buckets is None or buckets.names != names or not buckets.refresh(group["params"]):
             self._before_buckets(index, group)
             buckets = self._group_buckets[index] = GroupBuckets(self, group, names)
@@ -270,7 +271,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         state = self.state[param]
         kind = self._kind(param, state)
-        add_state(self, state, param, group)
+        if self._encodes:
+            add_state(self, state, param, group)
+        else:
+            for name in names:
+                if name not in state:
+                    state[name] = self._initial_state(name, param, group)
         if self.master_weights and self.master_bits is None and param.dtype in LOW_PRECISION and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
@@ -335,8 +341,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             return seed
         return StateSeed(seed) if bucket.needs_seed else None
 
+    @property
+    def _encodes(self) -> bool:
+        """Return whether state or masters are stored in another format than float32."""
+        return self.state_format != "float32" or self.master_bits is not None
+
     def _slot_codecs(self, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
-        return slot_codecs(self, param, group)
+        return slot_codecs(self, param, group) if self._encodes else {}
 
     def _loss_scaling(self, grad_scaler: Any = None) -> LossScaling:
         """Return the loss scaling that torch.amp.GradScaler set on the optimizer, or the scaling of `grad_scaler`."""

@@ -213,6 +213,7 @@ def test_a_permutation_is_reproducible(tmp_path) -> None:
 def test_files_describe_the_permutation(tmp_path) -> None:
     import json
 
+    tmp_path = tmp_path / "of one run" / "permutation"  # neither folder exists
     Permutation.set_permutation_saving_params(True, True, str(tmp_path))
     try:
         model = NETWORKS["1-d"]()

@@ -84,19 +84,6 @@ SHARED_CASES = [
     BiasedCase("no batch", (2, 17, 8), 19, (1, 19), (2, 17, 19)),
 ]
 
-# For a GPU only: sizes of real models.
-LARGE_BIASED_CASES = [
-    BiasedCase(
-        f"{str(dtype).removeprefix('torch.')} {z}x{h}x{n}x{d}", (z, h, n, d), n, (z, 1, 1, n), (1, h, n, n), dtype
-    )
-    for dtype in (_BF16, _HALF, _F32)
-    for z, h, n, d in ((64, 4, 256, 32), (64, 8, 128, 32), (33, 4, 384, 16), (20, 8, 301, 24), (5, 2, 200, 96))
-] + [
-    BiasedCase(f"large heads {d} {dtype}", (2, 2, 130, d), 77, (2, 1, 1, 77), (1, 2, 130, 77), dtype)
-    for d in (64, 128, 256)
-    for dtype in (_F32, _HALF)
-]
-
 
 @dataclass(frozen=True)
 class PackedCase:
@@ -143,8 +130,9 @@ PACKED_CASES = [
     PackedCase("dropout float16", (20, 17), 1, 32, dropout_p=0.1, dtype=_HALF),
 ]
 
+# For a GPU only: dropout, which the examples do not have.
 LARGE_PACKED_CASES = [
     PackedCase(f"{str(dtype).removeprefix('torch.')} {d} {p}", (512, 3, 377, 128, 512), 4, d, 100, dtype, p)
     for dtype in (_BF16, _HALF, _F32)
-    for d, p in ((64, 0.0), (64, 0.1), (40, 0.0), (128, 0.1))
+    for d, p in ((64, 0.1), (128, 0.1))
 ]

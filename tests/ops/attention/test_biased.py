@@ -5,12 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
 from apex.ops._device import forget_launches
 from apex.ops.attention import attention, config, op_biased, reference
-from tests.ops.attention.cases import BIASED_CASES, LARGE_BIASED_CASES, SHARED_CASES, BiasedCase, assert_close
+from tests.ops.attention.cases import BIASED_CASES, SHARED_CASES, BiasedCase, assert_close
 from tests.support.harness import Route, assert_equal_bits, routes
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -86,21 +85,6 @@ def test_the_sum_over_batches_is_taken_in_parts(route: Route, at_once: int, monk
 
 
 @pytest.mark.parametrize("route", routes())
-def test_two_runs_give_equal_bits(route: Route) -> None:
-    case = BIASED_CASES[2] if route.device == "cpu" else LARGE_BIASED_CASES[0]
-    tensors = case.tensors(route.device)
-    with _library.implementation(route.implementation):
-        (output, gradients), (again, gradients_again) = run(*tensors), run(*tensors)
-    assert_equal_bits([output, *gradients], [again, *gradients_again])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE_BIASED_CASES, ids=str)
-def test_matches_reference_at_model_sizes(case: BiasedCase) -> None:
-    check(case, Route("cuda", "triton"))
-
-
-@pytest.mark.parametrize("route", routes())
 def test_rows_without_keys_average_all_values(route: Route) -> None:
     """1e9 is so large that float32 forgets the logits beside it: what OpenFold's own formula gives."""
     inputs, mask, dout = BIASED_CASES[4].tensors(route.device)
@@ -157,17 +141,6 @@ def test_the_output_is_laid_out_like_the_query(route: Route) -> None:
     output.add_(1)  # is no view that autograd would guard
 
 
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("shape", [(0, 2, 4, 8), (2, 2, 0, 8)])
-def test_empty(route: Route, shape: tuple[int, ...]) -> None:
-    query, key, value = (torch.empty(shape, device=route.device, requires_grad=True) for _ in range(3))
-    with _library.implementation(route.implementation):
-        output = attention(query, key, value, torch.ones(shape[-2], device=route.device))
-        gradients = torch.autograd.grad(output.sum(), (query, key, value))
-    assert output.shape == shape
-    assert all(gradient.shape == shape for gradient in gradients)
-
-
 @pytest.mark.parametrize("route", routes(interpreter=False))
 def test_masks_of_other_dtypes(route: Route) -> None:
     inputs, mask, _ = BIASED_CASES[2].tensors(route.device)
@@ -217,23 +190,9 @@ def test_odd_rows_of_the_bias_are_copied(route: Route, length: int, monkeypatch:
     assert_equal_bits(outputs[:1], outputs[1:])
 
 
-@pytest.mark.parametrize("route", routes())
-def test_inputs_stay_as_they_are(route: Route) -> None:
-    inputs, mask, dout = BIASED_CASES[3].tensors(route.device)
-    before = [t.clone() for t in (*inputs, mask, dout)]
-    with _library.implementation(route.implementation):
-        run(inputs, mask, dout)
-    assert_equal_bits([*inputs, mask, dout], before)
-
-
 def double_inputs() -> tuple[Tensor, ...]:
     shapes = ((2, 1, 3, 4), (2, 1, 5, 4), (2, 1, 5, 4), (1, 1, 3, 5))
     return tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-
-
-def test_gradcheck() -> None:
-    mask = torch.tensor([1.0, 1, 0, 1, 1], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda q, k, v, b: attention(q, k, v, mask, b), double_inputs())
 
 
 @pytest.mark.parametrize("route", routes())
@@ -252,18 +211,6 @@ def test_second_derivative(route: Route) -> None:
     wide = [t.detach().cpu().double().requires_grad_() for t in inputs]
     for a, e in zip(actual, second(reference.attention, wide, mask.double().cpu()), strict=True):
         assert_close(a, e)
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
-    inputs, mask, dout = BIASED_CASES[2].tensors(route.device)
-    leaves = [t.requires_grad_() for t in inputs]
-    with _library.implementation(route.implementation):
-        _, plain = run(inputs, mask, dout)
-        output = checkpoint(lambda q, k, v, b: attention(q, k, v, mask, b), *leaves, use_reentrant=use_reentrant)
-        output.backward(dout)
-    assert_equal_bits([t.grad for t in leaves], plain)
 
 
 @pytest.mark.parametrize("route", routes())

@@ -206,9 +206,3 @@ def test_shapes_are_refused_in_clear_words() -> None:
         multihead.attention([x, x[:, :1]], [o, w[:16], o], heads=2)
     with pytest.raises(ValueError, match=r"input_weights_kv has shape \[24, 8\], expected \[16, 8\]"):
         multihead.attention([x, x], [o, w, o], heads=2)
-
-
-@pytest.mark.parametrize("route", routes())
-def test_self_check(route: Route) -> None:
-    with _library.implementation(route.implementation):
-        assert op.self_check(torch.device(route.device)) < 1

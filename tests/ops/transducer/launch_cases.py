@@ -1,4 +1,4 @@
-"""Launches of the transducer's kernels to compile for every GPU: padded and packed, aligned and odd sizes."""
+"""Launches of the transducer's kernels that no example reaches, to compile for every GPU: dropout, odd sizes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 def record() -> None:
     """Makes, and under `record_launches` collects, forward and backward of joint and loss."""
     lengths, offset, seed = (_empty(16), _empty(16)), _empty(16, dtype=torch.int64), _empty(1, dtype=torch.int64)
-    # tokens, features, dtype, offset, noise, settings: as in the benchmark; packed with all that can be fused
+    # tokens, features, dtype, offset, noise, settings
     for tokens, features, dtype, at, noise, relu, dropout, rows in (
-        (60, 512, _HALF, None, None, False, 0.0, 0),
         (201, 130, _BF16, offset, seed, True, 0.1, 5000),
         (60, 512, _HALF, None, _empty(16, 300, 60, 512, dtype=torch.uint8), False, 0.1, 0),
     ):
@@ -28,7 +27,6 @@ def record() -> None:
         op_joint.launch_backward(h, h if relu else mask, *lengths, at, *settings, (True, True))
     # tokens, words, dtype, offset, softmax
     for tokens, words, dtype, at, softmax in (
-        (60, 1024, _HALF, None, True),
         (700, 29, _F32, offset, False),
         (60, 5001, _BF16, offset, True),
     ):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
 from apex.ops.xentropy import chunks, config, linear_cross_entropy
@@ -77,44 +76,6 @@ def test_matches_linear_and_cross_entropy(
     assert_equal_bits(first, again)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradcheck(reduction: str) -> None:
-    input, weight, bias, labels = tensors("cpu", torch.float64)
-
-    def function(input, weight, bias):
-        options = {"reduction": reduction, "label_smoothing": 0.1, "chunk_rows": 3}
-        return linear_cross_entropy(input, weight, labels, bias, **options)
-
-    leaves = tuple(
-        t[:4, :3].detach().requires_grad_() if t.dim() == 2 else t[:4].detach().requires_grad_()
-        for t in (input, weight, bias)
-    )
-    labels = labels[:4] % 4
-    labels[1] = -100
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves)
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
-def test_only_wanted_gradients_are_computed(route: Route, reduction: str, needed: tuple[bool, ...]) -> None:
-    input, weight, bias, labels = tensors(route.device, torch.float32)
-    leaves = (input, weight, bias)
-    for tensor, need in zip(leaves, needed, strict=True):
-        tensor.requires_grad_(need)
-    with _library.implementation(route.implementation):
-        loss = linear_cross_entropy(input, weight, labels, bias, reduction=reduction, chunk_rows=3).sum()
-        loss.backward()
-    _, gradients = exact(*leaves, labels, torch.ones((), device=route.device), reduction="mean")
-    if reduction == "none":
-        gradients = [g * (labels != -100).sum() for g in gradients]
-    for tensor, need, expected in zip(leaves, needed, gradients, strict=True):
-        assert (tensor.grad is not None) == need
-        if need:
-            assert_near(tensor.grad, expected, torch.float32, "a gradient")
-
-
 @pytest.mark.parametrize("route", routes())
 def test_a_retained_graph_gives_the_same_twice(route: Route) -> None:
     input, weight, _, labels = tensors(route.device, torch.float32)
@@ -163,18 +124,6 @@ def test_all_rows_ignored(route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-def test_no_rows(route: Route) -> None:
-    _, weight, bias, labels = tensors(route.device, torch.float32)
-    input = torch.empty(0, FEATURES, device=route.device, requires_grad=True)
-    with _library.implementation(route.implementation):
-        loss = linear_cross_entropy(input, weight, labels[:0], bias, reduction="sum")
-        gradients = torch.autograd.grad(loss, (input, weight, bias))
-    assert loss == 0
-    assert [g.shape for g in gradients] == [(0, FEATURES), (CLASSES, FEATURES), (CLASSES,)]
-    assert all(not g.any() for g in gradients)
-
-
-@pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(route: Route, dtype: torch.dtype) -> None:
     """Products in half precision; the gradients of float32 parameters are summed in float32."""
@@ -190,17 +139,6 @@ def test_autocast(route: Route, dtype: torch.dtype) -> None:
     for actual, gradient in zip(gradients, wanted, strict=True):
         assert actual.dtype == torch.float32
         assert_near(actual, gradient, dtype, "a gradient")
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing(route: Route, use_reentrant: bool) -> None:
-    input, weight, _, labels = tensors(route.device, torch.float32)
-    with _library.implementation(route.implementation):
-        plain = torch.autograd.grad(linear_cross_entropy(input, weight, labels), (input, weight))
-        loss = checkpoint(linear_cross_entropy, input, weight, labels, use_reentrant=use_reentrant)
-        loss.backward()
-    assert_equal_bits((input.grad, weight.grad), plain)
 
 
 @pytest.mark.parametrize("route", routes(interpreter=False))
@@ -314,21 +252,6 @@ def test_bad_arguments_are_refused(change: dict, error: type[Exception], words: 
     arguments = {"input": input, "weight": weight, "target": labels, "bias": bias, **change}
     with pytest.raises(error, match=words):
         linear_cross_entropy(**arguments)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("classes", [50257, 32000])
-@pytest.mark.parametrize("accumulation_dtype", [None, torch.float32])
-def test_model_sizes(classes: int, accumulation_dtype: torch.dtype | None) -> None:
-    input = torch.randn(3000, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(classes, 512, device="cuda", dtype=torch.bfloat16) * 0.05).requires_grad_()
-    labels = torch.randint(0, classes, (3000,), device="cuda")
-    loss = linear_cross_entropy(input, weight, labels, chunk_rows=700, accumulation_dtype=accumulation_dtype)
-    gradients = torch.autograd.grad(loss, (input, weight))
-    expected, wanted = exact(input, weight, None, labels, torch.ones_like(loss))
-    assert_near(loss, expected, torch.bfloat16, "loss")
-    for actual, gradient in zip(gradients, wanted, strict=True):
-        assert_near(actual, gradient, torch.bfloat16, "a gradient")
 
 
 @pytest.mark.gpu

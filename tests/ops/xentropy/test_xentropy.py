@@ -44,29 +44,14 @@ class XentropyCase:
         return logits.to(self.dtype).to(device), labels.to(device), slopes.to(device)
 
 
-# Rows within a block, of whole blocks, with parts of blocks, and of odd lengths that begin anywhere.
+# Rows that the interpreter takes several blocks for, padding, and other options than the examples have.
 CASES = [
-    XentropyCase(1, 1),
-    XentropyCase(5, 1),
-    XentropyCase(7, 2, _BF16),
-    XentropyCase(7, 5),
     XentropyCase(7, 17, _HALF),
-    XentropyCase(6, 48),
-    XentropyCase(6, 64, _HALF, 0.0),
-    XentropyCase(4, 1000),
-    XentropyCase(4, 1001, _BF16),
     XentropyCase(4, 4096, _BF16, 0.0),
-    XentropyCase(4, 30000),
-    XentropyCase(13, 2501, _F32, 0.0),
     XentropyCase(3, 9001, _HALF),
     XentropyCase(3, 33333, _F32, 1.0),
     XentropyCase(3, 50257, _BF16),
     XentropyCase(5, 777, _F32, 0.1, 30.0),
-]
-LARGE_CASES = [
-    XentropyCase(rows, classes, dtype, smoothing)
-    for dtype in (_F32, _BF16, _HALF)
-    for rows, classes, smoothing in ((1000, 32000, 0.1), (517, 50257, 0.1), (517, 50257, 0.0), (300, 131072, 0.1))
 ]
 
 
@@ -76,7 +61,9 @@ def run(logits: Tensor, labels: Tensor, slopes: Tensor, smoothing: float) -> tup
     return losses, log_sums, gradient
 
 
-def check(case: XentropyCase, route: Route) -> None:
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_reference(case: XentropyCase, route: Route) -> None:
     tensors = case.tensors(route.device)
     logits, labels, slopes = (t.cpu() for t in tensors)
     expected, sums = reference.forward(logits.double(), labels, case.smoothing, PADDING)
@@ -93,18 +80,6 @@ def check(case: XentropyCase, route: Route) -> None:
     assert not losses[2::3].any()
     assert not gradient[2::3].any()
     assert_equal_bits(first, again)
-
-
-@pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_matches_reference(case: XentropyCase, route: Route) -> None:
-    check(case, route)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
-def test_matches_reference_at_model_sizes(case: XentropyCase) -> None:
-    check(case, Route("cuda", "triton"))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
@@ -254,16 +229,6 @@ def test_strided_logits_and_gradients(route: Route, which: int) -> None:
     assert_close(losses, expected)
     assert_close(gradient, torch.autograd.grad(expected, wide, slopes.double(), retain_graph=True)[0])
     assert_close(same, torch.autograd.grad(expected, wide, slopes[:1].double().expand(rows))[0])
-
-
-@pytest.mark.parametrize("route", routes())
-def test_no_rows(route: Route) -> None:
-    logits, labels = torch.empty(0, 16, device=route.device), torch.empty(0, device=route.device).long()
-    with _library.implementation(route.implementation):
-        losses, log_sums = xentropy.xentropy_forward(logits, labels)
-        gradient = xentropy.xentropy_backward(losses, logits, log_sums, labels)
-    assert losses.shape == log_sums.shape == (0,)
-    assert gradient.shape == (0, 16)
 
 
 @pytest.mark.parametrize(

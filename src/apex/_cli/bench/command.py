@@ -86,7 +86,7 @@ def run_bench(
     recorded = recorded_measurements(device_stem(device_name))
     try:
         for family, case in with_progress(selection, "cases"):
-            known = recorded.get(case.recorded_as or case.name)
+            known = recorded.get(case.name)
             report.cases.append(run_case(case, family, target, effort, report.copy_bandwidth, known))
     except KeyboardInterrupt:
         report.interrupted = True

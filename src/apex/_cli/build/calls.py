@@ -13,64 +13,22 @@ import torch
 from torch import Tensor, nn
 
 import apex.optimizers
-from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
 from apex.ops import _examples
-from apex.ops.attention import attention
-from apex.ops.batch_norm import batch_norm
-from apex.ops.dense import dense_gelu_dense, mlp
 
 Shape = tuple[int, ...]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class Maker(NamedTuple):
-    """Makes the tensors of a call."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def leaf(self, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        return self.constant(shape, dtype or self.dtype).requires_grad_()
-
-    def image(self, shape: Shape) -> Tensor:
-        return self.constant(shape, self.dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-
-
 class Op(NamedTuple):
     """An op by name: `sizes` are the numbers of a shape and an example, `extensions` the compiled names."""
 
-    run: Callable[[Maker, Shape], Any]
+    run: Callable[[_examples.Make, Shape], object]
     sizes: tuple[str, str]
     extensions: tuple[str, ...] = ()
 
 
-def _xentropy(make: Maker, s: Shape) -> Tensor:
-    return SoftmaxCrossEntropyLoss.apply(make.leaf(s), make.constant(s[:1], torch.int64), 0.0, -100, True)
-
-
-def _attention(make: Maker, s: Shape) -> Tensor:
-    batch, heads, length, _ = s
-    hidden = make.constant((batch, 1, 1, length), torch.bool)
-    bias = make.leaf((1, heads, length, length))
-    return attention(make.leaf(s), make.leaf(s), make.leaf(s), hidden.logical_not(), bias)
-
-
-def _batch_norm(make: Maker, s: Shape) -> Tensor:
-    weight, bias = (make.leaf(s[1:2], torch.float32) for _ in range(2))
-    return batch_norm(make.image(s), None, None, weight, bias, relu=True)
-
-
-def _mlp(make: Maker, s: Shape, gelu: bool) -> Tensor:
-    rows, outer, inner = s
-    x, w1, b1, w2, b2 = map(make.leaf, ((rows, outer), (inner, outer), (inner,), (outer, inner), (outer,)))
-    return dense_gelu_dense(x, w1, b1, w2, b2) if gelu else mlp(x, (w1, w2), (b1, b2))
-
-
-def _optimizer(make: Maker, s: Shape, name: str, **options: Any) -> None:
-    parameters = [nn.Parameter(make.constant(shape, make.dtype)) for shape in (s, s[:1])]
+def _optimizer(make: _examples.Make, s: Shape, name: str, **options: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=make.dtype, device=make.device)) for shape in (s, s[:1])]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     getattr(apex.optimizers, name)(parameters, lr=0.1, **options).step()
@@ -80,16 +38,7 @@ def _step(name: str, *extensions: str, **options: Any) -> Op:
     return Op(partial(_optimizer, name=name, **options), ("rows x columns", "4096x1024"), ("amp_C", *extensions))
 
 
-_IMAGE = "images x channels x height x width", "8x320x64x64"
-_HEADS = "batch x heads x length x size", "16x16x512x64"
-_LAYERS = "rows x outer x inner", "8192x1024x4096"
-
 OPS = {
-    "attention": Op(_attention, _HEADS),
-    "xentropy": Op(_xentropy, ("tokens x classes", "8192x32000"), ("xentropy_cuda",)),
-    "batch_norm": Op(_batch_norm, _IMAGE, ("bnp", "syncbn")),
-    "dense_gelu_dense": Op(partial(_mlp, gelu=True), _LAYERS, ("fused_dense_cuda",)),
-    "mlp": Op(partial(_mlp, gelu=False), _LAYERS, ("mlp_cuda",)),
     "adam": _step("FusedAdam", "fused_adam_cuda"),
     "lamb": _step("FusedLAMB", "fused_lamb_cuda"),
     "sgd": _step("FusedSGD", momentum=0.9),
@@ -101,15 +50,15 @@ OPS = {
 def _op(example: _examples.Example) -> Op:
     """Return an example as an op of `apex build`."""
 
-    def run(make: Maker, shape: Shape) -> list[Tensor]:
-        return _examples.Call(example, shape, _examples.Make(make.dtype, make.device)).outputs()
+    def run(make: _examples.Make, shape: Shape) -> list[Tensor]:
+        return _examples.Call(example, shape, make).results()
 
     return Op(run, (example.sizes, "x".join(map(str, example.typical))), tuple(example.extensions))
 
 
 def known_ops() -> dict[str, Op]:
     """Return everything that `apex build` knows by name: examples with sizes of real models, optimizers' steps."""
-    return {**{name: _op(example) for name, example in _examples.by_name() if example.listed}, **OPS}
+    return {**{name: _op(example) for name, example in _examples.by_name() if example.listed and example.builds}, **OPS}
 
 
 class Call(NamedTuple):
@@ -142,10 +91,7 @@ def parse_call(text: str, dtype: str) -> Call:
 
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    output = op.run(Maker(dtype, device), shape)
-    outputs = output if isinstance(output, list) else [] if output is None else [output]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+    op.run(_examples.Make(dtype, device), shape)
 
 
 def _run_script(path: str, device: torch.device) -> None:

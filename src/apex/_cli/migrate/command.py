@@ -11,7 +11,7 @@ import libcst as cst
 
 from ..._atomic import atomic_file
 from ..console import make_console, print_json_document
-from . import to_apex, to_booster, to_torch
+from . import from_colossalai, to_apex, to_booster, to_torch
 from .code import Code, Refusal
 from .edits import Edits, Rewriter
 from .imports import tidied
@@ -28,7 +28,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Target:
-    """A value of `--to`: the files that it concerns, and the passes that rewrite them."""
+    """A value of `--to`, or of `--from`: the files that it concerns, and the passes that rewrite them."""
 
     words: tuple[bytes, ...]  # files without any of these words are not parsed
     rewrites: tuple[Rewrite, ...]  # each works on the result of the one before
@@ -40,6 +40,7 @@ TARGETS = {
     "torch": Target((b"apex",), (Rewrite(to_torch.convert, ("apex",)),)),
     "apex": Target((b"autocast", b"GradScaler"), (_TO_APEX,)),
     "booster": Target((b"apex", b"autocast", b"GradScaler"), (_TO_APEX, _TO_BOOSTER)),
+    "from colossalai": Target((b"colossalai",), (Rewrite(lambda code, _: from_colossalai.convert(code), ()),)),
 }
 
 

@@ -34,6 +34,7 @@ ADVICE = {
     "gradients": "gradients that may still be scaled are used here: do it between backward pass and step, beside it",
     "no-loss-scale": "{level} has no loss scale: remove what saves and loads it",
     "names-taken": "{names} mean something else in this file: rename that",
+    "no-counterpart": "{reason}",
     "both": "the file uses apex.amp and torch.amp: remove one of them",
     "fallback": "{name} is defined here for want of apex: use that, and remove the import of apex",
     "no-equivalent": "{name} has no counterpart in torch; it works beside torch.amp too",

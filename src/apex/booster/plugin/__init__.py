@@ -10,6 +10,7 @@ _PLUGINS = {
     "GradientCheckpointConfig": "_gradient_checkpoints",
     "HybridParallelPlugin": "hybrid_parallel_plugin",
     "LowLevelZeroPlugin": "low_level_zero_plugin",
+    "MoeHybridParallelPlugin": "moe_hybrid_parallel_plugin",
     "PipelineGradientCheckpointConfig": "_gradient_checkpoints",
     "TorchDDPPlugin": "torch_ddp_plugin",
     "TorchFSDPPlugin": "torch_fsdp_plugin",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import sys
 from abc import ABC, abstractmethod
@@ -180,10 +181,22 @@ class DPPluginBase(Plugin):
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """Return a DataLoader with a DistributedSampler and seeded workers; `kwargs` are passed to DataLoader."""
+        """Return a DataLoader with a DistributedSampler and seeded workers; `kwargs` are passed to DataLoader.
+
+        A `distributed_sampler_cls` of the user gets `seed` and `drop_last` only if it has these arguments.
+        """
         ranks, rank = self.data_place()
-        sampler: Any = (distributed_sampler_cls or DistributedSampler)(
-            dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        kind = distributed_sampler_cls or DistributedSampler
+        accepted = inspect.signature(kind).parameters.values()
+        takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in accepted)
+        names = {argument.name for argument in accepted}
+        optional = {"seed": seed, "drop_last": drop_last}
+        sampler: Any = kind(
+            dataset,
+            num_replicas=ranks,
+            rank=rank,
+            shuffle=shuffle,
+            **{name: value for name, value in optional.items() if takes_all or name in names},
         )
 
         generator = torch.Generator().manual_seed(seed)

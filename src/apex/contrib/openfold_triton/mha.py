@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...ops._checks import check_floats
+from ...ops._checks import check_floats, check_tensors
 from ...ops.attention import attention, op_biased
 from ...ops.attention.config import usual_tile
 
@@ -88,9 +88,11 @@ def AttnTri(
 
 def AttnBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, bias: Tensor, inf: float) -> Tensor:
     """Compute the attention with mask and bias."""
+    check_tensors(mask=mask, bias=bias)
     return attention(query, key, value, mask, bias, inf)
 
 
 def AttnNoBiasJIT(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, inf: float) -> Tensor:
     """Compute the attention with a mask and without bias."""
+    check_tensors(mask=mask)
     return attention(query, key, value, mask, None, inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...ops._checks import integer, number
 from ...ops.xentropy import XENTROPY, check_logits, reference
 
 
@@ -20,11 +21,12 @@ class SoftmaxCrossEntropyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, smoothing=0.0, padding_idx=0, half_to_float=False):  # type: ignore[override]
+        smoothing, padding_idx = number("smoothing", smoothing), integer("padding_idx", padding_idx)
         check_logits(logits, labels, smoothing)
         if torch.compiler.is_compiling():
-            arguments = (logits, labels, float(smoothing), padding_idx)
+            arguments = (logits, labels, smoothing, padding_idx)
             return XENTROPY.save(ctx, arguments, reference.forward(*arguments))
-        return XENTROPY.forward_and_save(ctx, logits, labels, float(smoothing), padding_idx)
+        return XENTROPY.forward_and_save(ctx, logits, labels, smoothing, padding_idx)
 
     @staticmethod
     def backward(ctx, grad_loss):  # type: ignore[override]

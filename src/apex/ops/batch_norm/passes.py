@@ -8,14 +8,10 @@ which are added up. Statistics are mean and biased variance of every channel, in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .. import _library
-from .._tolerance import excess
 from . import config, reference
 from .kernel_passes import (
     launch_backward,
@@ -58,7 +54,8 @@ def statistics(
 def scaled_statistics(input: Tensor, running: Channels, spec: BatchNormSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return `statistics` of one process, and scale and shift of every channel, [2, C], in a compiled graph."""
     mean, variance, *parameters = running
-    tensors = (input.detach(), mean, variance, *_unless_none(tuple(parameters), Tensor.detach))
+    constants = [None if each is None else each.detach() for each in parameters]
+    tensors = (input.detach(), mean, variance, *constants)
     return torch.ops.apex.batch_norm_statistics(*tensors, spec.momentum, spec.eps, spec.channel_dim)
 
 
@@ -167,45 +164,10 @@ def values_per_channel(input: Tensor, channel_dim: int) -> int:
     return input.numel() // max(1, input.shape[channel_dim])
 
 
-def self_check(device: torch.device) -> float:
-    """Return the largest error, as a multiple of its tolerance, both ways, in three dtypes and both layouts."""
-    shape, spec, worst = (3, 72, 9, 7), BatchNormSpec(relu=True), 0.0
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for layout in (torch.channels_last, torch.contiguous_format):
-            images = [torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)]
-            x, z, dy = (image.to(dtype).to(memory_format=layout) for image in images)
-            weight, bias = (torch.rand(72, generator=generator, dtype=torch.float32, device="cpu") + 0.5 for _ in "wb")
-            for addend in (z, None):
-                worst = max(worst, _largest_error((x, addend, dy, weight, bias), spec, device))
-    return worst
-
-
-def _largest_error(tensors: tuple[Tensor | None, ...], spec: BatchNormSpec, device: torch.device) -> float:
-    x, z, dy, weight, bias = _unless_none(tensors, lambda each: each.to(device))
-    channels = Channels(*statistics(x, spec), weight, bias)
-    y = normalise(x, z, channels, spec)
-    dz, dbias, dweight, _ = gradient_sums(dy, x, None if z is None else y, channels, spec, keep_dz=z is not None)
-    count = values_per_channel(x, spec.channel_dim)
-    masked, plain = (dy, spec) if dz is None else (dz, reference.without_relu(spec))
-    dx = input_gradient(masked, x, None, channels, GradientSums(dbias, dweight, 1 / count), plain)
-    x, z, gradient, weight, bias = _unless_none(tensors, Tensor.double)
-    exact = Channels(*reference.combine(reference.rank_statistics(x, spec.channel_dim)[None]), weight, bias)
-    right = reference.gradients(gradient, x, y.cpu(), exact, spec)
-    pairs = [(y, reference.normalise(x, z, exact, spec), 1), (dx, right[0], 1)]
-    pairs += [(dweight, right[2], count), (dbias, right[3], count)] + ([] if dz is None else [(dz, right[1], 1)])
-    return max(excess(actual.cpu(), wanted, reduction=terms) for actual, wanted, terms in pairs)
-
-
-def _unless_none(tensors: tuple[Tensor | None, ...], change: Callable[[Tensor], Tensor]) -> Any:
-    return [None if each is None else change(each) for each in tensors]
-
-
 FAMILY = _library.register_family(
     _library.OpFamily(
         "batch_norm",
         "batch norm with an addend and ReLU, in both layouts",
-        self_check,
         small_inputs=f"PyTorch's operators below {config.NATIVE_BELOW:,} elements (compiled {config.COMPILED_BELOW:,})"
         ", but for halves with an addend, and mostly without an addend or ReLU",
     )

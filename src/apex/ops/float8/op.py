@@ -82,7 +82,7 @@ def product(
 
 
 def _amax(input: Tensor, by_row: bool) -> Tensor:
-    if not _library.runs_triton(FAMILY, input):
+    if not input.numel() or not _library.runs_triton(FAMILY, input):
         return reference.amax(input, by_row)
     if by_row:
         rows, columns = input.shape
@@ -112,7 +112,7 @@ def _amax(input: Tensor, by_row: bool) -> Tensor:
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    if not _library.runs_triton(FAMILY, input):
+    if not input.numel() or not _library.runs_triton(FAMILY, input):
         return reference.cast_both(input, amax, by_row, dtype)
     results = _empty(input, by_row, dtype)
     launch = _cast_launch(*input.shape, len(amax), by_row, dtype)
@@ -147,24 +147,8 @@ def _cast_launch(rows: int, columns: int, partials: int, by_row: bool, dtype: to
     )
 
 
-def self_check(device: torch.device) -> float:
-    """Return 0 if the copies agree with PyTorch's rounding on `device`, else 2: a multiple of the tolerance."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    input = torch.randn(48, 80, generator=generator, dtype=torch.float32, device="cpu").to(torch.bfloat16)
-    wrong = 0
-    for by_row in (False, True):
-        for actual, expected in zip(
-            cast_both(input.to(device), amax(input.to(device), by_row), by_row, torch.float8_e4m3fn),
-            reference.cast_both(input, reference.amax(input, by_row), by_row, torch.float8_e4m3fn),
-            strict=True,
-        ):
-            # A few may be one step of the format apart, if the scale was rounded the other way.
-            wrong += int((actual.cpu().float() != expected.float()).sum() > expected.numel() // 100)
-    return 2.0 if wrong else 0.0
-
-
 FAMILY = _library.register_family(
-    _library.OpFamily("float8", "float8 copies of matrices with their scales and transposed copies", self_check)
+    _library.OpFamily("float8", "float8 copies of matrices with their scales and transposed copies")
 )
 
 _library.register_op(

@@ -21,7 +21,9 @@ def cast(input: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def amax(input: Tensor, by_row: bool) -> Tensor:
-    """Return the largest magnitudes as `op.amax` does, float32."""
+    """Return the largest magnitudes as `op.amax` does, float32; zeros for an empty matrix."""
+    if not input.numel():
+        return input.new_zeros(sum(input.shape) if by_row else 1, dtype=torch.float32)
     magnitudes = input.abs()
     if by_row:
         return torch.cat((magnitudes.amax(1), magnitudes.amax(0))).float()

@@ -70,6 +70,7 @@ EXAMPLES = [
         2.0,
         0.0,
         0,
+        large=[(2, 76725, 80), (2, 76725, 91)],
         listed=[
             *(Row("cuda", dtype, (8, 76725, classes)) for dtype in _DTYPES for classes in (80, 91)),
             *(Row("cpu", dtype, (1, 4096, 80)) for dtype in _DTYPES),

@@ -51,6 +51,7 @@ def _example(name: str, title: str, activation: str, bias: bool, listed: list[Ro
         torch=_torch,
         sizes="rows x columns",
         small=_SMALL if name == "swiglu" else _SMALL[:2],
+        large=[(1000, 22016), (4097, 8190), (20000, 514)] if name == "swiglu" else [],
         draw=_draw,
         listed=listed,
         title=title + " {short} {shape}",

@@ -59,6 +59,8 @@ EXAMPLES = [
         "group_norm",
         "silu",
         True,
+        # The sizes of diffusion models.
+        large=[(2, channels, side, side, 32) for channels in (320, 960, 1280, 2560) for side in (8, 16, 32, 64)],
         title="group_norm+silu {dtype} {shape}",
         listed=[
             *(Row("cuda", torch.bfloat16, (*shape, shape[-1])) for shape in _LISTED),

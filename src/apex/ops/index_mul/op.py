@@ -162,11 +162,4 @@ INDEX_MUL = Op(
     shapes=lambda in1, in2, index: in2.new_empty(in2.shape),
     saved=Saved("in1", "in2", "index"),
     derivative=Derivative(of=("in1", "in2")),
-    checks=[
-        {
-            "in1": (7, 40),
-            "in2": (100, 40),
-            "index": lambda generator: torch.randint(7, (100,), generator=generator, dtype=torch.int64, device="cpu"),
-        }
-    ],
 )

@@ -22,6 +22,7 @@ def _example(name: str, window: int, stride: int, padding: int) -> Example:
         torch=functional.max_pool2d,
         sizes="images x channels x height x width",
         small=[(2, 24, 9, 11), (1, 3, 12, 12)],
+        large=[(16, 64, 112, 112)],
         draw=lambda random: random.image(1, 512),
     )
 

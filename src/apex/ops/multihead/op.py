@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _library
-from .._tolerance import excess_of_norm
 from ..norm import layer_norm
-from . import reference
 from .checks import check_attention, check_dropout
 from .explicit import split
 from .masks import Mask, MaskKind, added_logits, check_mask
@@ -193,36 +191,10 @@ def launch_dropout_add(
     return output, kept
 
 
-def self_check(device: torch.device) -> float:
-    """Return the largest error, as a multiple of its tolerance, of attention and of dropout with a residual."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    length, batch, heads, size, dropout = 40, 3, 4, 16, 0.25
-    hidden = torch.rand(batch, length, generator=generator, dtype=torch.float32, device="cpu") > 0.7
-    worst = 0.0
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        wide = torch.randn(3, length, batch * heads, size, generator=generator, dtype=torch.float32, device="cpu")
-        here = wide.to(dtype).to(device)
-        wide = here.cpu().double()
-        queries, keys, values = here
-        wide_queries, wide_keys, wide_values = wide
-        for mask in (None, Mask(MaskKind.PADDING, hidden)):
-            mask_on_device = None if mask is None else Mask(MaskKind.PADDING, hidden.to(device))
-            actual = attend(queries, keys, values, heads, mask_on_device, 0.0).cpu()
-            exact = reference.attend(wide_queries, wide_keys, wide_values, heads, size**-0.5, mask)
-            worst = max(worst, excess_of_norm(actual, exact))
-        # An element is the residual alone, or has its full share of x; the nearer of the two is expected.
-        actual = dropout_add(here[0], here[1], dropout).cpu()
-        dropped, whole = wide[1], wide[1] + wide[0] / (1.0 - dropout)
-        nearer = (actual.double() - whole).abs() < (actual.double() - dropped).abs()
-        worst = max(worst, excess_of_norm(actual, torch.where(nearer, whole, dropped)))
-    return worst
-
-
 FAMILY = _library.register_family(
     _library.OpFamily(
         "multihead",
         "multihead attention: PyTorch's attention on packed projections; dropout and residual in one pass",
-        self_check,
         small_inputs=f"PyTorch's dropout below {NATIVE_BELOW:,} elements",
     )
 )

@@ -20,6 +20,8 @@ _LISTED = [
     *(Row("cpu", d, s) for d in _DTYPES[::-1] for s in ((1024, 1024), (4096, 1024))),
     *(Row("cpu", d, s, ["step"]) for d in _DTYPES[::-1] for s in ((128, 1024), (1024, 1024))),
 ]
+# Widths of models, with more rows than programs.
+_LARGE = [(4096, 768), (2048, 1024), (1000, 4096), (517, 5120), (600, 8192), (300, 16384), (150, 32768)]
 _FUNCTIONS = "normalization.fused_layer_norm:"
 _LAYER_NORMS = [
     *(Public(f"normalization:{name}", "input", module=lambda *sizes: sizes[-1:], memory_efficient=efficient)
@@ -82,6 +84,7 @@ def _examples(name: str, mean: bool) -> list[Example]:
         sizes="rows x columns",
         # A row with a mask, short rows, rows of a large block.
         small=[(9, 192), (60, 8), (48, 1000)],
+        large=_LARGE,
         draw=_draw,
         listed=_LISTED,
         strided=True,

@@ -10,17 +10,6 @@ import triton.language as tl
 from .._launch import kernel
 
 
-@triton.jit
-def _sum_columns(partials, result, count, row_length, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & (column < row_length)[None, :]
-        total += tl.load(partials + row.to(tl.int64)[:, None] * row_length + column[None, :], mask=mask, other=0.0)
-    tl.store(result + column, tl.sum(total, 0).to(result.dtype.element_ty), mask=column < row_length)
-
-
 @kernel
 @triton.jit
 def sum_partials(
@@ -32,11 +21,19 @@ def sum_partials(
     row_length = row_length // ALIGN * ALIGN
     kind = tl.program_id(1)
     own = partials + kind * tl.cast(count, tl.int64) * row_length
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(0, count, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < count)[:, None] & (column < row_length)[None, :]
+        total += tl.load(own + row.to(tl.int64)[:, None] * row_length + column[None, :], mask=mask, other=0.0)
+    result = tl.sum(total, 0)
+    # Only the stores differ: each copy of the loop above would be compiled by itself.
     if kind == 0:
-        _sum_columns(own, dweight, count, row_length, ROWS, BLOCK)
+        tl.store(dweight + column, result.to(dweight.dtype.element_ty), mask=column < row_length)
     if dbias is not None:
         if kind == 1:
-            _sum_columns(own, dbias, count, row_length, ROWS, BLOCK)
+            tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=column < row_length)
     if dadded is not None:
         if kind == tl.num_programs(1) - 1:
-            _sum_columns(own, dadded, count, row_length, ROWS, BLOCK)
+            tl.store(dadded + column, result.to(dadded.dtype.element_ty), mask=column < row_length)

@@ -117,6 +117,7 @@ EXAMPLES = [
         sizes=_SEQUENCES,
         title="rope sbhd {short} {shape}{way}",
         small=[(8, 2, 4, 32), (7, 3, 5, 22), (1, 1, 1, 2), (1, 3, 32, 32), (48, 2, 6, 48)],
+        large=[(1024, 2, 32, 128), (515, 3, 12, 96)],
         draw=_draw,
         listed=_rows(
             _LARGE,
@@ -151,6 +152,7 @@ EXAMPLES = [
         sizes="tokens x heads x size",
         title="rope thd {short} {shape}{way}",
         small=[(23, 4, 32)],
+        large=[(3000, 16, 128)],
         draw=_draw_packed,
         listed=_rows([(16384, 32, 128), (16384, 64, 128)], [(1024, 8, 128)]),
         public=[Public(f"{_FUNCTIONAL}_thd", "t", "cu_seqlens", "freqs")],
@@ -163,6 +165,7 @@ EXAMPLES = [
         sizes="batch x rows x columns x heads x size",
         title="rope 2d {short} {shape}{way}",
         small=[(2, 3, 5, 4, 32)],
+        large=[(3, 32, 40, 16, 80)],
         listed=_rows([(4, 64, 64, 32, 128), (8, 64, 64, 32, 128)], [(2, 16, 32, 8, 128)]),
         public=[Public(f"{_FUNCTIONAL}_2d", "t", "img_h", "img_w", "cos_h", "sin_h", "cos_w", "sin_w")],
     ),
@@ -175,6 +178,7 @@ EXAMPLES = [
         title="rope qk {short} {s[0]}x{s[1]}x{s[2]}+{s[4]}x{s[3]}{way}",
         elements=lambda batch, length, heads, size, keys: batch * length * (heads + keys) * size,
         small=[(2, 9, 4, 32, 2)],
+        large=[(2, 1000, 8, 256, 2)],
         draw=_draw_pair,
         listed=[
             Row("cuda", _BF16, (4, 4096, 32, 128, 8), ["fwd"]),

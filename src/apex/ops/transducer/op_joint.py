@@ -257,21 +257,4 @@ JOINT = Op(
     shapes=_fake,
     saved=Saved("kept", "f_len", "g_len", "batch_offset", choose=_save),
     derivative=Derivative(of=("f", "g"), backward=reference.joint_backward, shapes=_backward_fake),
-    checks=[
-        {
-            "f": (2, 9, 24),
-            "g": (2, 5, 24),
-            "f_len": lambda generator: torch.tensor([9, 6], dtype=torch.int64, device="cpu"),
-            "g_len": lambda generator: torch.tensor([4, 5], dtype=torch.int64, device="cpu"),
-            "batch_offset": None,
-            "noise": None,
-            "relu": True,
-            "dropout": 0.0,
-            "scale": 1.0,
-            "frames": 9,
-            "tokens": 5,
-            "packed_rows": 0,
-            "want_mask": False,
-        }
-    ],
 )

@@ -202,21 +202,4 @@ LOSS = Op(
         backward=reference.loss_backward,
         once=lambda *settings: "the transducer loss has a first derivative only; create_graph=True is not supported",
     ),
-    sums_rounded_products=True,
-    checks=[
-        {
-            "x": (2, 9, 5, 40),
-            "label": lambda generator: torch.randint(
-                1, 40, (2, 4), generator=generator, dtype=torch.int64, device="cpu"
-            ),
-            "f_len": lambda generator: torch.tensor([9, 6], dtype=torch.int64, device="cpu"),
-            "y_len": lambda generator: torch.tensor([3, 4], dtype=torch.int64, device="cpu"),
-            "batch_offset": None,
-            "max_f_len": 9,
-            "blank_idx": 0,
-            "softmax": True,
-            "want_nodes": True,
-            "want_scores": False,
-        }
-    ],
 )

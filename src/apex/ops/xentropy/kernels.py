@@ -142,12 +142,14 @@ def _write_gradient(
     source, target, class_weight, source_start, target_start, classes, label, counted,
     log_sum, of_softmax, of_product, of_all, of_own, inner, outer, first, step,
     TRANSFORM: tl.constexpr, ENTROPY: tl.constexpr, EDGES: tl.constexpr, SAME_STRIDE: tl.constexpr,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, EVICT: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Write a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
     Only `counted` rows are read; the gradient of the others, padding, is zero for any logits. EVICT: the cache policy
-    of these reads and writes. `_slope` explains the coefficients.
+    of these reads and writes. REVERSE: counts blocks from the end of the row, which a program that has just read the
+    row finds in the cache: bfloat16 2048x131072 in 363 us, else 383, 4096x50257 in 329, else 369. `_slope` explains the
+    coefficients.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     label = tl.where((label >= 0) & (label < classes), label, -1).to(tl.int32)
@@ -159,7 +161,7 @@ def _write_gradient(
     whole = length // BLOCK * BLOCK
     if counted:
         for begin in tl.range(first * BLOCK, whole, step * BLOCK):
-            position = begin + offset
+            position = (whole - BLOCK - begin if REVERSE else begin) + offset
             x = tl.load(body_source + position, eviction_policy=EVICT).to(tl.float32)
             weights = None
             if class_weight is not None:
@@ -328,7 +330,7 @@ def xentropy_forward(
             logits, logits, None, row_start, row_start, classes, label, counted,
             log_sum, factor * (1.0 + 2.0 * z_loss * log_sum), 0.0, -factor * (smoothing / classes),
             -factor * (1.0 - smoothing), inner, outer, 0, 1,
-            TRANSFORM, False, EDGES, True, GROUPS, LANES, VECTOR, "evict_first" if STREAM else "",
+            TRANSFORM, False, EDGES, True, GROUPS, LANES, VECTOR, "evict_first" if STREAM else "", True,
         )  # fmt: skip
 
 
@@ -351,7 +353,7 @@ def xentropy_backward(
         logits, gradient, None, row * row_stride, row * classes, classes, label, label != padding_idx,
         log_sum, scale, 0.0, -scale * (smoothing / classes), -scale * (1.0 - smoothing), 1.0, 1.0,
         tl.program_id(0) % splits, splits,
-        0, False, EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "",
+        0, False, EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "", False,
     )  # fmt: skip
 
 
@@ -377,7 +379,7 @@ def row_gradient(
         logits, gradient, class_weight, row * row_stride, row * target_stride, classes, label, label != padding_idx,
         tl.load(log_sums + row), of_softmax, of_product, of_all, of_own, inner, outer,
         tl.program_id(0) % splits, splits,
-        TRANSFORM, ENTROPY, EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "",
+        TRANSFORM, ENTROPY, EDGES, SAME_STRIDE, GROUPS, LANES, VECTOR, "", False,
     )  # fmt: skip
 
 

@@ -39,6 +39,11 @@ def gather_from_stages(value: Any) -> list[Any]:
     return gather_objects(value, "telling other pipeline stages what this one holds", group)
 
 
+def is_divided(value: Tensor, param: Any) -> bool:
+    """Return whether a tensor, laid out like `param`, is only this process's part of a whole tensor."""
+    return hasattr(value, "full_tensor") or (_tensor_group(param) is not None and value.dim() > 0)
+
+
 def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
     """Return the whole tensor in host memory, gathered from all ranks' parts; all processes call it.
 

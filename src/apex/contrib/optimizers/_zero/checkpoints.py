@@ -49,20 +49,29 @@ def _by_param(parts: Iterable[Piece]) -> dict[int, list[Piece]]:
 
 
 @torch.no_grad()
-def gather(states: Sequence[State], keep: bool) -> dict[Tensor, dict[str, Tensor]]:
+def gather(
+    states: Sequence[State], keep: bool, params: Iterable[Any] | None = None, names: Iterable[str] | None = None
+) -> dict[Tensor, dict[str, Tensor]]:
     """Return the whole state of every parameter in host memory, by name; an empty dict unless `keep`.
 
-    All processes must call it.
+    `params` and `names` select parameters and state names; None means all. All processes must call it.
     """
     gathered: dict[Tensor, dict[str, Tensor]] = {}
+    selected = None if params is None else set(params)
     for state in states:
         arena = state.arena
-        for name in _names(state):
+        wanted = [selected is None or param in selected for param in arena.params]
+        for name in _names(state) if any(wanted) else ():
+            if names is not None and name not in names:
+                continue
             values = state.read(name)
             if keep:
-                for param in arena.params:
+                for param in (param for param, asked in zip(arena.params, wanted, strict=True) if asked):
                     gathered.setdefault(param, {})[name] = torch.empty_like(param, dtype=values.dtype, device="cpu")
-            for number, pieces in enumerate(arena.layout.pieces):
+            for number, all_pieces in enumerate(arena.layout.pieces):
+                pieces = [piece for piece in all_pieces if wanted[piece.param]]
+                if not pieces:
+                    continue
                 bucket = arena.shard(values, number)
                 if arena.groups.ranks > 1:
                     whole = bucket.new_empty(arena.layout.bucket_sizes[number])
@@ -160,7 +169,7 @@ def _keys(optimizer: Any) -> dict[Tensor, int]:
     return {param: index for index, param in enumerate(optimizer.parameters())}
 
 
-def _packed_groups(optimizer: Any) -> list[dict[str, Any]]:
+def packed_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the parameter groups, with indices instead of parameters."""
     packed, first = [], 0
     for group in optimizer.param_groups:
@@ -187,7 +196,7 @@ def whole_tensors(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
     keys = _keys(optimizer)
     state: dict[Any, Any] = {"step": optimizer._steps.settle()}
     state.update({keys[param]: gathered[param] for param in keys if param in gathered})
-    return {"state": state, "param_groups": _packed_groups(optimizer), "format": 2}
+    return {"state": state, "param_groups": packed_groups(optimizer), "format": 2}
 
 
 def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
@@ -207,7 +216,7 @@ def shards_of_ranks(optimizer: Any, on_root: bool) -> dict[str, Any] | None:
             for fragment in bucket.fragments:
                 key = keys[optimizer.parameter(fragment)]
                 state.setdefault(key, {}).setdefault("fragments", []).append(fragment)
-    local = {"state": state, "param_groups": _packed_groups(optimizer)}
+    local = {"state": state, "param_groups": packed_groups(optimizer)}
     if not on_root:
         return {**local, "format": 1}
     for bucket in state["buckets"]:
@@ -325,7 +334,7 @@ def sharded_tensors(optimizer: Any) -> dict[str, Any]:
         "step": optimizer._steps.settle(),
         # Tuples, because torch.distributed.checkpoint saves a tuple as one value. It splits lists, but
         # differently on a rank that has no part of some tensor, which then finds nothing to load.
-        "param_groups": tuple(_packed_groups(optimizer)),
+        "param_groups": tuple(packed_groups(optimizer)),
         "strides": tuple(param.stride() for param in optimizer.parameters()),
     }
 

@@ -1,0 +1,216 @@
+"""Plain models, nothing in them written for apex: a step by PyTorch's ways, Liger-Kernel's, and `apex.boost` alone.
+
+    python benchmarks/plain_models.py                        # every row, on a GPU
+    python benchmarks/plain_models.py --rows vit_b16 gpt2 --output vit.json
+    python benchmarks/plain_models.py --tiny --device cpu --rows gpt2 --columns "torch.amp" "apex.boost"
+
+Forward, backward and AdamW in bfloat16. All columns of a row are made in one process and are warm before the first is
+timed; they are timed in turns. `ms` is the median over rounds. `MiB` is the most memory that PyTorch reserved for the
+column while it ran steps alone, with its weights, state and graphs. `first` is the seconds from the model to the end of
+the warm-up: what is compiled, and for apex.boost also the measuring. The file has all rounds, the losses of the first
+steps, and the report of apex.boost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from plain_networks import ROWS, Row
+from torch import Tensor
+
+import apex
+from apex._bench.environment import describe, device_name, device_stem
+from apex._installed import installed_version
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("torch.amp", "compile", "reduce-overhead", "liger", "apex.boost", "apex.boost fp8")
+
+
+class Column:
+    """One way to train a row's model."""
+
+    def __init__(self, row: Row, column: str, arguments: argparse.Namespace, batch: tuple[Tensor, ...]) -> None:
+        begin, self.batch, self.is_gpu = time.perf_counter(), batch, arguments.device == "cuda"
+        self.base = self._reserved()
+        torch.manual_seed(0)
+        if column == "liger":
+            if not row.liger:
+                raise LookupError("Liger-Kernel has no patch for this model")
+            import liger_kernel.transformers
+
+            getattr(liger_kernel.transformers, row.liger)()
+        layout = torch.channels_last if row.has_images else torch.contiguous_format
+        model: Any = (row.tiny if arguments.tiny else row.make)().to(arguments.device, memory_format=layout).train()
+        self.report = ""
+        self.step = self._boosted(row, column, model) if column.startswith("apex") else self._torch(row, column, model)
+        warmup = 24 if column.startswith("apex") else 4
+        self.losses = [float(self.step(*batch)) for _ in range(warmup)][:4]
+        if self.is_gpu:
+            torch.cuda.synchronize()
+        self.first = time.perf_counter() - begin
+        if hasattr(self.step, "report"):
+            self.report = self.step.report()
+        self.mebibytes = self._memory()
+        self.times: list[float] = []
+
+    def _boosted(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        precision = "fp8" if column.endswith("fp8") else "bf16"
+        model, optimizer, step = apex.boost(model, optimizer, precision, device=self.batch[0].device)
+
+        @step
+        def train_step(*batch: Tensor) -> Tensor:
+            loss = row.loss(model, *batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        self._decorator = step
+        return train_step
+
+    def _torch(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
+        in_half = column == "liger"  # its usual way: bfloat16 weights
+        model = model.bfloat16() if in_half else model
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        device = self.batch[0].device.type
+
+        def loss(*batch: Tensor) -> Tensor:
+            if in_half:
+                return row.loss(model, *batch)
+            with torch.autocast(device, torch.bfloat16):
+                return row.loss(model, *batch)
+
+        if column == "compile":
+            loss = torch.compile(loss)
+        elif column == "reduce-overhead":
+            loss = torch.compile(loss, mode="reduce-overhead")
+
+        def train_step(*batch: Tensor) -> Tensor:
+            value = loss(*batch)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return value.detach()
+
+        return train_step
+
+    @staticmethod
+    def _reserved() -> int:
+        if not torch.cuda.is_available():
+            return 0
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    def _memory(self) -> int | None:
+        if not self.is_gpu:
+            return None
+        self._reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            self.step(*self.batch)
+        torch.cuda.synchronize()
+        return round((torch.cuda.max_memory_reserved() - self.base) / 2**20)
+
+    def time(self, steps: int) -> None:
+        """Time some steps; a step before them brings the device back to this column."""
+        self.step(*self.batch)
+        if self.is_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(steps):
+                self.step(*self.batch)
+            end.record()
+            end.synchronize()
+            self.times.append(begin.elapsed_time(end) / steps)
+        else:
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.step(*self.batch)
+            self.times.append(1e3 * (time.perf_counter() - start) / steps)
+
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = {"ms": round(statistics.median(self.times), 3), "MiB": self.mebibytes}
+        result |= {"first_s": round(self.first, 1), "losses": [round(loss, 4) for loss in self.losses]}
+        result["rounds"] = [round(each, 3) for each in self.times]
+        return {**result, "report": str(self._decorator.report())} if hasattr(self, "_decorator") else result
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of a row by column; a column that fails has its error."""
+    row, columns, results = ROWS[name], {}, {}
+    torch.manual_seed(0)
+    draw = row.tiny_draw if arguments.tiny else row.draw
+    layout = torch.channels_last if row.has_images else torch.contiguous_format
+    batch = tuple(
+        tensor.to(arguments.device, memory_format=layout if tensor.dim() == 4 else torch.preserve_format)
+        for tensor in draw()
+    )
+    for column in arguments.columns:
+        torch._dynamo.reset()
+        try:
+            columns[column] = Column(row, column, arguments, batch)
+        except Exception as error:  # a column without its package, or without memory, is no reason to stop
+            results[column] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+        print(f"{name}: {column} {'failed' if column in results else 'is warm'}", flush=True)
+    for _ in range(arguments.rounds):
+        for each in columns.values():
+            each.time(arguments.steps)
+    results |= {column: each.result() for column, each in columns.items()}
+    best = min((results[c]["ms"] for c in ("torch.amp", "compile", "reduce-overhead") if c in columns), default=None)
+    for column in arguments.columns:
+        result = results[column]
+        if "error" in result:
+            print(f"  {column:16} {result['error'].splitlines()[0][:100]}", flush=True)
+            continue
+        ratio = f"{result['ms'] / best:.2f}" if best else "-"
+        print(
+            f"  {column:16} {result['ms']:9.2f} ms {ratio:>5} {result['MiB'] or 0:7} MiB  first {result['first_s']} s"
+        )
+        if "report" in result:
+            lines = [line for line in result["report"].splitlines() if line.startswith(("fuse", "compile", "capture"))]
+            print("\n".join(f"    {line[:400]}" for line in lines), flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=list(COLUMNS))
+    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
+    parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-plain-models.json"
+    head = {**describe(device), "commit": commit()}
+    head["versions"] |= {"transformers": str(installed_version("transformers"))}
+    rows: dict[str, Any] = {}
+    for number, name in enumerate(arguments.rows):
+        print(f"row {number + 1} of {len(arguments.rows)}", flush=True)
+        rows[name] = measure(name, arguments)
+        gc.collect()
+        path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")  # after every row: a run may be stopped
+
+
+def commit() -> str:
+    """Return the commit of this checkout, or "unknown" outside of one."""
+    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""`apex.boost`: one call for the fastest training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._stages import StepDecorator
+from .booster import Booster
+from .mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
+
+__all__ = ["boost"]
+
+
+def boost(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mixed_precision: MixedPrecision | str | None = "bf16",
+    *,
+    device: str | torch.device | None = None,
+) -> tuple[Any, Any, StepDecorator]:
+    """Return a model, its optimizer and a decorator of training steps, such that steps take as little time as possible.
+
+        model, optimizer, step = apex.boost(model, optimizer, mixed_precision="bf16")
+
+        @step
+        def train_step(inputs, targets):
+            loss = loss_function(model(inputs), targets)
+            optimizer.zero_grad()
+            optimizer.backward(loss)
+            optimizer.step()
+            return loss
+
+    The call moves the model to the accelerator, fuses it (`apex.fuse`) and its optimizer, and sets the precision:
+    "bf16" and "fp8" have bfloat16 weights with float32 masters in the optimizer; the other names and None are those of
+    `apex.Booster`. The first calls of a step are measured, and later ones run in the quickest way: as they are,
+    captured in a CUDA graph, or compiled and captured. `step.report()` says what was done and why something was not.
+    """
+    if mixed_precision == "bf16":
+        mixed_precision = BF16MixedPrecision("O5")
+    elif mixed_precision == "fp8":
+        head = _head(model)
+        mixed_precision = FP8MixedPrecision(opt_level="O5", choose=lambda name, layer: layer is not head)
+    booster = Booster(device, mixed_precision, fuse="auto", compile="auto", capture="auto")
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return model, optimizer, booster.step
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """Return the output layer, whose rounding would go straight into the loss: the last linear layer."""
+    find = getattr(model, "get_output_embeddings", None)
+    named = find() if callable(find) else None
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return named or (layers[-1] if layers else None)

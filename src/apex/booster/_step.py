@@ -1,0 +1,190 @@
+"""Boosted steps: a training step that runs as it is, captured, compiled, or both, whichever is the quickest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..graphs import CapturedStep
+from ..graphs._captured import flattened
+from ._compile import CompiledParts, progress
+from ._snapshot import ForwardSnapshot
+
+# Calls that a variant is timed for, and eager calls before a capture.
+_TIMED, _WARMUP = 3, 3
+
+
+class Variant(NamedTuple):
+    """A way to run a step."""
+
+    compile: bool
+    capture: bool
+
+    def __str__(self) -> str:
+        words = [word for word, is_so in (("compiled", self.compile), ("captured", self.capture)) if is_so]
+        return " and ".join(words) or "eager"
+
+    @property
+    def untimed(self) -> int:
+        """Number of first calls that take longer: kernels are compiled, and graphs are captured."""
+        return _WARMUP + 1 if self.capture else 2
+
+
+EAGER = Variant(False, False)
+
+
+class BoostedStep:
+    """A training step that is measured in its first calls and then runs in the quickest of its variants.
+
+    Every call is a step of the training; nothing runs twice. Only calls with the arguments' shapes of the first call
+    are measured. If `first_shapes_only` is set, only these use compiled code, because each shape would be compiled
+    again. Returned tensors have no gradients and are valid until the next call.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        variants: Sequence[Variant],
+        parts: Sequence[CompiledParts],
+        models: Sequence[nn.Module],
+        *,
+        first_shapes_only: bool = True,
+        backend: Callable[[], Any] | None = None,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.problems: dict[str, str] = {}  # by stage: why it failed in a call
+        self.seconds: dict[Variant, float] = {}
+        self._parts, self._models, self._backend = parts, models, backend
+        self._first_shapes_only = first_shapes_only
+        self._runners: dict[Variant, CapturedStep] = {}
+        self._first_kind: Any = None
+        self._first_shapes: Any = None
+        self._has_compiled = False
+        self._baseline, self._may_fall_back = variants[0], EAGER in variants
+        self._calls, self._times = 0, list[float]()
+        # Variants that are still to be measured. The last one is the likely winner, whose graphs are kept.
+        self._pending = list(variants) if len(variants) > 1 else []
+        self.choice: Variant | None = None if self._pending else variants[0]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, kind = flattened((args, kwargs))
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        if self._first_shapes is None:
+            self._first_shapes, self._first_kind = shapes, kind
+        compiles = not self._first_shapes_only or shapes == self._first_shapes
+        if self.choice is not None:
+            return self._run(self.choice, compiles, args, kwargs)
+        if not _are_equal(kind, self._first_kind):
+            return self._run(self._baseline, compiles, args, kwargs)
+        return self._measured(args, kwargs)
+
+    def choose(self, variant: Variant) -> None:
+        """Use a variant from now on, without measuring."""
+        self._pending, self.choice = [], variant
+        self._free(except_for=variant)
+
+    def reset(self) -> None:
+        """Drop all graphs; the next calls capture anew."""
+        self._free(except_for=None)
+
+    def _measured(self, args: Any, kwargs: Any) -> Any:
+        """Run a call in the variant that is measured now, and go on to the next variant after its last call."""
+        variant = self._pending[0]
+        self._calls += 1
+        is_timed = self._calls > variant.untimed
+        if is_timed:
+            _wait()
+        begin = time.perf_counter()
+        outputs = self._run(variant, True, args, kwargs)
+        if is_timed:
+            _wait()
+            self._times.append(time.perf_counter() - begin)
+        reason = variant.capture and self._runners[variant].reason
+        if reason:
+            self.problems["capture"] = reason
+            self._pending = list(dict.fromkeys(each._replace(capture=False) for each in self._pending))
+            self._pending = [each for each in self._pending if each not in self.seconds]
+            self._calls, self._times = 0, []
+        elif variant.compile and "compile" in self.problems:
+            self._pending, self._calls, self._times = [], 0, []
+        elif len(self._times) == _TIMED:
+            self.seconds[variant] = statistics.median(self._times)
+            self._pending, self._calls, self._times = self._pending[1:], 0, []
+            if self._pending:
+                self._free(except_for=None)
+        if not self._pending:
+            self.choose(min(self.seconds, key=lambda each: self.seconds[each], default=self._baseline))
+        return outputs
+
+    def _run(self, variant: Variant, compiles: bool, args: Any, kwargs: Any) -> Any:
+        """Run the step in a variant; use compiled code only if `compiles` is set as well."""
+        runner = self._runner(variant)
+        if not (variant.compile and compiles) or "compile" in self.problems:
+            return runner(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.active())
+            if self._has_compiled:
+                return runner(*args, **kwargs)
+            before = ForwardSnapshot(self._models) if self._may_fall_back else None
+            stack.enter_context(progress(f"compiling {', '.join(part.text for part in self._parts)}"))
+            try:
+                outputs = runner(*args, **kwargs)
+            except Exception as error:
+                if before is None or not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                problem = " ".join(str(error).split()[:40])
+                self.problems["compile"] = f"torch.compile failed: {type(error).__name__}: {problem}"
+            else:
+                self._has_compiled = True
+                return outputs
+        before.restore()  # outside of the `except` block, so that the traceback and what it holds are freed
+        return self._runner(EAGER)(*args, **kwargs)
+
+    def _runner(self, variant: Variant) -> CapturedStep:
+        """Return the step with this variant's graphs. Eager variants run on the same stream, and capture none."""
+        if variant not in self._runners:
+            warmup = _WARMUP if variant.capture else sys.maxsize
+            backend = None if self._backend is None else self._backend()
+            self._runners[variant] = CapturedStep(self.function, warmup=warmup, backend=backend)
+        return self._runners[variant]
+
+    def _free(self, except_for: Variant | None) -> None:
+        for variant in [each for each in self._runners if each != except_for]:
+            self._runners.pop(variant).invalidate()
+
+    def report(self) -> str:
+        """Return a line with the choice, the measured times and the graphs."""
+        if self.choice is None:
+            return f"measuring: {self._pending[0]} now"
+        times = ", ".join(f"{variant} {1e3 * seconds:.2f} ms" for variant, seconds in self.seconds.items())
+        runner = self._runners.get(self.choice)
+        graphs = f"; {runner.report()}" if runner is not None and self.choice.capture else ""
+        return f"{self.choice}{f' ({times})' if times else ''}{graphs}"
+
+
+def _wait() -> None:
+    """Wait for the accelerator, if there is one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether the kinds of two calls are equal; arguments that cannot be compared, such as arrays, are not."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False

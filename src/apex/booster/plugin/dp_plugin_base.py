@@ -1,0 +1,5 @@
+"""DPPluginBase at Colossal-AI's path."""
+
+from .plugin_base import DPPluginBase
+
+__all__ = ["DPPluginBase"]

@@ -1,0 +1,1 @@
+"""Stand-ins for other packages, which only an explicit call installs."""

@@ -1,0 +1,1 @@
+"""Colossal-AI's path of compiled kernels."""

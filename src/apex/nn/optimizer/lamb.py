@@ -1,0 +1,73 @@
+"""Lamb as in Colossal-AI: Adam's update times a trust ratio that has no bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Lamb"]
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB without bounds of norms and ratios, and by default without bias correction.
+
+    `adam=True` sets the trust ratio to 1. `apex.optimizers.FusedLAMB` is the fused one, `apex.optimizers.Lamb` bounds
+    the norm of the weights by 10.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        bias_correction: bool = False,
+    ) -> None:
+        for name, value, limit in (("lr", lr, None), ("eps", eps, None), *(("betas", beta, 1.0) for beta in betas)):
+            if value < 0 or (limit is not None and value >= limit):
+                raise ValueError(
+                    f"{name}={value} must be at least 0" + ("" if limit is None else f" and below {limit}")
+                )
+        self.adam = adam
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step and return the closure's loss."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(group, param)
+        return loss
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        assert param.grad is not None
+        if param.grad.is_sparse:
+            raise RuntimeError("Lamb takes no sparse gradients; use torch.optim.SparseAdam")
+        state, (beta1, beta2) = self.state[param], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.lerp_(param.grad, 1 - beta1)
+        second.mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+        rate = group["lr"]
+        if group["bias_correction"]:
+            rate = rate * (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
+        update = first / second.sqrt().add_(group["eps"])
+        if group["weight_decay"]:
+            update.add_(param, alpha=group["weight_decay"])
+        weight_norm, update_norm = param.norm(), update.norm()
+        ratio = torch.where(
+            (weight_norm > 0) & (update_norm > 0), weight_norm / update_norm, torch.ones_like(weight_norm)
+        )
+        # Colossal-AI's own names; the norms stay on the device.
+        state.update(weight_norm=weight_norm, adam_norm=update_norm, trust_ratio=ratio)
+        param.sub_(update * (rate if self.adam else rate * ratio))

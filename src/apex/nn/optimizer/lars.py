@@ -1,0 +1,63 @@
+"""Lars as in Colossal-AI: SGD with a rate for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Lars"]
+
+
+class Lars(torch.optim.Optimizer):
+    """LARS with trust ratios of 0 to 50 and gradients, weight decay included, of -10 to 10.
+
+    `apex.optimizers.FusedLARS` is the fused one and has no such bounds.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0,
+        eeta: float = 1e-3,
+        weight_decay: float = 0,
+        epsilon: float = 0.0,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eeta": eeta, "epsilon": epsilon}
+        for name, value in options.items():
+            if value < 0 or (name == "eeta" and not 0 < value <= 1):
+                accepted = "above 0 and at most 1" if name == "eeta" else "at least 0"
+                raise ValueError(f"{name}={value} must be {accepted}")
+        super().__init__(params, {**options, "lars": True})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step and return the closure's loss."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(group, param)
+        return loss
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        grad, rate, decay = param.grad, group["lr"], group["weight_decay"]
+        assert grad is not None
+        if group["lars"]:
+            weight_norm, grad_norm = param.norm(), grad.norm()
+            ratio = group["eeta"] * weight_norm / (grad_norm + decay * weight_norm + group["epsilon"])
+            usable = (weight_norm > 0) & (grad_norm > 0)
+            rate = rate * torch.where(usable, ratio, torch.ones_like(ratio)).clamp(0.0, 50.0)
+            if decay:
+                grad = grad.add(param, alpha=decay)
+        grad = grad.clamp(-10.0, 10.0)
+        if group["momentum"]:
+            state = self.state[param]
+            if "momentum_buffer" in state:
+                grad = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
+            else:
+                state["momentum_buffer"] = grad.clone()
+        param.sub_(grad * rate)

@@ -1,0 +1,38 @@
+"""Examples of float8 copies of matrices, with one scale for a matrix or one for each row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._examples import Example
+from . import op, reference
+
+_DTYPE = torch.float8_e4m3fn
+
+
+def _widened(copy: Tensor, transposed: Tensor, inverse: Tensor, turned_inverse: Tensor) -> tuple[Tensor, ...]:
+    """Return the numbers that both copies stand for, and the inverse scales."""
+    return copy.float() * inverse, transposed.float() * turned_inverse, inverse, turned_inverse
+
+
+def _example(name: str, by_row: bool) -> Example:
+    def function(input: Tensor) -> tuple[Tensor, ...]:
+        input, compiling = input.contiguous(), torch.compiler.is_compiling()
+        largest = op.amax(input, by_row, compiling)
+        return _widened(*op.cast_both(input, largest, by_row, _DTYPE, compiling))
+
+    def by_torch(input: Tensor) -> tuple[Tensor, ...]:
+        return _widened(*reference.cast_both(input, reference.amax(input, by_row), by_row, _DTYPE))
+
+    return Example(
+        name,
+        function,
+        lambda make, rows, columns: {"input": make.normal(rows, columns, grad=False)},
+        torch=by_torch,
+        sizes="rows x columns",
+        small=[(48, 80), (70, 33), (1, 1)],
+    )
+
+
+EXAMPLES = [_example("float8", False), _example("float8_by_row", True)]

@@ -1,0 +1,5 @@
+"""ColoParameter: PyTorch's Parameter."""
+
+from torch.nn import Parameter as ColoParameter
+
+__all__ = ["ColoParameter"]

@@ -1,0 +1,529 @@
+"""Steps that a Booster fuses, compiles and captures train the same numbers as steps that run as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import apex
+from apex.booster import BoostedStep, Booster
+from apex.booster._compile import repeated_blocks
+from apex.booster._stages import Stages
+from apex.booster._step import EAGER, Variant
+from apex.booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
+from apex.booster.plugin import TorchDDPPlugin
+from apex.ops.multi_tensor.torch_lists import TorchLists
+from tests.booster import problem
+from tests.graphs.recorder import CpuGraphs
+
+CAPTURED, COMPILED = Variant(False, True), Variant(True, False)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU record and replay operators as a GPU does, and let "auto" compile without code generation."""
+    monkeypatch.setattr(Stages, "graphs", CpuGraphs)
+    monkeypatch.setattr(Stages, "compile_options", {"backend": "eager", "dynamic": False})
+    monkeypatch.setattr("apex.booster._stages.has_triton", lambda: True)
+    monkeypatch.setattr(TorchLists, "_calls_fused", lambda self: False)
+
+
+def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+class Training:
+    """A model and its optimizer, boosted with these settings of fuse, compile and capture."""
+
+    def __init__(self, make: Any = problem.adam, precision: Any = None, **stages: Any) -> None:
+        model = problem.net()
+        self.booster = Booster(problem.DEVICE, BF16MixedPrecision("O5") if precision is None else precision, **stages)
+        self.model, self.optimizer, *_ = self.booster.boost(model, make(model))
+        self.losses: list[Tensor] = []
+
+    def run(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
+        self.losses.append(function(*args, **kwargs).detach().clone())
+
+    def params(self) -> list[Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+
+def plain_loop(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    for number in range(8):
+        training.run(step, *problem.batch(number))
+
+
+def accumulation(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor, last: bool) -> Tensor:
+        loss = loss_of(model, inputs, targets) / 2
+        optimizer.backward(loss)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    for number in range(14):
+        training.run(step, *problem.batch(number), last=number % 2 == 1)
+
+
+def clipping(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.clip_grad_by_norm(0.1)
+        optimizer.step()
+        return loss
+
+    for number in range(8):
+        training.run(step, *problem.batch(number))
+    assert optimizer.get_grad_norm() > 0.1
+
+
+def clipping_by_pytorch(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return loss
+
+    for number in range(8):
+        training.run(step, *problem.batch(number))
+
+
+def shorter_last_batch(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for number in range(16):
+        inputs, targets = problem.batch(number)
+        rows = 5 if number % 4 == 3 else len(inputs)
+        training.run(step, inputs[:rows], targets[:rows])
+
+
+def evaluation_and_scheduler(training: Training) -> None:
+    model, optimizer = training.model, training.optimizer
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for number in range(12):
+        training.run(step, *problem.batch(number))
+        scheduler.step()
+        if number % 3 == 1:
+            model.eval()
+            with torch.no_grad():
+                training.run(loss_of, model, *(part[:7] for part in problem.batch(100)))
+            model.train()
+
+
+LOOPS = [plain_loop, accumulation, clipping, clipping_by_pytorch, shorter_last_batch, evaluation_and_scheduler]
+
+
+def assert_equal(one: Training, other: Training) -> None:
+    assert torch.equal(torch.stack(one.losses), torch.stack(other.losses))
+    for a, b in zip(one.params(), other.params(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("stages", [{"capture": True}, {"compile": "auto", "capture": "auto"}], ids=["capture", "auto"])
+def test_a_loop_trains_as_without_capture(loop: Any, stages: Any, graphs: None) -> None:
+    boosted, expected = Training(fuse=True, **stages), Training(fuse=True)
+    for training in (boosted, expected):
+        loop(training)
+    assert_equal(boosted, expected)
+    capture = boosted.booster.report()[-1]
+    assert capture.stage == "capture"
+    assert "eager:" not in capture.text
+    if stages.get("capture") is True:
+        assert capture.done
+        assert "replays" in capture.text
+        assert " 0 replays" not in capture.text
+
+
+@pytest.mark.parametrize("precision", [None, FP8MixedPrecision(opt_level="O5", smallest_weight=1)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("make", [problem.adam, problem.sgd], ids=["adam", "sgd"])
+def test_capture_in_other_precisions_and_optimizers(precision: Any, make: Any, graphs: None) -> None:
+    boosted = Training(make, copy.deepcopy(precision), fuse=True, capture=True)
+    expected = Training(make, copy.deepcopy(precision), fuse=True)
+    for training in (boosted, expected):
+        plain_loop(training)
+    assert_equal(boosted, expected)
+
+
+def test_amp_is_captured(graphs: None) -> None:
+    results = []
+    for capture in (True, False):
+        training = Training(precision=FP16ApexMixedPrecision("O5", verbosity=0), fuse=True, capture=capture)
+        plain_loop(training)
+        results.append(training)
+        apex.amp.shutdown()
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_run_resumes_with_equal_bits(capture: bool, graphs: None) -> None:
+    def run(training: Training, numbers: range) -> None:
+        model, optimizer = training.model, training.optimizer
+
+        @training.booster.step
+        def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs, targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for number in numbers:
+            training.run(step, *problem.batch(number))
+
+    whole = Training(fuse=True, capture=capture)
+    run(whole, range(10))
+    first, second = Training(fuse=True, capture=capture), Training(fuse=True, capture=capture)
+    run(first, range(6))
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
+    second.model.load_state_dict(saved[0])
+    second.optimizer.load_state_dict(saved[1])
+    run(second, range(6, 10))
+    for a, b in zip(whole.params(), second.params(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_loading_into_a_captured_run_is_seen_by_its_graph(graphs: None) -> None:
+    training = Training(fuse=True, capture=True)
+    plain_loop(training)
+    saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
+    losses = []
+    for _ in range(2):
+        training.model.load_state_dict(saved[0])
+        training.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        before = len(training.losses)
+        plain_loop(training)
+        losses.append(torch.stack(training.losses[before:]))
+    assert torch.equal(*losses)
+
+
+def test_masters_in_the_state_of_the_optimizer_start_from_the_exact_weights() -> None:
+    exact = [param.detach().clone() for param in problem.net().parameters()]
+    training = Training(fuse=True)
+    model, optimizer = training.model, training.optimizer
+    assert all(param.dtype == torch.bfloat16 for param in model.parameters())
+    for value, expected in zip(model.state_dict().values(), exact, strict=True):
+        assert torch.equal(value, expected)
+    saved = optimizer.state_dict()  # before the first step, too
+    optimizer.load_state_dict(saved)
+    assert all("master_param" in state for state in saved["state"].values())
+
+
+def test_loading_a_state_without_masters_keeps_the_masters_of_the_model() -> None:
+    source = Training(fuse=False)
+    plain_loop(source)
+    target = Training(fuse=True)
+    target.model.load_state_dict(source.model.state_dict())
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+    for a, b in zip(source.params(), target.params(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:fp8. no layer")
+@pytest.mark.parametrize("precision", ["bf16", "fp8", None])
+def test_boost_trains_as_a_booster_does(precision: str | None) -> None:
+    """The change of the weights agrees, as in docs/booster.md: 5% of its norm in bfloat16, 20% in float8."""
+    start = torch.cat([param.detach().flatten() for param in problem.net().parameters()])
+    model = problem.net()
+    model, optimizer, step = apex.boost(model, problem.adam(model), precision, device="cpu")
+
+    @step
+    def train_step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    expected = problem.net()
+    plain = problem.adam(expected)
+    for number in range(problem.STEPS):
+        train_step(*problem.batch(number))
+        plain.zero_grad()
+        loss_of(expected, *problem.batch(number)).backward()
+        plain.step()
+    moved = torch.cat([value.flatten() for value in model.state_dict().values()]) - start
+    exact = torch.cat([param.detach().flatten() for param in expected.parameters()]) - start
+    bound = {"bf16": 0.05, "fp8": 0.2, None: 1e-4}[precision]
+    assert (moved - exact).norm() <= bound * exact.norm()
+
+
+def test_a_cpu_runs_the_function_itself() -> None:
+    model = problem.net()
+    *_, step = apex.boost(model, problem.adam(model), device="cpu")
+
+    def function() -> None: ...
+
+    assert step(function) is function
+    rows = {row.stage: row for row in step.report()}
+    assert rows["precision"].done
+    assert not rows["fuse"].done
+    assert "GPU" in rows["fuse"].text
+    assert not rows["compile"].done
+    assert "GPU" in rows["compile"].text
+    assert not rows["capture"].done
+    assert "GPU" in rows["capture"].text
+    assert "precision  yes  BF16 O5" in str(step.report())
+
+
+def test_auto_measures_every_variant_and_keeps_the_quickest(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(fuse=True, compile="auto", capture="auto")
+    clock, costs = [0.0], {EAGER: 2.0, CAPTURED: 1.0, Variant(True, True): 3.0}
+    monkeypatch.setattr("apex.booster._step.time.perf_counter", lambda: clock[0])
+    original = BoostedStep._run
+
+    def run(self: BoostedStep, variant: Variant, *args: Any) -> Any:
+        clock[0] += costs[variant]
+        return original(self, variant, *args)
+
+    monkeypatch.setattr(BoostedStep, "_run", run)
+    optimizer = training.optimizer
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(training.model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for number in range(24):
+        step(*problem.batch(number))
+    assert step.choice == CAPTURED
+    assert step.seconds == {EAGER: 2.0, CAPTURED: 1.0, Variant(True, True): 3.0}
+    rows = {row.stage: row for row in training.booster.report()}
+    assert rows["capture"].done
+    assert not rows["compile"].done
+    assert "eager 2000.00 ms" in rows["compile"].text
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_the_report_names_the_line(graphs: None) -> None:
+    training = Training(fuse=True, compile=False, capture="auto")
+    optimizer, counts = training.optimizer, []
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(training.model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        counts.append(1)
+        return loss
+
+    def run() -> None:
+        for number in range(12):
+            step(*problem.batch(number))
+
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        run()
+    assert step.choice == EAGER
+    row = training.booster.report()[-1]
+    assert not row.done
+    assert "every call changes the length of counts" in row.text
+
+
+def test_a_failed_compilation_leaves_the_step_as_it_was(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusal(torch._dynamo.exc.TorchDynamoException):
+        pass
+
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise Refusal("no code for this")
+
+    monkeypatch.setattr(Stages, "compile_options", {"backend": refuse, "dynamic": False})
+    torch._dynamo.reset()
+    boosted, expected = Training(fuse=True, compile="auto"), Training(fuse=True)
+    for training in (boosted, expected):
+        plain_loop(training)
+    assert_equal(boosted, expected)
+    row = {row.stage: row for row in boosted.booster.report()}["compile"]
+    assert not row.done
+    assert "no code for this" in row.text
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        plain_loop(Training(fuse=True, compile={"backend": refuse}))
+
+
+def test_only_the_first_shapes_run_compiled_and_evaluation_does_not(graphs: None, monkeypatch: Any) -> None:
+    shapes = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        shapes.append([tuple(value.shape) for value in inputs if isinstance(value, Tensor)])
+        return graph.forward
+
+    monkeypatch.setattr(Stages, "compile_options", {"backend": note, "dynamic": False})
+    torch._dynamo.reset()
+    training = Training(fuse=False, compile="auto")
+    monkeypatch.setattr("apex.booster._step.min", lambda *args, **kwargs: COMPILED, raising=False)
+    shorter_last_batch(training)
+    compiled = len(shapes)
+    assert compiled
+    assert all((5, problem.FEATURES) not in each for each in shapes)
+    training.model.eval()
+    training.model(problem.batch(0)[0][:3])
+    assert len(shapes) == compiled
+    assert {row.stage: row for row in training.booster.report()}["compile"].done
+
+
+def test_compile_shows_progress(graphs: None, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(fuse=False, compile={"backend": "eager"})
+    plain_loop(training)
+    shown = capsys.readouterr().err
+    assert "apex: compiling Net ..." in shown
+    assert "apex: compiling Net took" in shown
+
+
+def test_find_fastest_keeps_the_quickest_with_the_right_losses_and_puts_the_state_back(
+    graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(fuse="auto", compile="auto", capture="auto")
+    optimizer, before = training.optimizer, training.params()
+    state = copy.deepcopy(optimizer.state_dict())
+    clock = [0.0]
+    monkeypatch.setattr("apex.booster._stages.time.perf_counter", lambda: clock[0])
+    original = BoostedStep._run
+    costs = {EAGER: 5.0, CAPTURED: 2.0, COMPILED: 3.0, Variant(True, True): 1.0}
+
+    def run(self: BoostedStep, variant: Variant, *args: Any) -> Any:
+        clock[0] += costs[variant]
+        loss = original(self, variant, *args)
+        return 2 * loss if variant == Variant(True, True) else loss  # the quickest computes something else
+
+    monkeypatch.setattr(BoostedStep, "_run", run)
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(training.model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    report = training.booster.find_fastest(step, problem.batch(0))
+    assert step.choice == CAPTURED
+    rows = [row for row in report if row.stage == "find_fastest"]
+    assert len(rows) == 8
+    assert [row.text for row in rows if row.done] == ["captured: 2000.00 ms"]
+    assert sum("losses differ" in row.text for row in rows) == 2
+    for a, b in zip(training.params(), before, strict=True):
+        assert torch.equal(a, b)
+    again = optimizer.state_dict()
+    assert again["param_groups"] == state["param_groups"]
+    for key, values in state["state"].items():
+        for name, value in values.items():
+            assert torch.equal(again["state"][key][name], value)
+    training.run(step, *problem.batch(0))
+
+
+def test_find_fastest_on_a_cpu_has_nothing_to_choose() -> None:
+    model = problem.net()
+    model, optimizer, step = apex.boost(model, problem.adam(model), device="cpu")
+
+    def train_step(batch: Any) -> dict[str, Tensor]:
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+    report = step.find_fastest(step(train_step), {"batch": problem.batch(0)})
+    assert [row.done for row in report if row.stage == "find_fastest"] == [True]
+    with pytest.raises(TypeError, match="must return the loss"):
+        step.find_fastest(lambda: None, ())
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def test_repeated_blocks() -> None:
+    blocks = nn.Sequential(*(Block(8) for _ in range(3)))
+    assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), blocks)) == list(blocks)
+    assert repeated_blocks(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False))
+    assert repeated_blocks(nn.Sequential(Block(8))) == []  # nothing repeats
+    assert repeated_blocks(nn.Sequential(nn.Linear(100, 100), blocks)) == []  # most weights are elsewhere
+    stages = nn.Sequential(*(nn.Sequential(Block(width), Block(width)) for width in (2, 4, 6, 8, 10)))
+    assert repeated_blocks(stages) == []  # compiled five times
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ({"fuse": "yes"}, "fuse='yes' is not known"),
+        ({"compile": 3}, "compile=3 is not known.*dict of options"),
+        ({"capture": None}, "capture=None is not known"),
+        ({"capture": True, "compile": {"mode": "reduce-overhead"}}, "makes graphs of its own"),
+        ({"capture": True, "mixed_precision": "fp16"}, "loss scale"),
+    ],
+)
+def test_refused_settings(stages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Booster("cpu", **stages)
+
+
+def test_torch_ddp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDDPPlugin, "__init__", lambda self, ddp: setattr(self, "ddp", ddp))
+    with pytest.raises(ValueError, match="DistributedDataParallel starts its exchanges from the host"):
+        Booster("cpu", "bf16", TorchDDPPlugin(ddp="torch"), capture=True)
+    Booster("cpu", "bf16", TorchDDPPlugin(ddp="apex"), capture=True)
+    Booster("cpu", "bf16", TorchDDPPlugin(ddp="torch"), capture="auto")
+
+
+def test_refused_steps() -> None:
+    booster = Booster("cpu")
+    with pytest.raises(RuntimeError, match="after boost"):
+        booster.step(lambda: None)
+    booster.boost(problem.net())
+    with pytest.raises(TypeError, match="decorates a function"):
+        booster.step(3)
+    with pytest.raises(TypeError, match="step must be a function"):
+        booster.find_fastest(3, ())
