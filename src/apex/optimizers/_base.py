@@ -119,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Names of state that a saved parameter may lack although it has other state.
     _may_lack: frozenset[str] = frozenset()
     # Makes, from a bucket's tensors, an object that update rules can be applied to.
-    _make_lists = staticmethod(make_lists)
+    _make_lists: Callable[..., Any] = staticmethod(make_lists)
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
     # Set by apex.amp. `_model_params` maps a float32 master, which the optimizer holds, to the model's half-precision

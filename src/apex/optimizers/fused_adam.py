@@ -56,10 +56,10 @@ class FusedAdam(EncodingOptimizer):
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
         defaults |= dict(weight_decay=weight_decay, amsgrad=amsgrad)
-        defaults |= dict(cautious_weight_decay=options.pop("cautious_weight_decay", False))
+        more: dict[str, Any] = {"capturable": capturable, "master_weights": master_weights, **options}
+        defaults |= dict(cautious_weight_decay=more.pop("cautious_weight_decay", False))
         self.adam_w_mode = 1 if adam_w_mode else 0
-        more = {"set_grad_none": set_grad_none, "capturable": capturable, "master_weights": master_weights}
-        super().__init__(params, defaults, **more, **options)
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **more)
 
     def step(  # type: ignore[override]
         self,

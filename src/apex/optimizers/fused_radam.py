@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
+from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters
 from ._buckets import Group, UpdateBucket
@@ -117,7 +118,7 @@ class FusedNAdam(FusedOptimizer):
         """Return the state, with the product of momentum factors for each parameter, as `torch.optim.NAdam` has it."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            product = torch.as_tensor(group.get("mu_product", 1.0), dtype=torch.float32)
+            product = torch.full((), float(group.get("mu_product", 1.0)), dtype=torch.float32, device=HOST)
             for key in group["params"]:
                 if key in saved["state"]:
                     saved["state"][key] = {**saved["state"][key], "mu_product": product.clone()}

@@ -73,12 +73,13 @@ def _radam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, decoupled=False
     first, most = lr / (1 - beta1**step), 2 / (1 - beta2) - 1
     power = beta2**step
     length = most - 2 * step * power / (1 - power)  # of the average that the second moment is
-    adaptive, plain = 0.0, first
+    adaptive: Any = 0.0
+    plain: Any = first
     if isinstance(length, Tensor) or length > 5:
         variance = (length - 4) * (length - 2) * most / ((most - 4) * (most - 2) * length)
         adaptive, plain = first * (variance * (1 - power)) ** 0.5, 0.0
     if isinstance(length, Tensor):
-        adaptive, plain = (torch.where(length > 5, *pair) for pair in ((adaptive, 0.0), (0.0, first)))
+        adaptive, plain = torch.where(length > 5, adaptive, 0.0), torch.where(length > 5, 0.0, first)
     decay = lr * weight_decay if decoupled else weight_decay
     return adaptive, plain, 1 - beta1, beta2, 1 - beta2, eps, decay
 
