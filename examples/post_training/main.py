@@ -11,6 +11,7 @@ a file if matplotlib is installed. No stage ever holds all logits.
 import argparse
 import copy
 
+import task
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,8 +22,6 @@ from apex.contrib.llm_losses import FusedLinearDPOLoss, FusedLinearGRPOLoss
 from apex.contrib.xentropy import linear_cross_entropy, linear_log_probs
 from apex.normalization import FusedRMSNorm
 from apex.optimizers import FusedAdam
-
-ASK, END, WORDS = 10, 11, 12  # tokens: the ten digits, ">", "."
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--digits", type=int, default=5, help="digits to sort")
@@ -65,10 +64,10 @@ class GPT(nn.Module):
 
     def __init__(self, width, layers):
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(2 * length, width)
+        self.words, self.places = nn.Embedding(task.WORDS, width), nn.Embedding(2 * length, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.norm = FusedRMSNorm(width)
-        self.head = nn.Parameter(torch.randn(WORDS, width) * width**-0.5)
+        self.head = nn.Parameter(torch.randn(task.WORDS, width) * width**-0.5)
 
     def forward(self, tokens):
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -84,48 +83,23 @@ class GPT(nn.Module):
         return tokens[:, length:]
 
 
-def draw_prompts(count):
-    digits = torch.randint(0, 10, (count, args.digits), device=args.device)
-    return functional.pad(digits, (0, 1), value=ASK)
-
-
-def right_answers(prompts):
-    return functional.pad(prompts[:, :-1].sort(-1).values, (0, 1), value=END)
-
-
-def rewards_of(prompts, answers):
-    """The rule: the share of tokens that are right."""
-    return (answers == right_answers(prompts)).float().mean(-1)
-
-
-def demonstrations(prompts):
-    """Return answers, a share of which has two neighbours swapped."""
-    answers = right_answers(prompts)
-    swapped = answers.roll(1, 1)
-    place = torch.randint(0, args.digits, (len(answers), 1), device=args.device)
-    index = torch.arange(length, device=args.device)
-    wrong = torch.where(index == place, answers.roll(-1, 1), torch.where(index == place + 1, swapped, answers))
-    chosen = torch.rand(len(answers), 1, device=args.device) < args.wrong
-    return torch.where(chosen, wrong, answers)
-
-
 def hidden_states(model, prompts, answers):
     """Return the hidden states that predict the tokens of the answers."""
     return model(torch.cat([prompts, answers], 1)[:, :-1])[:, length - 1 :]
 
 
 def sft_step(model, optimizer):
-    prompts = draw_prompts(args.batch)
-    answers = demonstrations(prompts)
+    prompts = task.draw_prompts(args.batch, args.digits, args.device)
+    answers = task.demonstrations(prompts, args.wrong)
     step(optimizer, linear_cross_entropy(hidden_states(model, prompts, answers), model.head, answers))
     prompts = prompts[:32]
-    return rewards_of(prompts, model.sample(prompts)).mean()
+    return task.rewards_of(prompts, model.sample(prompts)).mean()
 
 
 def dpo_step(model, optimizer, reference, loss_function):
-    prompts = draw_prompts(args.batch)
+    prompts = task.draw_prompts(args.batch, args.digits, args.device)
     first, second = model.sample(prompts), model.sample(prompts)
-    of_first, of_second = rewards_of(prompts, first), rewards_of(prompts, second)
+    of_first, of_second = task.rewards_of(prompts, first), task.rewards_of(prompts, second)
     better = (of_first > of_second)[:, None]
     chosen, rejected = torch.where(better, first, second), torch.where(better, second, first)
     target = torch.cat([chosen, rejected])
@@ -140,9 +114,9 @@ def dpo_step(model, optimizer, reference, loss_function):
 
 
 def grpo_step(model, optimizer, loss_function):
-    prompts = draw_prompts(args.batch // args.group).repeat_interleave(args.group, 0)
+    prompts = task.draw_prompts(args.batch // args.group, args.digits, args.device).repeat_interleave(args.group, 0)
     answers = model.sample(prompts)
-    rewards = rewards_of(prompts, answers)
+    rewards = task.rewards_of(prompts, answers)
     groups = rewards.view(-1, args.group)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
     with torch.no_grad():
@@ -183,13 +157,13 @@ columns = (TextColumn("{task.description}"), MofNCompleteColumn(), BarColumn(), 
 def run_stage(name, steps, rate, one_step, *more):
     """Run the steps of a stage, keep its rewards, and tell how many new prompts are answered rightly after it."""
     optimizer = FusedAdam(model.parameters(), lr=rate)
-    task = progress.add_task(name, total=steps, reward="")
+    bar = progress.add_task(name, total=steps, reward="")
     values = curves[name] = []
     for _ in range(steps):
         values.append(one_step(model, optimizer, *more).item())
-        progress.update(task, advance=1, reward=f"reward {values[-1]:.3f}")
-    prompts = draw_prompts(512)
-    right = (rewards_of(prompts, model.sample(prompts)) == 1.0).float().mean().item()
+        progress.update(bar, advance=1, reward=f"reward {values[-1]:.3f}")
+    prompts = task.draw_prompts(512, args.digits, args.device)
+    right = (task.rewards_of(prompts, model.sample(prompts)) == 1.0).float().mean().item()
     progress.console.print(f"after {name}: reward {sum(values[-5:]) / len(values[-5:]):.3f}, {right:.1%} right")
 
 

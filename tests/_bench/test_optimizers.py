@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from apex._bench import parameter_sets, registry, runner, selection, timing
 from apex._bench.cases import optimizers
 from apex._bench.list_passes import PASSES
 from apex._bench.problems import Running
-from apex._bench.recorded import DIRECTORIES
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 EFFORT = timing.Effort(warmup=0.1, repeat=0.1, wall_rounds=1, host_batches=1)
@@ -60,15 +57,6 @@ def test_every_algorithm_on_every_set(device: torch.device, sets: tuple[str, ...
 def test_a_quick_run_has_the_smaller_set() -> None:
     assert list(cases(CPU, quick=True)) == [f"{name} 1000_small" for name in NAMES]
     assert list(cases(GPU, quick=True)) == [f"{name} resnet50" for name in NAMES]
-
-
-@pytest.mark.skipif(not DIRECTORIES[1].is_dir(), reason="not a source tree")
-def test_the_cases_cover_the_recorded_ones() -> None:
-    rows = json.loads(Path(DIRECTORIES[1], "nvidia_h200.json").read_text())
-    recorded = {row["case"].removesuffix(" host") for row in rows if row["case"].split()[-1] != "1GiB"}
-    recorded = {name for name in recorded if name.endswith(("resnet50", "gpt1.3b"))}
-    assert len(recorded) == 22
-    assert recorded <= set(cases(GPU))
 
 
 def test_bytes_moved() -> None:

@@ -10,9 +10,10 @@ import torch
 import typer
 
 from apex._bench import sweep
-from apex._bench.sweep_cases import Draw, families
+from apex._bench.sweep_cases import families
 from apex._cli.bench.command import run_bench
 from apex._cli.console import make_console
+from apex.ops._examples import Make, Random
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def test_a_case_depends_on_seed_family_and_number_alone():
 
 @pytest.mark.parametrize("layout", ["", "sliced", "oddly sliced", "offset", "transposed"])
 def test_layouts(layout):
-    x = Draw("seed", 1000).tensor((2, 3, 10), torch.float16, CPU, layout)
+    x = Make(torch.float16, CPU, layout=layout).normal(2, 3, 10)
     assert x.shape == (2, 3, 10)
     expected = {"": (30, 10, 1), "sliced": (222, 74, 1), "oddly sliced": (39, 13, 1), "transposed": (10, 20, 1)}
     assert x.stride() == expected.get(layout, (30, 10, 1))
@@ -59,10 +60,10 @@ def test_layouts(layout):
 
 def test_sizes_stay_within_the_most():
     for number in range(200):
-        draw = Draw(str(number), 1 << 12)
-        columns = draw.length(32, 20000)
-        assert 1 <= draw.rows(columns) * columns <= 2 * draw.most
-        assert draw.size(16, 4096, 8) % 8 == 0
+        random = Random(str(number), 1 << 12)
+        columns = random.length(32, 20000)
+        assert 1 <= random.rows(columns) * columns <= 2 * random.most
+        assert random.size(16, 4096, 8) % 8 == 0
 
 
 def test_a_wrong_result_is_told_and_has_no_time(tmp_path, monkeypatch, capsys):

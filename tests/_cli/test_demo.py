@@ -120,7 +120,7 @@ def test_without_matplotlib_the_table_still_comes(tmp_path: Path, monkeypatch: p
     ("arguments", "message"),
     [
         (["--model", "rnn"], "--model"),
-        (["--levels", "O0,O6"], "unknown: O6; choose from O0,O1,O2,O3,O4,O5"),
+        (["--levels", "O0,O6"], "unknown: O6; choose from boost,O0,O1,O2,O3,O4,O5"),
         (["--levels", ","], "no opt level given"),
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "--steps"),

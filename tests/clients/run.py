@@ -2,7 +2,8 @@
 
 Each client gets an environment of its own, which is thrown away: PyTorch in the version of constraints.txt, this
 package, and the newest release of the client that uses apex. Its script, NAME_client.py, calls the client's own code
-and says what came out; all of that goes into docs/clients.md.
+and says what came out; all of that goes into docs/clients.md. Packages that apex.integrations connects are run in the
+oldest and in the newest release that works.
 
     python tests/clients/run.py [NAME ...]      some of them only, printed and not written
 """

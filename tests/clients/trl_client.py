@@ -1,6 +1,7 @@
 """TRL: its SFT, DPO, KTO and GRPO trainers, with and without the losses of `apex.integrations.trl`."""
 
 import contextlib
+import functools
 import importlib.metadata
 import tempfile
 from collections.abc import Callable
@@ -89,6 +90,10 @@ def compare(make: Callable[[str, dict[str, Any]], Any], **asks: Any) -> str:
     return f"losses {', '.join(f'{loss:.4f}' for loss in losses)}, equal with and without"
 
 
+def with_settings(make: Callable[..., Any], folder: str, asks: dict[str, Any], **more: Any) -> Any:
+    return make(folder, {**asks, **more})
+
+
 def settings(kind: type, folder: str, **more: Any) -> Any:
     return kind(
         folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.1, logging_steps=1,
@@ -108,8 +113,7 @@ def check_sft() -> str:
     return compare(make)
 
 
-def check_dpo() -> str:
-    """`DPOTrainer` on a Llama, 4 steps"""
+def dpo_trainer(folder: str, asks: dict[str, Any]) -> DPOTrainer:
     rows = [
         {
             "prompt": counting(start, 3),
@@ -118,14 +122,26 @@ def check_dpo() -> str:
         }
         for start in range(16)
     ]
+    arguments = settings(DPOConfig, folder, max_length=32, **asks)
+    return DPOTrainer(
+        model(), model(), args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
+    )
 
-    def make(folder: str, asks: dict[str, Any]) -> DPOTrainer:
-        arguments = settings(DPOConfig, folder, max_length=32, **asks)
-        return DPOTrainer(
-            model(), model(), args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer()
-        )
 
-    return compare(make, **ASKS)
+def check_dpo() -> str:
+    """`DPOTrainer` on a Llama, 4 steps"""
+    return compare(dpo_trainer, **ASKS)
+
+
+def check_dpo_losses() -> str:
+    """`DPOTrainer` with its other losses"""
+    if not (1, 4) <= RELEASE < (1, 14):
+        return "not run: this release makes no fused loss of them"
+    types = ("hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down")
+    types += ("discopop", "sft", "sigmoid_norm")
+    for name in types:
+        compare(functools.partial(with_settings, dpo_trainer, loss_type=[name]), **ASKS)
+    return f"{', '.join(types)}: losses equal with and without"
 
 
 def check_kto() -> str:
@@ -148,21 +164,35 @@ def check_kto() -> str:
     return compare(make, **ASKS)
 
 
-def check_grpo() -> str:
-    """`GRPOTrainer` on a Llama with two updates per batch and a KL penalty, 4 steps"""
+def grpo_trainer(folder: str, asks: dict[str, Any]) -> GRPOTrainer:
     data = Dataset.from_list([{"prompt": counting(start, 3)} for start in range(16)])
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(len(set(text.split()))) for text in completions]
 
-    def make(folder: str, asks: dict[str, Any]) -> GRPOTrainer:
-        arguments = settings(
-            GRPOConfig, folder, num_generations=4, max_completion_length=8, beta=0.05, num_iterations=2, **asks
-        )
-        model().save_pretrained(f"{folder}/start")  # the reference model is read from there
-        return GRPOTrainer(f"{folder}/start", reward, args=arguments, train_dataset=data, processing_class=tokenizer())
+    arguments = settings(
+        GRPOConfig, folder, num_generations=4, max_completion_length=8, beta=0.05, num_iterations=2, **asks
+    )
+    model().save_pretrained(f"{folder}/start")  # the reference model is read from there
+    return GRPOTrainer(f"{folder}/start", reward, args=arguments, train_dataset=data, processing_class=tokenizer())
 
-    return compare(make, **ASKS)
+
+def check_grpo() -> str:
+    """`GRPOTrainer` on a Llama with two updates per batch and a KL penalty, 4 steps"""
+    return compare(grpo_trainer, **ASKS)
+
+
+def check_grpo_losses() -> str:
+    """`GRPOTrainer` with its other losses"""
+    if RELEASE >= (1, 14):
+        return "not run: this release makes no fused loss of them"
+    variants = [{"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo")]
+    if RELEASE >= (1, 4):
+        variants += [{"loss_type": name} for name in ("cispo", "sapo", "vespo")]
+        variants += [{"loss_type": name, "importance_sampling_level": "sequence"} for name in ("grpo", "luspo")]
+    for variant in variants:
+        compare(functools.partial(with_settings, grpo_trainer, **variant), **ASKS)
+    return f"{', '.join(' '.join(variant.values()) for variant in variants)}: losses equal with and without"
 
 
 run(__name__, "trl", "transformers")

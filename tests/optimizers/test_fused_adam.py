@@ -144,8 +144,6 @@ def test_stochastic_rounding_keeps_small_steps(route: Route) -> None:
 def test_options_that_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="master"):
         FusedAdam(parameters(), stochastic_rounding=True, master_weights=True)
-    with pytest.raises(ValueError, match="capturable"):
-        FusedAdam(parameters(), stochastic_rounding=True, capturable=True)
 
 
 @pytest.mark.parametrize("options", [{"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (0.9, 1.0)}])

@@ -142,20 +142,6 @@ def exact(
     return [Expected(g, leaf.dtype, count) for g, leaf, count in zip(gradients, leaves, terms[1:], strict=True)]
 
 
-def compared(
-    ours: Callable[..., Any],
-    eager: Callable[..., Any],
-    arguments: Sequence[Any],
-    gradient: Tensor,
-    direction: str,
-    terms: Sequence[int] = (),
-    **peers: Any,
-) -> Prepared:
-    """Prepare ours and PyTorch's operators, whose float64 results are expected; `peers` is passed to `with_peers`."""
-    expected = exact(eager, arguments, gradient, direction, gradient.dtype, terms)
-    return prepare(with_peers(ours, eager, gradient.device, **peers), arguments, gradient, direction, expected)
-
-
 def times(shape: Sequence[int]) -> str:
     """Return a shape as text, such as "2x320x8x8"."""
     return "x".join(map(str, shape))

@@ -26,12 +26,13 @@ import torch
 from rich.console import Console
 
 from .._atomic import atomic_file
+from ..ops._examples import Random
 from . import cores, sweep_cases, timing
 from .check import worst_excess
 from .environment import describe
 from .registry import OURS, Call, Prepared
 from .runner import _describe
-from .sweep_cases import Draw, Passes
+from .sweep_cases import Passes
 
 # Calls per round on the GPU alone and between events. The latter need a few calls to warm the host's caches.
 ROUNDS, GPU_CALLS, EVENT_CALLS = 3, 4, 8
@@ -69,8 +70,8 @@ def drawn_cases(
     needed, known = (words or "").lower().split(), sweep_cases.families()
     for family in families:
         for number in range(cases):
-            draw = Draw(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
-            name, make = known[family](draw, device)
+            random = Random(f"{seed} {family} {number}", GPU_ELEMENTS if device.type == "cuda" else CPU_ELEMENTS)
+            name, make = known[family](random, device)
             if all(word in f"{family} {name}".lower() for word in needed):
                 yield family, f"{family} {name}", make
 

@@ -69,7 +69,7 @@ def demo(
     model: Annotated[_Model, Option(help="What to train: a small transformer, a small conv net, or both.")] = (
         _Model.all
     ),
-    levels: Annotated[str, Option(help="The opt levels to compare.")] = "O0,O1,O2,O3,O4,O5",
+    levels: Annotated[str, Option(help="apex.boost and the opt levels to compare.")] = ("boost,O0,O1,O2,O3,O4,O5"),
     steps: Annotated[
         int | None, Option(help="Training steps of each run; 40 on a CPU and 200 on a GPU by default.", min=1)
     ] = None,
@@ -81,7 +81,7 @@ def demo(
         "apex-demo.png"
     ),
 ) -> None:
-    """Compare the opt levels of amp on two small models.
+    """Compare apex.boost and the opt levels of amp on two small models.
 
     Final loss and its distance to float32, time per step, peak memory and skipped steps.
     The data is made on the spot. The run takes less than a minute on two slow CPU cores.

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, causal, language, norms, optimizers, vision
+from . import attention, causal, head, language, norms, optimizers, vision
 from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
-RULES += [*norms.RULES, *language.RULES, *vision.RULES, *attention.RULES, *causal.RULES]
+RULES += [*norms.RULES, *language.RULES, *head.RULES, *vision.RULES, *attention.RULES, *causal.RULES]
 
 
 class ReportRow(NamedTuple):

@@ -37,12 +37,18 @@ _COMPUTED = {
     *("input_shape", "past_key_values_length"),
 }
 # Arguments of a decoder that may make another mask than the plain one.
-_DECISIVE = ("attention_mask", "position_ids", "past_key_values", "cache_position")
+_DECISIVE = ("attention_mask", "past_key_values", "cache_position")
 
 
-def _is_plain(options: dict[str, Any], limit: str) -> bool:
-    """Return whether the arguments of a mask function ask for a causal mask of all tokens, for PyTorch's attention."""
+def _is_plain(options: dict[str, Any], limit: str, has_positions: bool) -> bool:
+    """Return whether the arguments of a mask function ask for a causal mask of all tokens, for PyTorch's attention.
+
+    If the decoder's caller gave positions (`has_positions`), sequences may be packed. Then the mask is plain only if
+    the decoder keeps them from the mask function, as those of Qwen2-VL do with positions in three dimensions.
+    """
     config: Any = options.get("config")
+    if has_positions and options.get("position_ids") is not None:
+        return False
     others = {name: value for name, value in options.items() if name not in _COMPUTED}
     if not others.pop("allow_is_causal_skip", True) or any(value is not None for value in others.values()):
         return False
@@ -54,11 +60,12 @@ def _is_plain(options: dict[str, Any], limit: str) -> bool:
     return tokens < (getattr(config, limit, None) or 0)
 
 
-def _unless_plain(function: Callable[..., Any], limit: str) -> Callable[..., Any]:
+def _unless_plain(function: Callable[..., Any], limit: str, has_positions: bool) -> Callable[..., Any]:
     """Return a mask function that returns None for plain masks, and calls `function` for others."""
 
     def create_mask(*args: Any, **options: Any) -> Any:
-        return None if not args and _is_plain(options, limit) else function(*args, **options)
+        is_plain = not args and _is_plain(options, limit, has_positions)
+        return None if is_plain else function(*args, **options)
 
     return create_mask
 
@@ -89,10 +96,12 @@ def _reason(module: Any) -> str:
 
 def _decoder_forward(original: Any) -> Any:
     """Return the fused forward of a decoder class, None if its forward cannot be rebuilt."""
-    method = original.forward
-    changes = {name: _unless_plain(function, _MASKS[name]) for name, function in _mask_functions(original).items()}
-    without_mask = with_functions(method, changes)
-    if without_mask is None:
+    method, functions = original.forward, _mask_functions(original)
+    without_mask = {}
+    for has_positions in (False, True):
+        changes = {name: _unless_plain(made, _MASKS[name], has_positions) for name, made in functions.items()}
+        without_mask[has_positions] = with_functions(method, changes)
+    if without_mask[False] is None:
         return None
     names = list(inspect.signature(method).parameters)[1:]
 
@@ -105,7 +114,8 @@ def _decoder_forward(original: Any) -> Any:
             args, kwargs, given = (), {**given, "attention_mask": None}, {**given, "attention_mask": None}
         # An exported program may be called with other sizes, for which no mask means another attention.
         is_plain = all(given.get(name) is None for name in _DECISIVE) and not is_exporting()
-        return (without_mask if is_plain else method)(self, *args, **kwargs)
+        chosen = without_mask[given.get("position_ids") is not None] if is_plain else method
+        return chosen(self, *args, **kwargs)
 
     return forward
 

@@ -1,4 +1,4 @@
-"""Rules for language models: gated linear units, rotary embeddings, cross-entropy, and a head with its loss."""
+"""Rules for language models: gated linear units, rotary embeddings, cross-entropy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ..contrib.xentropy import SoftmaxCrossEntropyLoss, linear_cross_entropy
+from ..contrib.xentropy import SoftmaxCrossEntropyLoss
 from ..ops._library import autocast_dtype
 from ..ops.glu import bias_glu, glu_pair
 from ..ops.glu.reference import ACTIVATIONS, activated
@@ -233,93 +232,6 @@ def cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
     return losses if autocast_dtype(input) is not None else losses.to(input.dtype)
 
 
-# Names that the forward of a causal language model may use. They do nothing with logits but pass them to the loss.
-_HEAD_NAMES = {
-    *("model", "transformer", "config", "vocab_size", "lm_head", "loss_function", "slice_logits_to_keep"),
-    *("slice", "isinstance", "int", "past_key_values", "last_hidden_state", "hidden_states", "attentions"),
-    *("cross_attentions", "output_attentions", "output_hidden_states", "use_return_dict"),
-    *("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions"),
-}
-
-
-def _has_head(module: Any) -> bool:
-    return type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and hasattr(module, "lm_head")
-
-
-def _head_reason(module: Any) -> str:
-    used = set(names_used(type(module).forward))
-    if used - _HEAD_NAMES:
-        return "its forward also uses " + ", ".join(sorted(used - _HEAD_NAMES))
-    if not used >= {"lm_head", "loss_function"}:
-        return "its forward does not call lm_head and loss_function"
-    return _head_obstacle(module)
-
-
-def _head_obstacle(module: Any) -> str:
-    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
-    if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
-        return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
-    if getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return "its loss_function is another one than ForCausalLMLoss"
-    if type(module.lm_head.weight) is not nn.Parameter:
-        return "the weight of lm_head is a tensor of another class (sharded?)"
-    return ""
-
-
-def _takes_shifted(module: Any) -> bool:
-    """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
-    return "shift_labels" in inspect.signature(module.loss_function).parameters
-
-
-class _HeadStandIn:
-    """A replacement of `self` in a causal language model's forward, whose `lm_head` returns the hidden states."""
-
-    def __init__(self, model: Any) -> None:
-        self.config, self.vocab_size = model.config, model.config.vocab_size
-        for name in ("model", "transformer"):
-            if name in model._modules:
-                setattr(self, name, model._modules[name])
-        self.head, self.takes_shifted = model._modules["lm_head"], model.fused_settings
-
-    def lm_head(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-    def loss_function(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the next-token loss of the hidden states `logits`, with the arguments of ForCausalLMLoss."""
-        target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
-        if target is None:
-            target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if count is None else "sum"}
-        loss = linear_cross_entropy(logits, self.head.weight, target.to(logits.device), self.head.bias, **reduction)
-        if count is None:
-            return loss
-        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
-
-
-def _head_forward(original: type) -> Callable[..., Any]:
-    method: Any = original.forward  # type: ignore[attr-defined]
-
-    @functools.wraps(method)  # trainers read its signature
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or kwargs.get("labels") is None or _head_obstacle(self):
-            return method(self, *args, **kwargs)
-        outputs = method(_HeadStandIn(self), *args, **kwargs)
-        if isinstance(outputs, tuple):
-            return outputs[0], None, *outputs[2:]
-        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
-
-    return forward
-
-
 def _uses_rotation(module: Any) -> bool:
     forward = inspect.unwrap(type(module).forward)
     return _ROTATE in names_used(forward) and _ROTATE in getattr(forward, "__globals__", {})
@@ -335,14 +247,6 @@ RULES = [
         _glu_settings,
     ),
     FusionRule("rotary embedding", _uses_rotation, _rope_reason, _with_fused_rotation),
-    FusionRule(
-        "linear layer + cross-entropy",
-        _has_head,
-        _head_reason,
-        _head_forward,
-        settings=_takes_shifted,
-        omitted=("logits", "1"),
-    ),
     FusionRule(
         "cross-entropy",
         lambda module: isinstance(module, nn.CrossEntropyLoss),

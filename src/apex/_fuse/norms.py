@@ -84,6 +84,10 @@ def written_rms_norm(offset: float) -> Callable[[type], Callable[..., Any]]:
     return lambda original: shifted if offset else plain
 
 
+def rms_norm_without_weight(self: Any, hidden_states: Tensor) -> Tensor:
+    return norm.rms_norm(hidden_states, hidden_states.shape[-1:], None, getattr(self, self.fused_settings))
+
+
 def written_layer_norm(offset: float, is_channels_first: bool = False) -> Callable[[type], Callable[..., Any]]:
     """Return a rule's `forward` for layer norms of the last dimension, or of the channels of images, by their dtype.
 
@@ -120,20 +124,32 @@ def _written_eps(module: Any) -> str | None:
 
 
 def _is_written_rms_norm(module: Any) -> bool:
+    if isinstance(module, nn.RMSNorm) or type(module).__module__.startswith("apex."):  # T5 takes apex's norm
+        return False
     name = type(module).__name__.lower()
-    return (name.endswith("rmsnorm") or name == "t5layernorm") and not isinstance(module, nn.RMSNorm)
+    return name.endswith("rmsnorm") or name == "t5layernorm"
 
 
 def _is_written_layer_norm(module: Any) -> bool:
+    if type(module).__module__.startswith("apex."):
+        return False
     name = type(module).__name__.lower()
     is_named = any(part in name for part in ("layernorm", "layer_norm")) and name != "t5layernorm"
     overrides = isinstance(module, nn.LayerNorm) and type(module).forward is not nn.LayerNorm.forward
     return overrides or (is_named and not isinstance(module, nn.LayerNorm) and hasattr(module, "weight"))
 
 
+def _has_weighted_rms_norm(module: Any) -> bool:
+    return _is_written_rms_norm(module) and next(module.parameters(), None) is not None
+
+
+def _has_no_weight(module: Any) -> bool:
+    return _is_written_rms_norm(module) and next(module.parameters(), None) is None
+
+
 def _written_reason(module: Any) -> str:
     names = [name for name, _ in module.named_parameters()]
-    if names not in (["weight"], ["weight", "bias"]) or module.weight.dim() != 1:
+    if names and (names not in (["weight"], ["weight", "bias"]) or module.weight.dim() != 1):
         return "it has other parameters than one vector named weight"
     if _written_eps(module) is None:
         return "its epsilon is not found"
@@ -173,11 +189,18 @@ RULES = [
         unless_overridden(nn.GroupNorm),
         lambda original: group_norm_forward,
     ),
-    FusionRule(
-        "RMS norm of weight", _is_written_rms_norm, _written_reason, written_rms_norm(0.0), _probe, _written_eps
-    ),
-    FusionRule(
-        "RMS norm of 1 + weight", _is_written_rms_norm, _written_reason, written_rms_norm(1.0), _probe, _written_eps
+    *(
+        FusionRule(name, matches, _written_reason, forward, probe, _written_eps)
+        for name, matches, forward, probe in (
+            ("RMS norm of weight", _has_weighted_rms_norm, written_rms_norm(0.0), _probe),
+            ("RMS norm of 1 + weight", _has_weighted_rms_norm, written_rms_norm(1.0), _probe),
+            (
+                "RMS norm without weight",
+                _has_no_weight,
+                lambda original: rms_norm_without_weight,
+                lambda module: random_input(module, 2, 3, 16),
+            ),
+        )
     ),
     *(
         FusionRule(name, _is_written_layer_norm, _written_reason, forward, probe, _written_eps)

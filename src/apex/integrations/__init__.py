@@ -1,4 +1,4 @@
-"""Functions of this library under the names and signatures of other packages; subpackages are imported at first use."""
+"""Connections to other packages, each in a module of the package's name, which is imported at first use."""
 
 from .._lazy import lazy_subpackages
 

@@ -49,6 +49,8 @@ def integer(name: str, value: Any) -> int:
 
 def number(name: str, value: Any) -> float:
     """Return `value` as a float, as `float` does, strings of digits included; raise TypeError with its name if not."""
+    if isinstance(value, float):
+        return value
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

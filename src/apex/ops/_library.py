@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,21 +53,16 @@ class Choice:
 class OpFamily:
     """A group of ops that share kernels and dispatch.
 
-    `self_check(device)` runs the family on `device`, compares it with the float64 reference and returns the largest
-    error as a multiple of its tolerance: a result above 1 is wrong. By default it runs the checks of the family's ops.
+    `self_check(device)` is for families without `examples.py`: it compares the family on `device` with float64 and
+    returns the largest error as a multiple of its tolerance; a result above 1 is wrong.
     `small_inputs` describes the inputs that PyTorch's operators take even where kernels run, because they are quicker.
     """
 
     name: str
     summary: str
-    self_check: Callable[[torch.device], float] = None  # type: ignore[assignment]
+    self_check: Callable[[torch.device], float] | None = None
     triton_dtypes: frozenset[torch.dtype] = TRITON_DTYPES
     small_inputs: str = ""
-    ops: list[Any] = field(default_factory=list, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.self_check is None:
-            object.__setattr__(self, "self_check", lambda device: max(op.self_check(device) for op in self.ops))
 
 
 FAMILIES: dict[str, OpFamily] = {}

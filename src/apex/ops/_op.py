@@ -11,14 +11,14 @@
     output = GLU(input, bias, "silu")
 
 The declaration makes `torch.ops.apex.glu` and `glu_backward` with fake kernels and autograd for `torch.compile`, the
-node of eager autograd, second derivatives through the reference, and the numeric check of `apex doctor`. A schema names
-tensors first; the arguments after them are its settings, which every function receives.
+node of eager autograd, and second derivatives through the reference. A schema names tensors first; the arguments after
+them are its settings, which every function receives.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,11 @@ from torch import Tensor
 
 from . import _library
 from ._library import TOO_WIDE
-from ._tolerance import TOLERANCES, excess
 
 Found = tuple[Tensor | None, ...]
 Results = Tensor | Found
 Gradients = Tensor | None | Found
 Values = Sequence[Any]
-
-_CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ class Op:
     """An operator with Triton kernels on GPUs and PyTorch's operators elsewhere; call it with the schema's arguments.
 
     `reference` takes the schema's arguments and returns its results: first the output for the caller, then tensors (or
-    None) that only the backward pass needs. `shapes` is the shape rule of the results. With `sums_rounded_products`,
-    `apex doctor` compares errors with the largest element of a result, because single elements may cancel to nothing.
+    None) that only the backward pass needs. `shapes` is the shape rule of the results.
     """
 
     def __init__(
@@ -107,8 +103,6 @@ class Op:
         saved: Saved,
         memory: Memory = Memory(),  # noqa: B008  immutable
         derivative: Derivative = Derivative(),  # noqa: B008  immutable
-        sums_rounded_products: bool = False,
-        checks: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.family = family
         self.name = schema[: schema.index("(")]
@@ -128,8 +122,6 @@ class Op:
         self._backward = kernels.backward
         self._takes = kernels.takes
         self._once = derivative.once
-        self._sums_rounded_products = sums_rounded_products
-        self._checks = checks
         self._gradient_places = [self.arguments.index(name) for name in self.gradients]
         self._gradients_lead = self._gradient_places == list(range(len(self.gradients)))
         self._loose = [i for i, name in enumerate(self.arguments[: self.tensors]) if name not in memory.strided]
@@ -142,7 +134,6 @@ class Op:
         self._launching_node = _node_of(self, self._launch_and_save).apply
         self._same_layout = frozenset(memory.same_as_first)
         self._register(schema, shapes, derivative.shapes or self._like_saved)
-        family.ops.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the differentiable output. The caller has checked the arguments."""
@@ -279,11 +270,6 @@ class Op:
         results = _as_tuple(self._library_backward(*gradients, *saved, *settings, list(wanted)))
         return tuple(gradient if asked else None for gradient, asked in zip(results, wanted, strict=True))
 
-    def self_check(self, device: torch.device) -> float:
-        """Return the largest error on `device`, forward and backward, as a multiple of its tolerance."""
-        dtypes = [dtype for dtype in _CHECKED_DTYPES if dtype in self.family.triton_dtypes]
-        return max(self._error(case, dtype, device) for case in self._checks for dtype in dtypes)
-
     def _fit(self, tensors: Values, count: int, compiling: bool = False) -> bool:
         """Return whether kernels take the device and the dtypes of the first `count` values."""
         if not (_library.runs_triton if compiling else _library.runs_triton_now)(self.family, tensors[0]):
@@ -410,37 +396,6 @@ class Op:
         self._library_op = getattr(torch.ops.apex, self.name).default
         self._library_backward = getattr(torch.ops.apex, f"{self.name}_backward").default
 
-    def _error(self, case: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> float:
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        tensors = [_sample(case[name], dtype, generator) for name in self.arguments[: self.tensors]]
-        here = [None if tensor is None else tensor.to(device) for tensor in tensors]
-        exact = [_widened(tensor) for tensor in tensors]
-        settings = [case[name] for name in self.arguments[self.tensors :]]
-        in_dtype, in_double = ([s(kind) if callable(s) else s for s in settings] for kind in (dtype, torch.float64))
-        results = self.run(*here, *in_dtype)
-        wanted = [exact[place] is not None for place in self._gradient_places]
-        inputs = [tensor.requires_grad_() for place in self._gradient_places if (tensor := exact[place]) is not None]
-        exact_results = _as_tuple(self._reference(*exact, *in_double))
-        expected = exact_results[0]
-        grad_output: Any = _sample(tuple(expected.shape), results[0].dtype, generator)  # type: ignore[union-attr]
-        if expected.requires_grad:
-            exact_gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                expected, inputs, grad_output.double(), materialize_grads=True
-            )
-        else:  # a reference whose derivative is written out
-            kept = self._save((*exact, *in_double), exact_results)
-            exact_gradients = self.run_reference_backward((grad_output.double(),), kept, in_double, wanted)
-        saved = self._save((*here, *in_dtype), results)
-        gradients = self.run_backward((grad_output.to(device),), saved, in_dtype, wanted)
-        pairs: list[Any] = [(results[0], expected)]
-        pairs += zip([gradient for gradient in gradients if gradient is not None], exact_gradients, strict=True)
-        largest, worst = max(tensor.numel() for tensor in tensors if tensor is not None), 0.0
-        for actual, wide in pairs:
-            slack = float(wide.detach().abs().max()) * max(TOLERANCES[actual.dtype]) * self._sums_rounded_products
-            terms = max(1, largest // max(1, wide.numel()))
-            worst = max(worst, excess(actual.cpu(), wide.detach(), None, terms, slack))
-        return worst
-
 
 def _node_of(op: Op, forward: Callable) -> type[torch.autograd.Function]:
     """Make an op's node of eager autograd. It takes the op's tensors, for autograd, then a tuple of all arguments."""
@@ -484,16 +439,3 @@ def _real(results: Sequence[Tensor | None], like: Tensor, kept: Sequence[int]) -
         for place, result in enumerate(results)
     ]
     return real[0] if len(real) == 1 else tuple(real)
-
-
-def _sample(value: Any, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
-    """Return a tensor for a check: normal random numbers of a given shape, or the result of `value(generator)`."""
-    if value is None:
-        return None
-    made: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    tensor = value(generator) if callable(value) else torch.randn(value, **made)
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def _widened(tensor: Tensor | None) -> Tensor | None:
-    return tensor.double() if tensor is not None and tensor.is_floating_point() else tensor

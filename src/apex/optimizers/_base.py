@@ -22,9 +22,11 @@ from typing_extensions import Unpack
 from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
-from ._buckets import MASTER, Group, GroupBuckets, UpdateBucket, local
+from ..ops.multi_tensor.torch_lists import StateSeed
+from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, local
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
+from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -50,6 +52,17 @@ class Options(CommonOptions, total=False):
     """The common options and one that upstream's SGD and LARS also take by position."""
 
     materialize_master_grads: bool
+
+
+class StateOptions(TypedDict, total=False):
+    """Options of optimizers whose state can be stored in fewer bytes; docs/state_formats.md describes them."""
+
+    state_format: str
+    master_bits: int | None
+
+
+class AllOptions(Options, StateOptions, total=False):
+    """Every keyword option of `FusedOptimizer`."""
 
 
 class LossScaling(NamedTuple):
@@ -116,24 +129,25 @@ class FusedOptimizer(torch.optim.Optimizer):
     _wrote_models = False
     # Default values of the options.
     master_weights = stochastic_rounding = capturable = False
+    state_format = "float32"
+    master_bits: int | None = None
+    # State that `state_format` may encode: "signed" numbers, or squares, of which roots are stored ("root").
+    _encodable: Mapping[str, str] = MappingProxyType({})
     materialize_master_grads = True
     # Class attributes too, because optimizers pickled by earlier versions lack them.
     most_recent_scale: float | Tensor = 1.0
     scale_set_by_backward = False
 
     def __init__(
-        self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool = True, **options: Unpack[Options]
+        self, params: Any, defaults: dict[str, Any], *, set_grad_none: bool = True, **options: Unpack[AllOptions]
     ) -> None:
-        if unknown := options.keys() - Options.__optional_keys__:
+        if unknown := options.keys() - AllOptions.__optional_keys__:
             raise TypeError(f"{type(self).__name__} got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         self._check_options({**defaults, **options, "set_grad_none": set_grad_none})
         vars(self).update(options)
         if self.stochastic_rounding and self.master_weights:
             raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_weights makes one")
-        if self.stochastic_rounding and self.capturable:
-            raise ValueError(
-                "stochastic_rounding needs a new seed from the host at every step; capturable forbids that"
-            )
+        check_formats(self)
         self.set_grad_none = set_grad_none
         self._group_buckets: dict[int, GroupBuckets] = {}
         # The values of `state` when buckets were last made. A user may replace one at any time: every step compares.
@@ -202,7 +216,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index, group, buckets in ready:
             if not buckets:
                 continue
-            seed = self._next_seed(group)
+            seed = self._next_seed(group, buckets[0].device)
             step = self._next_step(index, group, buckets[0].device, scaling)
             # A graph must not freeze hyperparameters, because schedulers change them.
             numbers = group if capture is None else capture.group(self, index)
@@ -212,8 +226,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for bucket in buckets:
                 bucket_scaling = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
-                rounds = seed is not None and bucket.params[0].dtype == torch.bfloat16
-                self._update(numbers, bucket, count, bucket_scaling, seed if rounds else None)
+                self._update(numbers, bucket, count, bucket_scaling, self._seed_for(bucket, seed))
                 if bucket_scaling.unscale is not None:
                     _unscale_gradients(bucket.gradients(), bucket_scaling.unscale, bucket_scaling.found_inf)
                 bucket.release()
@@ -227,9 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
             return
         name = type(self).__name__
-        if self.stochastic_rounding:
-            raise RuntimeError(f"{name} with stochastic_rounding needs a new seed at every step and cannot be captured")
-        if self._counts_steps and not self.capturable and _graph_numbers.current is None:
+        if (self._counts_steps or self._rounds_at_random()) and not self.capturable and _graph_numbers.current is None:
             raise RuntimeError(
                 f"a step of {name} cannot be captured in a CUDA graph: its step count is on the host, so that every "
                 "replay would be the same step; use apex.graphs.capture, or make the optimizer with capturable=True"
@@ -244,7 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets_of(self, index: int, group: dict[str, Any]) -> list[UpdateBucket]:
         buckets = self._group_buckets.get(index)
-        names = tuple(self._state_names(group))  # may change with an option, such as a momentum that was 0
+        names = stored_names(self, group)  # may change with an option, such as a momentum that was 0
         if buckets is None or buckets.names != names or not buckets.refresh(group["params"]):
             self._before_buckets(index, group)
             buckets = self._group_buckets[index] = GroupBuckets(self, group, names)
@@ -259,10 +270,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         state = self.state[param]
         kind = self._kind(param, state)
-        for name in names:
-            if name not in state:
-                state[name] = self._initial_state(name, param, group)
-        if self.master_weights and param.dtype in LOW_PRECISION and MASTER not in state:
+        add_state(self, state, param, group)
+        if self.master_weights and self.master_bits is None and param.dtype in LOW_PRECISION and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
 
@@ -299,12 +308,35 @@ class FusedOptimizer(torch.optim.Optimizer):
         for index in list(self._skipped):
             self._settle_skipped(index, self.param_groups[index])
 
-    def _next_seed(self, group: dict[str, Any]) -> int | None:
-        """Return a seed below 2**24 for this step's stochastic rounding."""
-        if not self.stochastic_rounding:
+    def _rounds_at_random(self) -> bool:
+        """Return whether a step needs a seed: for its parameters, or for state that is rounded stochastically."""
+        return self.stochastic_rounding or self.state_format != "float32"
+
+    def _next_seed(self, group: dict[str, Any], device: torch.device) -> Any:
+        """Count this step, skipped or not, and return a seed below 2**24 for its stochastic rounding, or None.
+
+        The count moves to the device, and the seed is a tensor, if a graph may replay the step.
+        """
+        if not self._rounds_at_random():
             return None
-        count = group["rounding_count"] = group.get("rounding_count", 0) + 1
+        count = group.get("rounding_count", 0)
+        if self.capturable or _graph_numbers.current is not None or isinstance(count, Tensor):
+            if not isinstance(count, Tensor):
+                count = torch.full((), int(count), dtype=torch.int64, device=device)
+            group["rounding_count"] = count
+            count += 1
+        else:
+            count = group["rounding_count"] = int(count) + 1
         return (count * 0x9E3779B1) & 0xFFFFFF
+
+    def _seed_for(self, bucket: UpdateBucket, seed: Any) -> Any:
+        """Return the seed for a bucket: for parameters and state, for state alone, or None."""
+        if seed is None or (self.stochastic_rounding and bucket.params[0].dtype == torch.bfloat16):
+            return seed
+        return StateSeed(seed) if bucket.needs_seed else None
+
+    def _slot_codecs(self, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
+        return slot_codecs(self, param, group)
 
     def _loss_scaling(self, grad_scaler: Any = None) -> LossScaling:
         """Return the loss scaling that torch.amp.GradScaler set on the optimizer, or the scaling of `grad_scaler`."""
@@ -349,18 +381,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def master_parameters(self) -> list[Tensor]:
-        """Return the tensors that updates are applied to: the float32 master of a parameter, else the parameter."""
-        params = (param for group in self.param_groups for param in group["params"])
-        return [self.state[param].get(MASTER, param) if param in self.state else param for param in params]
+        """Return the tensors that updates are applied to: the float32 master of a parameter, else the parameter.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
+        With `master_bits` a master is a copy, made of the parameter and its remainder.
+        """
+        params = (param for group in self.param_groups for param in group["params"])
+        return [master_of(self.state[param], param) if param in self.state else param for param in params]
+
+    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim`, which can load it.
+
+        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
+        PyTorch's optimizers and other formats can load.
+        """
         self._settle_all_skipped()
-        return saved_state(self, super().state_dict())
+        saved = saved_state(self, super().state_dict())
+        return decoded_state(self, saved) if decoded else saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
         load_state(self, state_dict, super().load_state_dict)
+        encode_loaded(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle_all_skipped()

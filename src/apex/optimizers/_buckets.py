@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_tensor import Lists
+from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
-from ..ops.multi_tensor.flat import overlapping, with_strides_of
+from ..ops.multi_tensor.flat import laid_out_alike, overlapping, with_strides_of
 from ..ops.multi_tensor.rule import SLOTS
 from ..ops.multi_tensor.tables import lie_at
 from ..ops.multi_tensor.torch_lists import TorchLists
@@ -27,6 +28,9 @@ MASTER = "master_param"
 
 # A parameter group of an optimizer: its parameters and hyperparameters, by name.
 Group = dict[str, Any]
+
+# The codec of a slot, and the name of the state that holds its companions, by slot.
+SlotCodecs = dict[int, tuple[str, str | None]]
 
 _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
@@ -57,8 +61,11 @@ class UpdateBucket:
         kind: Any,
         models: list[Tensor] | None,
         of_models: bool,
+        codecs: SlotCodecs,
     ) -> None:
         self.params = params
+        self._codecs = codecs
+        self.needs_seed = any(codec in STOCHASTIC for codec, _ in codecs.values())
         self._models = models
         # Tensors whose addresses must still equal the addresses that the lists were made with.
         self._located = params if models is None else params + models
@@ -88,7 +95,8 @@ class UpdateBucket:
 
     @property
     def _keys(self) -> tuple[str, ...]:
-        return (*self.names, MASTER) if self.has_masters else tuple(self.names)
+        companions = (key for _, key in self._codecs.values() if key is not None)
+        return (*self.names, MASTER) if self.has_masters else (*self.names, *companions)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients without a change of layout; of distributed gradients, this process's shard."""
@@ -98,7 +106,18 @@ class UpdateBucket:
         """Return the gradients, laid out like their parameters."""
         return list(map(with_strides_of, self._sources, map(_grad_of, self._sources)))
 
-    def _slots(self, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
+    def _encodings(self) -> Encodings:
+        """Return the codec and the companions of every slot that has a codec."""
+        lists = dict(zip(self._keys, self._state_lists, strict=True))
+        return {
+            slot: Encoded(codec, None if key is None else lists[key]) for slot, (codec, key) in self._codecs.items()
+        }
+
+    def _slots(self, gradients: list[Tensor]) -> tuple[Any, ...]:
+        """Return the lists for each slot of a rule and the list for copies; and encodings, if slots have codecs."""
+        if self._codecs:
+            slots: list[Any] = [self.params, gradients, *self._state_lists[: len(self.names)]]
+            return [*slots, *(None for _ in range(SLOTS - len(slots)))], self._models, self._encodings()
         lists = [self.params, gradients, *self._state_lists]
         params, grads, *state = (
             ([local(tensor) for tensor in tensors] for tensors in lists) if self._distributed else lists
@@ -110,7 +129,7 @@ class UpdateBucket:
 
     def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
         """Return the lists for each slot of a rule, with the gradients of this step, and the list for copies."""
-        return self._slots(self._gradients())
+        return self._slots(self._gradients())[:2]  # type: ignore[return-value]
 
     def _local_tensors(self) -> list[Tensor]:
         return list(map(local, self._located)) if self._distributed else self._located
@@ -187,12 +206,16 @@ class GroupBuckets:
             check_state(param, index, state, (*names, MASTER) if MASTER in state else names)
             copies = (models[param],) if param in models else ()
             tensors = [local(tensor) for tensor in (param, *(state[name] for name in names), *copies)]
+            codecs: SlotCodecs = optimizer._slot_codecs(param, group)
+            encoded = {0 if slot == 0 else slot - 1 for slot in codecs}  # places in `tensors`, which lack the gradient
+            plain = [tensor for place, tensor in enumerate(tensors) if place not in encoded] or [param.grad]
             key = (
+                tuple(codecs.items()),
                 kind,
                 position if position in shared else None,
                 MASTER in state,
                 gradient_dtype,
-                kernel_fits(tensors),
+                kernel_fits(plain) and laid_out_alike(tensors),
                 tensors[0].device,
                 *(tensor.dtype for tensor in tensors),
             )
@@ -200,9 +223,10 @@ class GroupBuckets:
             members[0].append(param)
             members[1].append(state)
         self.buckets = []
-        for (kind, *_), (params, states) in kinds.items():
+        for (codecs, kind, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
-            self.buckets.append(UpdateBucket(params, states, names, optimizer._make_lists, kind, copied, of_models))
+            make = optimizer._make_lists
+            self.buckets.append(UpdateBucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
+from ._formats import saved_in_any_format
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -83,7 +84,7 @@ def _check_param_state(
     name = type(optimizer).__name__
     if not isinstance(state, Mapping):
         raise ValueError(f"{source} is {state!r}, not a dict of tensors")
-    missing = [key for key in names if key not in state and key not in optimizer._may_lack]
+    missing = [key for key in names if not saved_in_any_format(key, state) and key not in optimizer._may_lack]
     if optimizer._counts_steps and not counted and "step" not in state:
         missing.append("step")
     if missing:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, LossScaling, adam_hyperparameters, compiled_function, run_closure
+from ._base import FusedOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
 
 
-class AdamOptions(TypedDict, total=False):
-    """Keyword options of `FusedOptimizer` that upstream's Adam does not have."""
+class AdamOptions(StateOptions, total=False):
+    """Keyword options that upstream's Adam does not have."""
 
     stochastic_rounding: bool
     materialize_master_grads: bool
+    cautious_weight_decay: bool
 
 
 class FusedAdam(FusedOptimizer):
@@ -26,7 +28,13 @@ class FusedAdam(FusedOptimizer):
     It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
     It works with `torch.amp.GradScaler` without waiting for the device. `FusedOptimizer` describes `capturable`,
     `master_weights` and the keyword options.
+
+    - `state_format`: how the moments are stored, "float32", "bfloat16", "int8" or "float8" (docs/state_formats.md);
+    - `master_bits`: 24 or 32; masters of bfloat16 parameters are stored as the bits that the parameters lack;
+    - `cautious_weight_decay`: decay only elements whose decay has the sign of their update.
     """
+
+    _encodable: Mapping[str, str] = MappingProxyType({"exp_avg": "signed", "exp_avg_sq": "root"})
 
     # Without and with AMSGrad.
     _rules = (rules.ADAM_LISTS, rules.ADAM_AMSGRAD_LISTS)
@@ -48,6 +56,7 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
         defaults |= dict(weight_decay=weight_decay, amsgrad=amsgrad)
+        defaults |= dict(cautious_weight_decay=options.pop("cautious_weight_decay", False))
         self.adam_w_mode = 1 if adam_w_mode else 0
         more = {"set_grad_none": set_grad_none, "capturable": capturable, "master_weights": master_weights}
         super().__init__(params, defaults, **more, **options)
@@ -78,11 +87,24 @@ class FusedAdam(FusedOptimizer):
 
     multi_tensor_adam = compiled_function("multi_tensor_adam")
 
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        if options.get("amsgrad"):
+            if options.get("cautious_weight_decay"):
+                raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
+            if options.get("state_format", self.state_format) != "float32":
+                raise ValueError("amsgrad=True needs state_format='float32'")
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
-        decoupled = bool(self.adam_w_mode)
+        decoupled, cautious = bool(self.adam_w_mode), bool(group.get("cautious_weight_decay"))
+        if cautious or self.state_format != "float32":
+            hyper = adam_hyperparameters(group, step, decoupled=decoupled)
+            flags = (decoupled, cautious, self.state_format != "float32")
+            bucket.lists.apply(rules.GUARDED_ADAM, hyper, flags, seed=seed, **scaling.arguments)
+            return
         bucket.lists.apply(
             self._rules[bool(group["amsgrad"])],
             adam_hyperparameters(group, step, decoupled=decoupled),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
     _decoupled = False
     # As exact on a CPU as on a GPU: parameters and gradients are combined, so that there is one tensor.
     _rules = (rules.ADAM, rules.ADAM_AMSGRAD)
+    _encodable = MappingProxyType({})
 
     def __init__(
         self,

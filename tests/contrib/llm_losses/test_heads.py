@@ -284,6 +284,53 @@ def test_grpo(name: str, with_old: bool, dtype: torch.dtype) -> None:
         torch.testing.assert_close(actual.double(), wanted.double(), rtol=0.1, atol=0.05)
 
 
+def test_policies_of_verl() -> None:
+    """The loss of negative advantages is bounded by -c A, and the logarithm of a ratio by a limit."""
+    p, leaves, wide = with_leaves(torch.float64)
+    mask = p["target"] != -100
+    tokens = log_probs(*wide, p["target"])
+    old = tokens.detach() + torch.linspace(-9.0, 9.0, mask.numel(), dtype=torch.float64).view_as(tokens)
+    settings = {"loss_type": "bnpo", "beta": 0.0, "dual_clip": 3.0, "log_ratio_limit": 5.0}
+    ids = p["target"].clamp(min=0)
+    module = FusedLinearGRPOLoss(**settings)
+    found, _ = module(leaves[0], leaves[1], ids, mask, p["advantages"], leaves[2], old_per_token_logps=old)
+    rho, a = (tokens - old).clamp(-5.0, 5.0).exp(), p["advantages"][:, None]
+    losses = -torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a)
+    losses = torch.where(a < 0, torch.minimum(losses, -3.0 * a), losses)
+    assert (losses == -3.0 * a).any()
+    expected = losses[mask].mean()
+    compare(found, expected, leaves, wide, torch.float64)
+    for name in ("dual_clip", "log_ratio_limit"):
+        with pytest.raises(ValueError, match=f"{name}=0.0 must be positive"):
+            FusedLinearGRPOLoss(**{name: 0.0})
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_values_of_tokens_that_do_not_count_are_not_read(level: str) -> None:
+    p, leaves, _ = with_leaves(torch.float64)
+    mask, ids = p["target"] != -100, p["target"].clamp(min=0)
+    clean = [torch.full(mask.shape, value, dtype=torch.float64) for value in (0.5, -3.0, -2.5, 1.1)]
+    results = []
+    for filler in (1.0, math.nan):
+        given = [each.masked_fill(~mask, filler) for each in clean]
+        module = FusedLinearGRPOLoss(importance_sampling_level=level)
+        advantages, old, ref, vllm = given
+        loss, _ = module(leaves[0], leaves[1], ids, mask, advantages, leaves[2], ref, old, vllm_is_ratio=vllm)
+        plain, _ = llm_losses.grpo_loss(
+            log_probs(*leaves, p["target"]),
+            mask,
+            advantages,
+            old,
+            ref,
+            vllm,
+            beta=0.04,
+            importance_sampling_level=level,
+        )
+        results += [loss, plain]
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+
+
 def test_token_losses_take_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """And hold one chunk of logits; ratios of sequences keep the logits or compute them again."""
     p, leaves, _ = with_leaves(torch.float32)

@@ -123,6 +123,43 @@ def test_gelu(shape: tuple[int, int], dtype: torch.dtype, route: Route) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS[4:])
+def test_activations_like_gelu(activation: str, dtype: torch.dtype, route: Route) -> None:
+    """Their input is saved, and the backward pass gives their output again."""
+    dy, x = (random(70, 36, dtype=dtype, device=route.device, scale=2) for _ in range(2))
+    leaf = x.double().requires_grad_()
+    expected = reference.activate(leaf, activation)
+    (gradient,) = torch.autograd.grad(expected, leaf, dy.double())
+    with _library.implementation(route.implementation):
+        assert_close(parts.gelu(x, activation), expected.detach())
+        dz, dbias, active = parts.gelu_backward(dy.clone(), x, True, activation)
+        alone, _ = parts.activation_backward(dy, x, activation, False)
+    assert_close(active, expected.detach())
+    assert_close(dz, gradient)
+    assert_equal_bits(dz, alone)
+    assert_close(dbias, (dz.double() if str(route) == "cuda-torch" else gradient).sum(0), reduction=70)
+    assert_close(reference.activation_backward(dy.double(), x.double(), activation), gradient)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS[3:])
+def test_two_layers_with_every_activation(activation: str, route: Route) -> None:
+    shapes = ((5, 8), (12, 8), (12,), (8, 12), (8,))
+    tensors = [random(*shape, device=route.device, scale=0.3).requires_grad_() for shape in shapes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    results = []
+    for inputs, run in ((tensors, dense.dense_gelu_dense), (exact, reference.dense_gelu_dense)):
+        with _library.implementation(route.implementation):
+            output = run(*inputs, activation)
+            results.append([output.detach(), *torch.autograd.grad(output.sin().sum(), inputs)])
+    for found, wanted in zip(*results, strict=True):
+        assert_close(found, wanted, reduction=60)
+    with pytest.raises(ValueError, match="activation 'tanh' is not known"):
+        dense.dense_gelu_dense(*tensors, "tanh")
+
+
+@pytest.mark.parametrize("route", routes())
 def test_gelu_far_out(route: Route) -> None:
     """Where the terms of its derivative overflow, it is 0 or 1; what is not a number stays none. So for its output."""
     saved = torch.tensor([[-1e30, -300.0, -20.0, 0.0, 20.0, 300.0, 1e30, math.nan]], device=route.device)

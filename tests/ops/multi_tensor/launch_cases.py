@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from apex.ops.multi_tensor import rules
+from apex.ops.multi_tensor.codecs import Encoded, new_codes, new_companions
 from apex.ops.multi_tensor.rows import TritonRowLists
 from apex.ops.multi_tensor.rule import FLAG_COUNT, SCALARS, SLOTS, Rule
+from apex.ops.multi_tensor.torch_lists import StateSeed
 from apex.ops.multi_tensor.triton_lists import TritonLists
 
 ALL_RULES: list[Rule] = [value for value in vars(rules).values() if isinstance(value, Rule)]
@@ -57,7 +60,23 @@ def _record_projection() -> None:
         rows.project(found, limits, 1e-8, 0.1, decay, 0.1)
 
 
+def _record_codecs(codecs: dict[int, str]) -> None:
+    """Compile Adam with codecs of the parameters (slot 0) and of the moments."""
+    slots = [_list(_BF16), _list(_BF16), _list(_F32), _list(_F32)]
+    encodings = {}
+    for slot, codec in codecs.items():
+        if slot:
+            slots[slot] = [new_codes(codec, tensor) for tensor in slots[slot]]
+        encodings[slot] = Encoded(codec, [new_companions(codec, tensor) for tensor in slots[slot]])
+    lists = TritonLists([*slots, None], None, encodings)
+    numbers = (0.5,) * SCALARS
+    plain = replace(rules.GUARDED_ADAM, scalars=lambda: numbers)
+    lists.apply(plain, {}, (True, True, True), seed=StateSeed(7))
+
+
 def record() -> None:
+    _record_codecs({0: "remainder8", 2: "signed8", 3: "root8"})
+    _record_codecs({0: "remainder16", 2: "float8", 3: "root8"})
     """Makes, and under `record_launches` collects, a launch of every rule."""
     flag = torch.empty(1, dtype=torch.int32, device="meta")
     factor = torch.empty(1, device="meta")

@@ -19,29 +19,16 @@ Shape = tuple[int, ...]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class Maker(NamedTuple):
-    """Makes the tensors of a call."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def constant(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def leaf(self, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        return self.constant(shape, dtype or self.dtype).requires_grad_()
-
-
 class Op(NamedTuple):
     """An op by name: `sizes` are the numbers of a shape and an example, `extensions` the compiled names."""
 
-    run: Callable[[Maker, Shape], Any]
+    run: Callable[[_examples.Make, Shape], object]
     sizes: tuple[str, str]
     extensions: tuple[str, ...] = ()
 
 
-def _optimizer(make: Maker, s: Shape, name: str, **options: Any) -> None:
-    parameters = [nn.Parameter(make.constant(shape, make.dtype)) for shape in (s, s[:1])]
+def _optimizer(make: _examples.Make, s: Shape, name: str, **options: Any) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=make.dtype, device=make.device)) for shape in (s, s[:1])]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     getattr(apex.optimizers, name)(parameters, lr=0.1, **options).step()
@@ -63,8 +50,8 @@ OPS = {
 def _op(example: _examples.Example) -> Op:
     """Return an example as an op of `apex build`."""
 
-    def run(make: Maker, shape: Shape) -> list[Tensor]:
-        return _examples.Call(example, shape, _examples.Make(make.dtype, make.device)).outputs()
+    def run(make: _examples.Make, shape: Shape) -> list[Tensor]:
+        return _examples.Call(example, shape, make).results()
 
     return Op(run, (example.sizes, "x".join(map(str, example.typical))), tuple(example.extensions))
 
@@ -104,10 +91,7 @@ def parse_call(text: str, dtype: str) -> Call:
 
 
 def _run_op(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    output = op.run(Maker(dtype, device), shape)
-    outputs = output if isinstance(output, list) else [] if output is None else [output]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
+    op.run(_examples.Make(dtype, device), shape)
 
 
 def _run_script(path: str, device: torch.device) -> None:

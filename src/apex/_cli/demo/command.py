@@ -57,7 +57,8 @@ def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, 
 
 def _parse_levels(text: str) -> list[str]:
     """Return the opt levels of a comma-separated list, in its order and without repetitions."""
-    levels = [level.strip().upper() for level in text.split(",") if level.strip()]
+    known = {level.lower(): level for level in LEVELS}
+    levels = [known.get(level.lower(), level) for level in map(str.strip, text.split(",")) if level]
     unknown = [level for level in levels if level not in LEVELS]
     if unknown or not levels:
         problem = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"

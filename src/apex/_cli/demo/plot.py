@@ -10,9 +10,17 @@ from .training import LEVELS
 
 FORMATS = (".png", ".svg", ".pdf")
 
-_COLOURS = {"O0": "lightgrey", "O1": "tab:cyan", "O2": "tab:blue", "O3": "tab:red", "O4": "gold", "O5": "black"}
-_WIDTHS = (9, 6.5, 4.5, 3, 2, 1)
-_BFLOAT16 = ("O4", "O5")
+_COLOURS = {
+    "boost": "tab:green",
+    "O0": "lightgrey",
+    "O1": "tab:cyan",
+    "O2": "tab:blue",
+    "O3": "tab:red",
+    "O4": "gold",
+    "O5": "black",
+}
+_WIDTHS = (12, 9, 6.5, 4.5, 3, 2, 1)
+_BFLOAT16 = ("boost", "O4", "O5")
 
 
 def draw(comparison: Comparison, path: Path) -> str | None:
@@ -34,7 +42,7 @@ def draw(comparison: Comparison, path: Path) -> str | None:
             panel: Any = axes[row, column]
             draw_panel(panel, comparison, model)
             panel.grid(alpha=0.3)
-    figure.suptitle(f"The same models at every opt level, on {comparison.device}")
+    figure.suptitle(f"The same models by apex.boost and at every opt level, on {comparison.device}")
     figure.savefig(path, dpi=130)
     return None
 

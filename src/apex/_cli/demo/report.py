@@ -16,6 +16,7 @@ BASELINE = "O0"
 
 # Short enough for a table in a terminal of 80 columns.
 IN_WORDS = {
+    "boost": "bf16",
     "O0": "fp32",
     "O1": "fp16 casts",
     "O2": "fp16 model",
@@ -97,6 +98,11 @@ def print_comparison(comparison: Comparison) -> None:
         cells = [cell(comparison, run) for cell in _COLUMNS.values()]
         table.add_row(run.model, f"{run.level} {IN_WORDS[run.level]}", *cells)
     print_table(console, table)
+    report = next((run for run in comparison.runs if run.report), None)
+    if report is not None:
+        console.print(f"apex.boost of {report.model} did this:")
+        console.print(Text(report.report))
+        console.print()
     for line in _conclusions(comparison):
         console.print(line)
     if comparison.plot is not None:
@@ -157,6 +163,7 @@ def _run_document(comparison: Comparison, run: Run) -> dict[str, Any]:
         "skipped_steps": run.skipped,
         "losses": [_number(loss) for loss in run.losses],
         "loss_scales": run.scales,
+        **({"report": run.report} if run.report else {}),
     }
 
 

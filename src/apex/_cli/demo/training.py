@@ -1,4 +1,4 @@
-"""Training of one model at one opt level."""
+"""Training of one model at one opt level, or by `apex.boost`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from torch import Tensor
 from ... import amp, graphs
 from ..._memory.storages import LiveStorages
 from ...amp.frontend import opt_levels
+from ...booster import boost
 from .tasks import Task, loss_of
 
-LEVELS = tuple(sorted(opt_levels))
+BOOST = "boost"
+LEVELS = (BOOST, *sorted(opt_levels))
 
 # Steps of a rehearsal, which creates the optimizer's state and compiles kernels before anything is measured. On a GPU
 # the fourth step of a session is captured in a CUDA graph, which the later steps replay.
@@ -37,6 +40,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     skipped: int = 0
     peak_memory: int = 0  # bytes
+    report: str = ""  # of `apex.boost`: what each stage did
 
     @property
     def final_loss(self) -> float:
@@ -53,7 +57,7 @@ class Run:
 
 
 class _Session:
-    """A model and its optimizer after `amp.initialize`."""
+    """A model and its optimizer after `amp.initialize` or `apex.boost`."""
 
     def __init__(self, task: Task, level: str) -> None:
         steps = len(task.batches)
@@ -61,10 +65,17 @@ class _Session:
         optimizer = task.make_optimizer(model.parameters())
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_learning_rate_factor, steps))
-        self.model, self.optimizer = amp.initialize(
-            model, optimizer, opt_level=level, verbosity=0, scale_window=scale_window(steps)
-        )
-        self._captured = graphs.capture(self._train_step)
+        self._boost = None
+        self.model: Any
+        self.optimizer: Any
+        if level == BOOST:
+            self.model, self.optimizer, self._boost = boost(model, optimizer, device=task.batches[0][0].device)
+            self._captured = self._boost(self._boosted_step)
+        else:
+            self.model, self.optimizer = amp.initialize(
+                model, optimizer, opt_level=level, verbosity=0, scale_window=scale_window(steps)
+            )
+            self._captured = graphs.capture(self._train_step)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         loss = self._captured(inputs, targets)
@@ -79,8 +90,21 @@ class _Session:
         self.optimizer.step()
         return loss
 
+    def _boosted_step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(self.model(inputs), targets)
+        self.optimizer.zero_grad()
+        self.optimizer.backward(loss)
+        self.optimizer.step()
+        return loss
+
+    @property
+    def report(self) -> str:
+        return "" if self._boost is None else str(self._boost.report())
+
     @property
     def scale(self) -> float:
+        if self._boost is not None:
+            return 1.0
         return amp.state_dict()["loss_scaler0"]["loss_scale"]
 
 
@@ -162,5 +186,6 @@ def _train(task: Task, run: Run, on_step: Callable[[float], None]) -> None:
             run.scales.append(scale)
             run.skipped += session.scale < scale
             on_step(loss)
+        run.report = session.report
     finally:
         amp.shutdown()

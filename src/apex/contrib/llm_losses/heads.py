@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...ops._checks import check_floats, check_tensors
 from ...ops._library import autocast_dtype, compute_dtype
 from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
-from .policy import PolicySettings, policy_losses, policy_metrics, token_weights
+from .policy import PolicySettings, grpo_loss, per_token, policy_losses, policy_metrics, token_weights
 from .preference import (
     check_dpo,
     check_given,
@@ -327,6 +327,7 @@ class FusedLinearGRPOLoss(_Loss):
     vespo_lambda_neg: float = 2.0
     _: KW_ONLY
     dual_clip: float | None = None
+    log_ratio_limit: float | None = None
     kl_type: str = "k3"
     keep_logits: str | bool | int = "auto"
 
@@ -375,27 +376,23 @@ class FusedLinearGRPOLoss(_Loss):
         ranks = 1
         if num_items_in_batch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
             ranks = torch.distributed.get_world_size()
-        weights = token_weights(
-            counted, settings.loss_type, max_completion_length=self.max_completion_length,
-            num_items_in_batch=num_items_in_batch, world_size=ranks, dtype=compute_dtype(_input),
-        )  # fmt: skip
-        given: list[Any] = [
-            None if each is None else (each[:, None] if each.dim() == 1 else each).expand_as(counted)
-            for each in (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
-        ]
-        given = [None if each is None else each.masked_fill(~counted, 1.0) for each in given]
-        advantages, *others = given
+        normalisers: dict[str, Any] = {
+            "max_completion_length": self.max_completion_length,
+            "num_items_in_batch": num_items_in_batch,
+            "world_size": ranks,
+        }
         if not settings.is_separable:
             rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
-            losses, kl, clipped = policy_losses(
-                rows.log_probs, advantages, settings, counted.to(weights.dtype), *others
-            )
-            return (losses * weights).sum(), policy_metrics(counted, kl, clipped)
+            given = (rows.log_probs, counted, advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
+            return grpo_loss(*given, **settings._asdict(), **normalisers)
+        weights = token_weights(counted, settings.loss_type, dtype=compute_dtype(_input), **normalisers)
+        row_values = (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
+        advantages, *others = (
+            None if each is None else per_token(each, counted).expand_as(counted) for each in row_values
+        )
         largest = None
-        if torch.float16 in (
-            autocast_dtype(_input),
-            _input.dtype,
-        ):  # small weights would vanish in the gradient of the logits
+        # In float16 small weights would vanish in the gradient of the logits.
+        if torch.float16 in (autocast_dtype(_input), _input.dtype):
             largest = weights.amax().clamp(min=1e-30)
             weights = weights / largest
         flat: list[Any] = [None if each is None else each.reshape(-1) for each in (weights, advantages, *others)]

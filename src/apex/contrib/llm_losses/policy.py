@@ -8,7 +8,7 @@ alone, and a linear head computes it with its gradients in one pass.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class PolicySettings(NamedTuple):
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
     dual_clip: float | None = None
+    log_ratio_limit: float | None = None
     kl_type: str = "k3"
 
     def check(self) -> None:
@@ -50,7 +51,7 @@ class PolicySettings(NamedTuple):
             )
         if self.importance_sampling_level != "token" and self.loss_type in ("cispo", "sapo", "vespo"):
             raise ValueError(f"loss_type {self.loss_type!r} needs importance_sampling_level='token'")
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta", "dual_clip"):
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "delta", "dual_clip", "log_ratio_limit"):
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name}={value} must be positive")
@@ -120,6 +121,8 @@ def policy_losses(
     s = settings
     old = log_probs.detach() if old_log_probs is None else old_log_probs
     log_ratio = log_probs - old
+    if s.log_ratio_limit is not None:
+        log_ratio = log_ratio.clamp(-s.log_ratio_limit, s.log_ratio_limit)
     weights = log_ratio
     if s.importance_sampling_level != "token":
         assert mask is not None
@@ -191,6 +194,14 @@ def token_weights(
     raise ValueError(f"{kind!r} is not known; use {', '.join((*LOSS_TYPES, *AGGREGATIONS))}")
 
 
+def per_token(values: Any, counted: Tensor) -> Any:
+    """Return values [B] as [B, 1], and values [B, T] with ones for tokens that do not count; None stays None."""
+    if values is None:
+        return None
+    values = values[:, None] if values.dim() == 1 else values
+    return values.masked_fill(~counted, 1.0) if values.shape == counted.shape else values
+
+
 def grpo_loss(
     log_probs: Tensor,
     mask: Tensor,
@@ -216,13 +227,10 @@ def grpo_loss(
     check_floats(log_probs=log_probs, advantages=advantages)
     check_tensors(mask=mask)
     check_given(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, vllm_is_ratio=vllm_is_ratio)
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    vllm_is_ratio = vllm_is_ratio[:, None] if vllm_is_ratio is not None and vllm_is_ratio.dim() == 1 else vllm_is_ratio
     counted = mask != 0
-    log_probs = log_probs.masked_fill(~counted, 0.0)
-    old, ref = (None if each is None else each.masked_fill(~counted, 0.0) for each in (old_log_probs, ref_log_probs))
-    m = counted.to(log_probs.dtype)
-    losses, kl, clipped = policy_losses(log_probs, advantages, chosen, m, old, ref, vllm_is_ratio)
+    given = [per_token(each, counted) for each in (old_log_probs, ref_log_probs, vllm_is_ratio)]
+    log_probs, m = log_probs.masked_fill(~counted, 0.0), counted.to(log_probs.dtype)
+    losses, kl, clipped = policy_losses(log_probs, per_token(advantages, counted), chosen, m, *given)
     weights = token_weights(
         counted,
         aggregation or loss_type,

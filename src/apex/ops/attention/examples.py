@@ -153,7 +153,6 @@ EXAMPLES = [
             Row("cuda", _F32, (16, 512, 16, 64, 0)),
             Row("cpu", _F32, (8, 128, 4, 64, 0)),
         ],
-        extensions=["fmhalib"],
     ),
     _packed(
         "fmha_uneven",

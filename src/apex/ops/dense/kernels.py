@@ -12,6 +12,9 @@ from .._launch import kernel
 RELU = tl.constexpr(1)
 SIGMOID = tl.constexpr(2)
 GELU = tl.constexpr(3)
+GELU_ERF = tl.constexpr(4)
+GELU_QUICK = tl.constexpr(5)
+RELU_SQUARED = tl.constexpr(7)
 
 
 @triton.jit
@@ -32,22 +35,48 @@ def _gelu_gate_and_slope(x):
 
 
 @triton.jit
-def _gelu(x, dtype: tl.constexpr):
+def _gate_and_slope(x, ACTIVATION: tl.constexpr):
+    """Return the factor of x in an activation, and the activation's derivative."""
+    if ACTIVATION == GELU:
+        gate, slope = _gelu_gate_and_slope(x)
+    elif ACTIVATION == GELU_ERF:
+        gate = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        slope = gate + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif ACTIVATION == RELU_SQUARED:
+        gate = tl.where(x < 0.0, 0.0, x)
+        slope = 2.0 * gate
+    else:
+        RATE: tl.constexpr = 1.702 if ACTIVATION == GELU_QUICK else 1.0
+        gate = tl.sigmoid(RATE * x)
+        slope = gate + RATE * x * gate * (1.0 - gate)
+    return gate, slope
+
+
+@triton.jit
+def _active(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     x = x.to(tl.float32)
-    return (x * _gelu_gate(x, x * x)).to(dtype)
+    if ACTIVATION == GELU:
+        gate = _gelu_gate(x, x * x)
+    else:
+        gate, _ = _gate_and_slope(x, ACTIVATION)
+    return (x * gate).to(dtype)
 
 
 @kernel
 @triton.jit
-def gelu_forward(input, output, elements, BLOCK: tl.constexpr):
-    """Compute gelu. Only the last program uses a mask: with one, an odd number of values would be loaded singly."""
+def gelu_forward(input, output, elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute gelu or another activation of its kind.
+
+    Only the last program uses a mask: with one, an odd number of values would be loaded singly.
+    """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
     if start + BLOCK <= elements:
-        tl.store(output + place, _gelu(tl.load(input + place), output.dtype.element_ty))
+        tl.store(output + place, _active(tl.load(input + place), ACTIVATION, output.dtype.element_ty))
     else:
         mask = place < elements
-        tl.store(output + place, _gelu(tl.load(input + place, mask=mask), output.dtype.element_ty), mask=mask)
+        x = tl.load(input + place, mask=mask)
+        tl.store(output + place, _active(x, ACTIVATION, output.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -60,7 +89,8 @@ def activation_backward(
 ):  # fmt: skip
     """Compute the gradient before an activation, and its sums over the rows of a program: the bias gradient.
 
-    `saved` is the activation's output, for gelu its input. `dz` may be `dy`. `active`, or None, becomes gelu's output.
+    `saved` is the output of relu and sigmoid, the input of others. `dz` may be `dy`. `active`, or None, becomes the
+    activation's output.
     A program has BLOCK columns and `rows_per_program` rows (a multiple of ROWS) and writes its own row of `partials`.
     If there is only one row of partials, it is the bias gradient itself. FULL: no row or column needs a mask.
     With FINISH, not 0, these rows are summed here too, which saves the host a launch. The last of every FINISH programs
@@ -85,7 +115,7 @@ def activation_backward(
         elif ACTIVATION == SIGMOID:
             gradient = gradient * value * (1.0 - value)
         else:
-            gate, slope = _gelu_gate_and_slope(value)
+            gate, slope = _gate_and_slope(value, ACTIVATION)
             gradient = gradient * slope
             if active is not None:
                 tl.store(active + offset, (value * gate).to(active.dtype.element_ty), mask=mask)

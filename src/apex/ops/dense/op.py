@@ -39,12 +39,20 @@ def dense(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def dense_gelu_dense(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str = "gelu",
 ) -> Tensor:
     """Return `input` [..., in] through two dense layers with gelu (the tanh form) between them.
 
-    Under autocast it runs in autocast's dtype.
+    `activation` may also be "gelu_erf" (the exact form), "gelu_quick", "silu" or "relu_squared". Under autocast it
+    runs in autocast's dtype.
     """
+    if activation not in ACTIVATIONS[3:]:
+        raise ValueError(f"activation {activation!r} is not known; use one of {', '.join(ACTIVATIONS[3:])}")
     features = _check_input(input)
     dtype = _library.autocast_dtype(input)
     required_dtype = input.dtype if dtype is None else None
@@ -52,11 +60,15 @@ def dense_gelu_dense(
     _check_layer(width, weight2, bias2, required_dtype, "2")
     needs_graph = torch.is_grad_enabled()
     rows = input.numel() // max(1, features)
-    # Without gradients kernels always run: there is no node, and fewer operators.
-    if (needs_graph and not takes_node(rows, features, width)) or not _library.runs_triton(FAMILY, input):
-        return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2)
+    # Without gradients kernels always run: there is no node, and fewer operators. Inductor fuses activations itself.
+    takes_operators = needs_graph and not takes_node(rows, features, width)
+    takes_operators |= activation != "gelu" and torch.compiler.is_compiling()
+    if takes_operators or not _library.runs_triton(FAMILY, input):
+        return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2, activation)
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
-    return FusedDenseGeluDenseFunc.apply(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
+    if needs_graph:
+        return FusedDenseGeluDenseFunc.apply(*arguments, activation)
+    return _infer_dense_gelu_dense(*arguments, activation)
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:
@@ -196,44 +208,53 @@ class DenseNoBiasFunc(torch.autograd.Function):
 class FusedDenseGeluDenseFunc(torch.autograd.Function):
     """Autograd node of two dense layers with gelu (the tanh form) between them; biases may be None.
 
-    Of the wide tensors in between only gelu's input is saved; the backward pass computes gelu's output again.
+    Of the wide tensors in between only gelu's input is saved; the backward pass computes gelu's output again. Another
+    activation may be given after upstream's arguments.
     """
 
     @staticmethod
     @_as_given
-    def forward(ctx, input, weight1, bias1, weight2, bias2):  # type: ignore[override]
+    def forward(ctx, input, weight1, bias1, weight2, bias2, activation="gelu"):  # type: ignore[override]
         if True not in ctx.needs_input_grad:
-            return _infer_dense_gelu_dense(input, weight1, bias1, weight2, bias2)
-        output, hidden, _ = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2)
+            return _infer_dense_gelu_dense(input, weight1, bias1, weight2, bias2, activation)
+        output, hidden, _ = dense_gelu_dense_forward(as_rows(input), weight1, bias1, weight2, bias2, activation)
         ctx.save_for_backward(input, weight1, bias1, weight2, bias2, hidden)
+        ctx.activation = activation
         return _shaped(output, input)
 
     @staticmethod
     @_as_given
     def backward(ctx, grad_output):  # type: ignore[override]
         *inputs, hidden = ctx.saved_tensors
+        wanted, rest = ctx.needs_input_grad[:5], (None,) * (len(ctx.needs_input_grad) - 5)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _differentiable_gradients(ctx.needs_input_grad, reference.dense_gelu_dense, inputs, grad_output)
+            again = functools.partial(reference.dense_gelu_dense, activation=ctx.activation)
+            return *_differentiable_gradients(wanted, again, inputs, grad_output), *rest
         input, weight1, _, weight2, _ = inputs
         dx, *gradients = dense_gelu_dense_backward(
-            as_rows(grad_output), as_rows(input), hidden, None, weight1, weight2, ctx.needs_input_grad
+            as_rows(grad_output), as_rows(input), hidden, None, weight1, weight2, wanted, ctx.activation
         )
-        return None if dx is None else _shaped(dx, input), *gradients
+        return None if dx is None else _shaped(dx, input), *gradients, *rest
 
 
 def _infer_dense_gelu_dense(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None, activation: str
 ) -> Tensor:
-    active = activated_linear(as_rows(input), weight1, bias1, "gelu")
+    active = activated_linear(as_rows(input), weight1, bias1, activation)
     return _shaped(functional.linear(active, weight2, bias2), input)
 
 
 def dense_gelu_dense_forward(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str = "gelu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the first layer's output and its gelu, for a 2-D input, without autograd."""
     hidden = functional.linear(input, weight1, bias1)
-    active = gelu(hidden)
+    active = gelu(hidden, activation)
     return functional.linear(active, weight2, bias2), hidden, active
 
 
@@ -245,19 +266,20 @@ def dense_gelu_dense_backward(
     weight1: Tensor,
     weight2: Tensor,
     wanted: Sequence[bool] = (True,) * 5,
+    activation: str = "gelu",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the wanted gradients of input, weight1, bias1, weight2 and bias2; `active` is the gelu of `hidden`."""
     dx = dweight1 = dbias1 = None
     if wanted[0] or wanted[1] or wanted[2]:
         dactive = dy.mm(weight2)
         if active is None and wanted[3]:
-            dhidden, dbias1, active = gelu_backward(dactive, hidden, wanted[2])
+            dhidden, dbias1, active = gelu_backward(dactive, hidden, wanted[2], activation)
         else:
-            dhidden, dbias1 = activation_backward(dactive, hidden, "gelu", wanted[2], in_place=True)
+            dhidden, dbias1 = activation_backward(dactive, hidden, activation, wanted[2], in_place=True)
         dweight1 = dhidden.t().mm(input) if wanted[1] else None
         dx = dhidden.mm(weight1) if wanted[0] else None
     dbias2 = dy.sum(0) if wanted[4] else None
-    dweight2 = dy.t().mm(gelu(hidden) if active is None else active) if wanted[3] else None
+    dweight2 = dy.t().mm(gelu(hidden, activation) if active is None else active) if wanted[3] else None
     return dx, dweight1, dbias1, dweight2, dbias2
 
 

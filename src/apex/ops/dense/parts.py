@@ -34,19 +34,21 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.dim() == 1 else tensor.flatten(0, -2)
 
 
-def gelu(input: Tensor) -> Tensor:
-    """Return gelu in its tanh form, as the BLAS libraries compute it."""
+def gelu(input: Tensor, activation: str = "gelu") -> Tensor:
+    """Return gelu in its tanh form, as the BLAS libraries compute it, or another activation of its kind."""
     if torch.compiler.is_compiling():
-        return reference.gelu_by_sigmoid(input)
+        return reference.gelu_by_sigmoid(input) if activation == "gelu" else reference.activate(input, activation)
     if config.is_large(input.numel(), between_layers=True) and _library.runs_triton(FAMILY, input):
-        return launch_gelu(input.contiguous())
-    return functional.gelu(input, approximate="tanh")
+        return launch_gelu(input.contiguous(), activation)
+    return reference.activate(input, activation)
 
 
-def launch_gelu(input: Tensor) -> Tensor:
+def launch_gelu(input: Tensor, activation: str = "gelu") -> Tensor:
     output = torch.empty_like(input)
     elements, block = input.numel(), config.GELU_BLOCK
-    kernels.gelu_forward((-(-elements // block),), (input, output), (elements,), BLOCK=block, num_warps=4)
+    number = reference.ACTIVATIONS.index(activation)
+    arguments = (-(-elements // block),), (input, output), (elements,)
+    kernels.gelu_forward(*arguments, ACTIVATION=number, BLOCK=block, num_warps=4)
     return output
 
 
@@ -63,7 +65,7 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
         return output.relu_()
     if activation == "sigmoid":
         return output.sigmoid_()
-    return gelu(output) if activation == "gelu" else output
+    return gelu(output, activation) if activation in reference.ACTIVATIONS[3:] else output
 
 
 def activation_backward(
@@ -71,8 +73,8 @@ def activation_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient before an activation, and the gradient of the bias; all matrices are 2-D.
 
-    `saved` is the activation's output, for gelu its input, None without activation. With `in_place`, `dy` may be
-    overwritten.
+    `saved` is the output of relu and sigmoid, the input of gelu and its kind, None without activation. With
+    `in_place`, `dy` may be overwritten.
     """
     if activation == "none" or saved is None:
         return dy, dy.sum(0) if bias_grad else None
@@ -82,25 +84,27 @@ def activation_backward(
     return _activation_backward(dy, saved, activation, bias_grad, in_place)
 
 
-def gelu_backward(dy: Tensor, input: Tensor, bias_grad: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def gelu_backward(
+    dy: Tensor, input: Tensor, bias_grad: bool, activation: str = "gelu"
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients before gelu and of the bias, and gelu's output, so that it need not be saved.
 
-    May overwrite `dy`.
+    May overwrite `dy`. `activation` is gelu or another activation of its kind; compiled code has gelu alone.
     """
     if torch.compiler.is_compiling():
         dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, bias_grad)
         return dz, dbias if bias_grad else None, active
-    return _gelu_backward(dy, input, bias_grad, in_place=True)
+    return _gelu_backward(dy, input, bias_grad, in_place=True, activation=activation)
 
 
 def _gelu_backward(
-    dy: Tensor, input: Tensor, bias_grad: bool, in_place: bool = False
+    dy: Tensor, input: Tensor, bias_grad: bool, in_place: bool = False, activation: str = "gelu"
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     if takes_kernel(dy, input):
         (rows, columns), dy, input = dy.shape, dy.contiguous(), input.contiguous()
         dz, active = dy if in_place else torch.empty_like(dy), torch.empty_like(input)
-        return dz, launch_activation_backward(dy, input, dz, "gelu", rows, columns, bias_grad, active), active
-    return *_activation_backward(dy, input, "gelu", bias_grad), functional.gelu(input, approximate="tanh")
+        return dz, launch_activation_backward(dy, input, dz, activation, rows, columns, bias_grad, active), active
+    return *_activation_backward(dy, input, activation, bias_grad), reference.activate(input, activation)
 
 
 def takes_kernel(dy: Tensor, saved: Tensor) -> bool:
@@ -117,15 +121,18 @@ def _activation_backward(
         dz = dy if in_place else torch.empty_like(dy)
         rows, columns = dy.shape
         return dz, launch_activation_backward(dy, saved.contiguous(), dz, activation, rows, columns, bias_grad)
-    if dy.dtype in _HALF and (activation == "sigmoid" or not dy.is_cuda):  # PyTorch would round every step
+    has_operator = activation in ("relu", "gelu", "gelu_erf")
+    if dy.dtype in _HALF and (not has_operator or not dy.is_cuda):  # PyTorch would round every step
         dz, dbias = _activation_backward(dy.float(), saved.float(), activation, bias_grad)
         return dz.to(dy.dtype), None if dbias is None else dbias.to(dy.dtype)
     if activation == "relu":
         dz = torch.ops.aten.threshold_backward(dy, saved, 0)
     elif activation == "sigmoid":
         dz = torch.ops.aten.sigmoid_backward(dy, saved)
+    elif activation in ("gelu", "gelu_erf"):
+        dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh" if activation == "gelu" else "none")
     else:
-        dz = torch.ops.aten.gelu_backward(dy, saved, approximate="tanh")
+        dz = reference.activation_backward(dy, saved, activation)
     return dz, dz.sum(0) if bias_grad else None
 
 

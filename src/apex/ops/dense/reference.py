@@ -2,7 +2,8 @@
 
 In float64 they are the definition that all other implementations are tested against.
 
-Shapes: input [..., in], weight [out, in], bias [out]; `gelu` is the tanh form.
+Shapes: input [..., in], weight [out, in], bias [out]. `gelu` is the tanh form, `gelu_erf` the exact one, `gelu_quick` a
+sigmoid of 1.702 x times x (CLIP's).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from .._library import compute_dtype
 
-ACTIVATIONS = ("none", "relu", "sigmoid", "gelu")
+ACTIVATIONS = ("none", "relu", "sigmoid", "gelu", "gelu_erf", "gelu_quick", "silu", "relu_squared")
 GELU_FACTOR, GELU_CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
@@ -25,6 +26,15 @@ def activate(values: Tensor, activation: str) -> Tensor:
         return torch.relu(values)
     if activation == "sigmoid":
         return torch.sigmoid(values)
+    if activation == "gelu_erf":
+        return functional.gelu(values)
+    if activation == "gelu_quick":
+        wide = values.to(compute_dtype(values))
+        return (wide * torch.sigmoid(1.702 * wide)).to(values.dtype)
+    if activation == "silu":
+        return functional.silu(values)
+    if activation == "relu_squared":
+        return torch.relu(values).square()
     return functional.gelu(values, approximate="tanh") if activation == "gelu" else values
 
 
@@ -35,7 +45,7 @@ def gelu_by_sigmoid(values: Tensor) -> Tensor:
 
 
 def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
-    """Return the gradient before the activation, given its output (relu, sigmoid) or its input (gelu)."""
+    """Return the gradient before the activation, given its output (relu, sigmoid) or its input (the others)."""
     if activation == "relu":
         return dy * (saved > 0)
     if activation == "sigmoid":
@@ -46,14 +56,28 @@ def activation_backward(dy: Tensor, saved: Tensor, activation: str) -> Tensor:
         tanh = torch.tanh(GELU_FACTOR * (saved + GELU_CUBIC * saved**3))
         slope = GELU_FACTOR * (1 + 3 * GELU_CUBIC * saved**2)
         return dy * ((1 + tanh) / 2 + saved * (1 - tanh * tanh) * slope / 2)
+    if activation == "gelu_erf":
+        gate = (1 + torch.erf(saved * math.sqrt(0.5))) / 2
+        return dy * (gate + saved * torch.exp(-saved * saved / 2) / math.sqrt(2 * math.pi))
+    if activation in ("gelu_quick", "silu"):
+        rate = 1.702 if activation == "gelu_quick" else 1.0
+        gate = torch.sigmoid(rate * saved)
+        return dy * (gate + saved * rate * gate * (1 - gate))
+    if activation == "relu_squared":
+        return dy * 2 * torch.relu(saved)
     return dy
 
 
 def dense_gelu_dense(
-    input: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+    input: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    activation: str = "gelu",
 ) -> Tensor:
     hidden = functional.linear(input, weight1, bias1)
-    return functional.linear(activate(hidden, "gelu"), weight2, bias2)
+    return functional.linear(activate(hidden, activation), weight2, bias2)
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str) -> Tensor:

@@ -16,6 +16,7 @@ from .. import _library
 from .._checks import check_tensors
 from .._tolerance import excess
 from . import rules
+from .codecs import Encodings
 from .flat import laid_out_alike
 from .rule import SLOTS, Slots
 from .tables import current_stream
@@ -84,11 +85,14 @@ def kernel_fits(tensors: Sequence[Tensor]) -> bool:
     return all(_library.runs_triton(FAMILY, tensor) for tensor in tensors) and laid_out_alike(tensors)
 
 
-def make_lists(slots: Slots, copy: Sequence[Tensor] | None = None) -> Lists:
+def make_lists(slots: Slots, copy: Sequence[Tensor] | None = None, encodings: Encodings | None = None) -> Lists:
     """Return the lists of one group, on the implementation that the dispatch chooses."""
-    used = [tensors for tensors in (*slots, copy) if tensors]
+    encoded = encodings or {}
+    used = [tensors for slot, tensors in enumerate((*slots, copy)) if tensors and slot not in encoded]
     fits = all(map(kernel_fits, zip(*used, strict=True)))
-    return TritonLists(slots, copy) if fits else TorchLists(slots, copy)
+    if encoded:
+        fits = fits and all(map(laid_out_alike, zip(*(tensors for tensors in (*slots, copy) if tensors), strict=True)))
+    return TritonLists(slots, copy, encodings) if fits else TorchLists(slots, copy, encodings)
 
 
 def groups_of(slots: Slots, names: Sequence[str]) -> Groups:

@@ -1,11 +1,12 @@
 """The kernel of the multi-tensor ops, which applies an update rule to lists of tensors.
 
-table       int64 [tensors, ROWS]            number of elements, then the address in every list except the gradients
+table       int64 [tensors, ROWS]            number of elements, then the address in every list except the gradients;
+                                             a list with a codec is followed by its list of companions
 moving      int64 [tensors]                  addresses of the gradients, which move from step to step
 programs    int32 [programs, 2]              tensor and block of each program; None if each tensor has one program
 noop        number [1]                       nothing is done unless it is 0
 grad_scale  float32 [1]                      multiplies the gradients
-scalars     float32 [scalars on the device]  values of the scalars that ON_DEVICE names
+scalars     float32 [scalars on the device]  values of the scalars, and of the seed, that ON_DEVICE names
 whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   results of a measuring rule in each block
 overflow    number [1]                       becomes 1 if a checked value is infinite or NaN
@@ -18,7 +19,8 @@ factor      float32 [1]                      see `reduce_partials`, as for limit
 CONSTANTS, the values that a launch is compiled for besides its rule, is a tuple of
 
     FLAGS       FLAG_COUNT bools  the rule's own
-    ON_DEVICE   SCALARS ints      index in `scalars` of each number of the rule; negative if it is a kernel argument
+    ON_DEVICE   SCALARS + 1 ints  index in `scalars` of each number of the rule, and of the seed; negative if it is a
+                                  kernel argument
     READS       SLOTS bools       slots whose values the rule reads
     WRITES      SLOTS bools       slots whose values it changes
     CHECKS      SLOTS bools       slots that are checked for infinities and NaN; slot 0 stands for the first measurement
@@ -29,6 +31,7 @@ CONSTANTS, the values that a launch is compiled for besides its rule, is a tuple
     ROWS        int               numbers in a row of `table`
     ALIGNED     bool              every tensor starts at a multiple of 16 bytes
     STOCHASTIC  bool              slot 0 is rounded stochastically
+    CODECS      SLOTS ints        how numbers are stored, see `codecs.NUMBERS`; 0: as numbers of the list's type
 
 and TYPES has the types of the lists, None without one; the last type is of the list that gets a copy of slot 0.
 `kernels_reductions.py` sums the measurements.
@@ -45,6 +48,16 @@ import triton.language as tl
 
 from .._kernel_functions import is_last_block
 from .._launch import kernel
+from .kernels_codecs import (
+    BFLOAT16,
+    PLAIN,
+    REMAINDER8,
+    REMAINDER16,
+    decoded,
+    noise_bits,
+    round_stochastically,
+    store_encoded,
+)
 from .kernels_reductions import reduce_rows
 from .rule import Rule
 
@@ -83,21 +96,56 @@ def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _slot(
-    table, place, offset, mask,
-    TYPE: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    table, place, offset, size, mask,
+    TYPE: tl.constexpr, CODEC: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return a slot's pointer and values, and the index of the next slot's address in the table.
+    """Return a slot's pointer, companions and values, and the index of the next slot's address in the table.
 
     Values of a slot that is not read, or has no list, are 0; no rule uses them.
     """
     pointer = place
+    companions = place
     x = 0.0
     if TYPE is not None:
-        pointer = _pointer(table + place, TYPE, ALIGNED)
-        place += 1
-        if READS:
-            x = _load(pointer, offset, mask, MASKED, BLOCK)
-    return pointer, x, place
+        if CODEC == PLAIN:
+            pointer = _pointer(table + place, TYPE, ALIGNED)
+            place += 1
+            if READS:
+                x = _load(pointer, offset, mask, MASKED, BLOCK)
+        else:
+            if CODEC == REMAINDER8:
+                pointer = _pointer(table + place, tl.int16, ALIGNED)
+                companions = _pointer(table + place + 1, tl.int8, ALIGNED)
+            elif CODEC == REMAINDER16:
+                pointer = _pointer(table + place, tl.int16, ALIGNED)
+                companions = _pointer(table + place + 1, tl.int16, ALIGNED)
+            else:
+                pointer = _pointer(table + place, TYPE, ALIGNED)
+                if CODEC != BFLOAT16:
+                    companions = _pointer(table + place + 1, tl.float32, ALIGNED)
+            place += 1
+            if CODEC != BFLOAT16:
+                place += 1
+            if READS:
+                x = decoded(pointer, companions, offset, size, mask, CODEC, MASKED, BLOCK)
+    return pointer, companions, x, place
+
+
+@triton.jit
+def _store_slot(
+    pointer, companions, at, x, mask, seed, tensor,
+    SLOT: tl.constexpr, TYPE: tl.constexpr, CODEC: tl.constexpr, WRITES: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a slot's values, if the rule writes them, by the slot's codec if it has one."""
+    if WRITES:
+        offset, size = at
+        if CODEC == PLAIN:
+            _store(pointer, offset, x, mask, TYPE, True, MASKED, BLOCK)
+        else:
+            noise = noise_bits(seed, tensor, offset + tl.arange(0, BLOCK), SLOT)  # unused by most, and then removed
+            store_encoded(pointer, companions, offset, size, x, mask, noise, CODEC, MASKED, BLOCK)
 
 
 @triton.jit
@@ -117,21 +165,6 @@ def _number(value, scalars, POSITION: tl.constexpr):
     if POSITION >= 0:
         value = tl.load(scalars + POSITION)
     return value
-
-
-@triton.jit
-def _round_stochastically(x, seed, tensor, index):
-    """Round to a float32 that bfloat16 can hold, up or down with the probability that makes it right on average.
-
-    Uses 16 bits of noise per element by Murmur's finaliser; `TorchLists` computes the same bits.
-    """
-    seed = tl.full((1,), seed, tl.float32).to(tl.uint32)  # an integer below 2**24, which float32 holds exactly
-    noise = index.to(tl.uint32) * 0x9E3779B1 + (seed * 0x85EBCA6B + tensor.to(tl.uint32) * 0xC2B2AE35)
-    noise = (noise ^ (noise >> 16)) * 0x85EBCA6B
-    noise = (noise ^ (noise >> 13)) * 0xC2B2AE35
-    noise = (noise ^ (noise >> 16)) & 0xFFFF
-    bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
-    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 
 @triton.jit
@@ -183,6 +216,7 @@ def _block(
     ROWS: tl.constexpr = CONSTANTS[7]
     ALIGNED: tl.constexpr = CONSTANTS[8]
     STOCHASTIC: tl.constexpr = CONSTANTS[9]
+    CODECS: tl.constexpr = CONSTANTS[10]
     table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts = tensors
     s0, s1, s2, s3, s4, s5, s6, s7 = numbers
     s0 = _number(s0, scalars, ON_DEVICE[0])
@@ -193,6 +227,7 @@ def _block(
     s5 = _number(s5, scalars, ON_DEVICE[5])
     s6 = _number(s6, scalars, ON_DEVICE[6])
     s7 = _number(s7, scalars, ON_DEVICE[7])
+    seed = _number(seed, scalars, ON_DEVICE[8])
     w0 = 0.0
     w1 = 0.0
     if whole is not None:
@@ -201,11 +236,11 @@ def _block(
 
     mask = tl.arange(0, BLOCK) < size - offset
     place = tensor * ROWS + 1
-    p0, x0, place = _slot(table, place, offset, mask, TYPES[0], READS[0], ALIGNED, MASKED, BLOCK)
-    p1, x1, _ = _slot(moving, tensor, offset, mask, TYPES[1], READS[1], ALIGNED, MASKED, BLOCK)
-    p2, x2, place = _slot(table, place, offset, mask, TYPES[2], READS[2], ALIGNED, MASKED, BLOCK)
-    p3, x3, place = _slot(table, place, offset, mask, TYPES[3], READS[3], ALIGNED, MASKED, BLOCK)
-    p4, x4, place = _slot(table, place, offset, mask, TYPES[4], READS[4], ALIGNED, MASKED, BLOCK)
+    p0, c0, x0, place = _slot(table, place, offset, size, mask, TYPES[0], CODECS[0], READS[0], ALIGNED, MASKED, BLOCK)
+    p1, _, x1, _ = _slot(moving, tensor, offset, size, mask, TYPES[1], 0, READS[1], ALIGNED, MASKED, BLOCK)
+    p2, c2, x2, place = _slot(table, place, offset, size, mask, TYPES[2], CODECS[2], READS[2], ALIGNED, MASKED, BLOCK)
+    p3, c3, x3, place = _slot(table, place, offset, size, mask, TYPES[3], CODECS[3], READS[3], ALIGNED, MASKED, BLOCK)
+    p4, c4, x4, place = _slot(table, place, offset, size, mask, TYPES[4], CODECS[4], READS[4], ALIGNED, MASKED, BLOCK)
 
     if CHECKS[1]:
         _flag_nonfinite(x1, overflow, nonfinite_counts, tensor)
@@ -237,12 +272,13 @@ def _block(
             p5 = _pointer(table + place, TYPES[5], ALIGNED)
             _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
         if STOCHASTIC:
-            x0 = _round_stochastically(x0, seed, tensor, offset + tl.arange(0, BLOCK))
-    _store(p0, offset, x0, mask, TYPES[0], WRITES[0], MASKED, BLOCK)
+            x0 = round_stochastically(x0, noise_bits(seed, tensor, offset + tl.arange(0, BLOCK), 0))
+    at = (offset, size)
+    _store_slot(p0, c0, at, x0, mask, seed, tensor, 0, TYPES[0], CODECS[0], WRITES[0], MASKED, BLOCK)
     _store(p1, offset, x1, mask, TYPES[1], WRITES[1], MASKED, BLOCK)
-    _store(p2, offset, x2, mask, TYPES[2], WRITES[2], MASKED, BLOCK)
-    _store(p3, offset, x3, mask, TYPES[3], WRITES[3], MASKED, BLOCK)
-    _store(p4, offset, x4, mask, TYPES[4], WRITES[4], MASKED, BLOCK)
+    _store_slot(p2, c2, at, x2, mask, seed, tensor, 2, TYPES[2], CODECS[2], WRITES[2], MASKED, BLOCK)
+    _store_slot(p3, c3, at, x3, mask, seed, tensor, 3, TYPES[3], CODECS[3], WRITES[3], MASKED, BLOCK)
+    _store_slot(p4, c4, at, x4, mask, seed, tensor, 4, TYPES[4], CODECS[4], WRITES[4], MASKED, BLOCK)
     return q0, q1, q2, q3
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import _graph_numbers
 from .._graph_numbers import Number, capturing
+from .codecs import GROUP, REMAINDERS, STOCHASTIC, Encodings, decode, encode, noise, to_bfloat16
 from .flat import flat, laid_out_alike
 from .fused import WIDTH
 from .rule import GRADIENT, OFF, SLOTS, ZEROS, Rule, Slots
@@ -30,28 +31,36 @@ class _Piece(NamedTuple):
     tensors: list[Tensor | None]
 
 
+class StateSeed(NamedTuple):
+    """A seed for codecs that round state stochastically; parameters are rounded to nearest."""
+
+    value: Any
+
+
 class TorchLists:
     """Lists of tensors on one device, one dtype per list; strided in any way.
 
-    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0.
+    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0. `encodings`
+    are codecs of slots, with their companions.
     """
 
-    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None, encodings: Encodings | None = None) -> None:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
         self.sizes = tuple(map(Tensor.numel, first))
         self.row_counts = [self._row_count(tensor) for tensor in first]
         self.results = sum(self.row_counts)
-        self.point_to(slots, copy)
+        self.point_to(slots, copy, encodings)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
         # Sums are accumulated in double precision if the device supports it.
         self._sums = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
 
-    def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+    def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None, encodings: Encodings | None = None) -> None:
         """Replace the tensors by others of the same sizes and dtypes."""
         self.slots = tuple(slots)
         self.copy = copy
+        self._encodings = encodings or {}
 
     def usable(self) -> bool:
         """Return True: only tables of addresses are bound to a stream."""
@@ -94,7 +103,7 @@ class TorchLists:
         overflow: Tensor | None = None,
         nonfinite_counts: Tensor | None = None,
         checks: tuple[int, ...] = (),
-        seed: int | None = None,
+        seed: Any = None,
     ) -> Tensor | None:
         """Run `rule` on all tensors; return its measurements, float32 [tensors, 2 or more], or None without any.
 
@@ -102,7 +111,8 @@ class TorchLists:
         `whole` holds the two numbers of each tensor. `overflow` becomes 1 if a slot among `checks` has an infinite or
         NaN element, and `nonfinite_counts`, int32 [tensors, 2], counts such elements of slots 0 and 1. Slot 0 stands
         for the first measurement or, if nothing is measured, for values written to slot 0 that are not finite although
-        the values of slots 1 and 2 are. With a `seed`, slot 0 is rounded stochastically to bfloat16.
+        the values of slots 1 and 2 are. With a `seed`, a number below 2**24, slot 0 is rounded stochastically if it is
+        bfloat16 without remainders, and codecs that round stochastically use it.
         """
         measured = torch.zeros(self.results, max(2, rule.quantities), dtype=self._sums, device=self.device)
         skip = None
@@ -113,6 +123,11 @@ class TorchLists:
                 return measured.to(torch.float32) if rule.quantities else None
         scalars = tuple(map(self._number, hyper.values() if rule.scalars is None else rule.scalars(**hyper)))
         scalars, flags = (*scalars, *ZEROS[len(scalars) :]), (*flags, *OFF[len(flags) :])
+        rounds = seed is not None and not isinstance(seed, StateSeed)
+        if isinstance(seed, StateSeed):
+            seed = seed.value
+        if isinstance(seed, Tensor):
+            seed = seed.to(self.device, torch.int64)
         may_fuse = whole is None and overflow is None and seed is None and self._calls_fused()
         if may_fuse and self._apply_fused_lists(rule, scalars, flags, grad_scale):
             return None
@@ -142,8 +157,11 @@ class TorchLists:
                 _flag_nonfinite(torch.where(finite, written, 0.0), overflow, nonfinite_counts, piece.index)
             for slot in rule.writes:
                 value = results[slot]
-                if slot == 0 and seed is not None:
-                    value = self._round_stochastically(value, piece, seed)
+                if slot in self._encodings:
+                    self._write_encoded(piece, slot, value, seed, skip)
+                    continue
+                if slot == 0 and rounds:
+                    value = to_bfloat16(value.to(torch.float32), self._noise(value, piece, seed, 0))
                 for tensor in (piece.tensors[slot], piece.tensors[SLOTS] if slot == 0 else None):
                     if (
                         tensor is not None and tensor.data_ptr() != value.data_ptr()
@@ -217,22 +235,42 @@ class TorchLists:
         """Return the elements of one slot, [rows, elements of each], in the dtype of the computation."""
         tensor = piece.tensors[slot]
         assert tensor is not None
+        if slot in self._encodings:
+            tensor = decode(self._encodings[slot].codec, tensor.reshape(-1), self._companions(piece, slot))
         return tensor.reshape(piece.rows.stop - piece.rows.start, -1).to(self._compute)
 
-    def _round_stochastically(self, value: Tensor, piece: _Piece, seed: int) -> Tensor:
-        """Return the same bits as `kernels._round_stochastically`, computed in int64."""
-        size = value.shape[1]
-        index = torch.arange(piece.start, piece.start + size, dtype=torch.int64, device=value.device)
+    def _companions(self, piece: _Piece, slot: int) -> Tensor | None:
+        """Return the scales or remainders of a piece's elements as a vector; None if the codec has none."""
+        codec, companions = self._encodings[slot]
+        if companions is None:
+            return None
+        first = piece.start if codec in REMAINDERS else piece.start // GROUP
+        return flat(companions[piece.index])[first:][: piece.tensors[slot].numel()]  # type: ignore[union-attr]
+
+    def _write_encoded(self, piece: _Piece, slot: int, value: Tensor, seed: Any, skip: Tensor | None) -> None:
+        """Encode the values of a slot and store codes and companions, unless `skip` is set."""
+        codec, stored = self._encodings[slot].codec, piece.tensors[slot]
+        assert stored is not None
+        bits = self._noise(value, piece, seed, slot).reshape(-1) if codec in STOCHASTIC and seed is not None else None
+        codes, companions = encode(codec, value.reshape(-1), bits)
+        pairs = [(stored, codes.view(stored.shape))]
+        if companions is not None:
+            place = self._companions(piece, slot)
+            assert place is not None
+            pairs.append((place[: companions.numel()], companions))
+        for target, source in pairs:
+            if skip is None:
+                target.copy_(source)
+            else:  # by bytes, because `where` does not take every dtype
+                bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (target, source)]
+                target.copy_(torch.where(skip, *bytes_of).view(target.dtype))
+
+    def _noise(self, value: Tensor, piece: _Piece, seed: Any, slot: int) -> Tensor:
+        """Return 16 bits of noise for each element of a piece, [rows, elements of each]."""
+        end = piece.start + value.shape[1]
+        index = torch.arange(piece.start, end, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)
-        word = 0xFFFFFFFF
-        noise = ((index & word) * 0x9E3779B1 + seed * 0x85EBCA6B + row * 0xC2B2AE35) & word
-        noise = ((noise ^ (noise >> 16)) * 0x85EBCA6B) & word
-        noise = ((noise ^ (noise >> 13)) * 0xC2B2AE35) & word
-        noise = (noise ^ (noise >> 16)) & 0xFFFF
-        single = value.to(torch.float32)
-        bits = (single.view(torch.int32).to(torch.int64) + noise) & ~0xFFFF
-        rounded = ((bits + 2**31) % 2**32 - 2**31).to(torch.int32).view(torch.float32)
-        return torch.where(single == single, rounded, single)
+        return noise(seed, row, index, slot)
 
     @torch.no_grad()
     def total(self, per_tensor: Tensor, rule: Rule, *, root: bool = False) -> Tensor:

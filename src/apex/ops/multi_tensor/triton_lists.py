@@ -12,8 +12,10 @@ from .. import _device, _library
 from .._graph_numbers import Number
 from .._tickets import TICKETS, tickets_on
 from . import config
+from .codecs import NUMBERS, REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
+from .torch_lists import StateSeed
 
 # Imported at first use: importing apex needs no Triton.
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -21,7 +23,10 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 
 # Types of numbers whose values the host knows.
 _NUMBERS = frozenset((float, int, bool))
-_ON_HOST = (-1,) * SCALARS
+_ON_HOST = (-1,) * (SCALARS + 1)
+_NO_CODECS = (0,) * SLOTS
+# Types that kernels see for types that not every GPU has.
+_STAND_INS = {"float8_e4m3fn": "uint8"}
 
 
 class Sum(NamedTuple):
@@ -45,19 +50,25 @@ class Sum(NamedTuple):
 class TritonLists:
     """Lists of dense tensors on one device, one dtype per list, whose tensors of equal index share their layout.
 
-    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0. Keeps
-    addresses instead of tensors.
+    `slots` has a list or None for each slot of a rule; `copy` gets a copy of the values written to slot 0. `encodings`
+    are codecs of slots, with their companions. Keeps addresses instead of tensors.
     """
 
-    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, slots: Slots, copy: Sequence[Tensor] | None = None, encodings: Encodings | None = None) -> None:
         first = next(tensors for tensors in slots if tensors)
         self.device = first[0].device
         self._index = self.device.index
         self._stream = current_stream(self.device)
         dtypes = [tensors[0].dtype if tensors else None for tensors in (*slots, copy)]
         # In the kernel's form: the names of types, and the numbers in a row of the table.
-        self._types = tuple(None if t is None else str(t).removeprefix("torch.") for t in dtypes)
+        names = [None if t is None else str(t).removeprefix("torch.") for t in dtypes]
+        self._types = tuple(None if name is None else _STAND_INS.get(name, name) for name in names)
         self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
+        self._codecs, self._has_remainders = _NO_CODECS, False
+        if encodings:
+            self._has_remainders = 0 in encodings and encodings[0].codec in REMAINDERS
+            self._columns += sum(each.companions is not None for each in encodings.values())
+            self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
@@ -67,17 +78,23 @@ class TritonLists:
         publishes = _device.facts(self.device).publishes_for_all
         self._finishes_all = publishes and max(self.sizes, default=0) > 0
         self._finishes_each = publishes and min(self.sizes, default=0) > 0 and len(self.sizes) <= TICKETS
-        self.point_to(slots, copy)
+        self.point_to(slots, copy, encodings)
 
     def _make_table(self, slots: Slots, copy: Sequence[Tensor] | None) -> PointerTable:
         first = next(tensors for tensors in slots if tensors)
         return PointerTable(list(map(Tensor.numel, first)), self.device)
 
-    def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None) -> None:
+    def point_to(self, slots: Slots, copy: Sequence[Tensor] | None = None, encodings: Encodings | None = None) -> None:
         """Replace the tensors by others of the same sizes and dtypes."""
         lists = [tensors if tensors is None or type(tensors) is list else list(tensors) for tensors in (*slots, copy)]
-        gradients = lists.pop(GRADIENT)
-        self.table.point_to([tensors for tensors in lists if tensors], gradients)
+        gradients = lists[GRADIENT]
+        fixed: list[list[Tensor]] = []
+        for slot, tensors in enumerate(lists):
+            if tensors and slot != GRADIENT:
+                fixed.append(tensors)
+                if encodings and slot in encodings and encodings[slot].companions is not None:
+                    fixed.append(list(encodings[slot].companions))  # type: ignore[arg-type]
+        self.table.point_to(fixed, gradients)
 
     def usable(self) -> bool:
         """Return whether work launched now may read the tables: on another stream they may not have arrived yet."""
@@ -149,14 +166,15 @@ class TritonLists:
         checks: tuple[int, ...] = (),
         whole: Tensor | None = None,
         nonfinite_counts: Tensor | None = None,
-        seed: int | None = None,
+        seed: Any = None,
         partials: Tensor | None = None,
     ) -> tuple[Any, Layout]:
         """Launch the rule; return its measurements in each block, if it measures, and the layout of the blocks.
 
         Measurements go into `partials` if these are given. The same launch sums them if a `total` is given.
         """
-        numbers, scalars, on_device = self._numbers(rule, hyper)
+        rounds = seed is not None and not isinstance(seed, StateSeed)
+        numbers, scalars, on_device = self._numbers(rule, hyper, seed.value if isinstance(seed, StateSeed) else seed)
         table, layout = self.table, self._layout(rule)
         if not layout.count:
             return self._empty(0), layout
@@ -173,11 +191,12 @@ class TritonLists:
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
         given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
-        settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, seed is not None)
+        rounds = rounds and not self._has_remainders
+        settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
         shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program)
         _rule_launch(rule, *shape, *settings, finishing)(
             (table.fixed, table.moving, layout.programs, *given, partials, bounds, tickets, out, factor),
-            (*numbers, *ZEROS[len(numbers) :], seed or 0, *by),
+            (*numbers, *by),
         )
         return partials, layout
 
@@ -234,18 +253,24 @@ class TritonLists:
             layout = self._layouts[rule] = self._layouts[shape]
         return layout
 
-    def _numbers(self, rule: Rule, hyper: dict[str, Any]) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
-        """Return a rule's numbers (0 for those on the device), a tensor of the latter, and indices into it or -1."""
+    def _numbers(
+        self, rule: Rule, hyper: dict[str, Any], seed: Any
+    ) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
+        """Return a rule's numbers and the seed (0 for those on the device), a tensor of the latter, and their indices.
+
+        An index is -1 for a number that the host knows.
+        """
         numbers = tuple(hyper.values()) if rule.scalars is None else rule.scalars(**hyper)
+        numbers = (*numbers, *ZEROS[len(numbers) :], 0 if seed is None else seed)
         if _NUMBERS.issuperset(map(type, numbers)):
             return numbers, None, _ON_HOST
         here = [self._here(value) for value in numbers]
         tensors = [value.double().reshape(()) for value in here if isinstance(value, Tensor)]
-        positions = iter(range(SCALARS))
+        positions = iter(range(SCALARS + 1))
         places = [next(positions) if isinstance(value, Tensor) else -1 for value in here]
         known = tuple(0.0 if isinstance(value, Tensor) else value for value in here)
         on_device = torch.stack(tensors).float() if tensors else None
-        return known, on_device, (*places, *_ON_HOST[len(places) :])
+        return known, on_device, tuple(places)
 
     def _here(self, value: Any) -> Any:
         """Return a number, or a tensor on this device. Reads a CPU tensor, which waits for nothing."""
@@ -271,6 +296,7 @@ def _rule_launch(
     columns: int,
     aligned: bool,
     seeded: bool,
+    codecs: tuple[int, ...],
     finishing: tuple[Any, ...] | None,
 ) -> Any:
     """Prepare the launch of a rule, without its tables and numbers."""
@@ -287,6 +313,7 @@ def _rule_launch(
             columns,
             aligned,
             seeded,
+            codecs,
         ),
         FINISH=finishing and finishing[:5],
         BLOCK=block,

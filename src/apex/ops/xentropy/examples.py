@@ -74,8 +74,9 @@ def _head_torch(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | No
 
 
 def _own_head(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the loss by the function that PyTorch 2.13 has."""
-    return functional.linear_cross_entropy(input, weight, target)  # type: ignore[attr-defined, unused-ignore]
+    """Return the loss by the function that PyTorch 2.13 has; without options it would hold all logits."""
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined, unused-ignore]
+    return functional.linear_cross_entropy(input, weight, target, options=options)  # type: ignore[attr-defined, unused-ignore]
 
 
 def _log_probs(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> tuple[Any, Any]:
@@ -102,7 +103,7 @@ def _head(name: str, title: str, gpu: list[Sizes], bias: bool = False, **others:
         sizes="rows x features x classes",
         small=[(7, 8, 37)],
         large=[(3000, 512, 50257), (3000, 512, 32000)] if gpu else [],
-        draw=_draw_head,
+        draw=_draw_head if gpu else None,
         listed=[
             *(Row("cuda", _BF16, sizes, ["fwd+bwd"], note) for sizes in gpu),
             *(Row("cpu", _F32, (256, 256, 8192), ["fwd+bwd"], note) for _ in gpu[:1]),

@@ -258,7 +258,6 @@ def _forward_launch(
         EDGES=row_stride % config.ALIGNMENT != 0 or classes % config.ALIGNMENT != 0,
         GRADIENT=gradient,
         STREAM=gradient and classes * itemsize >= config.STREAMED_ROW,
-        REVERSE=gradient,
         GROUPS=chosen.groups,
         LANES=chosen.lanes,
         VECTOR=16 // itemsize,

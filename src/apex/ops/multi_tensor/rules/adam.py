@@ -9,14 +9,19 @@ from .. import fused
 from ..rule import Rule, tl
 
 
+def _moments(p, g, m, v, scalars, FLAGS):
+    """Return both moments after this gradient, to which a decay is added unless it is decoupled (FLAGS[0])."""
+    rest1, beta2, rest2, decay = scalars[1], scalars[2], scalars[3], scalars[5]
+    if not FLAGS[0]:
+        g = g + decay * p
+    return m + (g - m) * rest1, tl.fma(v, beta2, rest2 * g * g)
+
+
 def _adam(values, whole, scalars, FLAGS):
     """Compute Adam. FLAGS: decay decoupled from the gradient, AMSGrad."""
     p, g, m, v, peak = values
-    step_size, rest1, beta2, rest2, eps, decay, root, _unused = scalars
-    if not FLAGS[0]:
-        g = g + decay * p
-    m = m + (g - m) * rest1
-    v = tl.fma(v, beta2, rest2 * g * g)
+    step_size, _rest1, _beta2, _rest2, eps, decay, root, _unused = scalars
+    m, v = _moments(p, g, m, v, scalars, FLAGS)
     if FLAGS[1]:
         peak = tl.maximum(peak, v)
         deviation = tl.sqrt(peak) * root + eps
@@ -46,8 +51,44 @@ def _adam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, bias_correction=
     return lr * first, 1 - beta1, beta2, 1 - beta2, eps, decay, root
 
 
-ADAM = Rule(_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_adam_scalars, fused=fused.adam)
-ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_scalars, fused=fused.adam)
+def _guarded_adam(values, whole, scalars, FLAGS):
+    """Compute Adam with care. FLAGS: decoupled decay; decay only where it has the update's sign; limit the update."""
+    p, g, m, v, peak = values
+    step_size, _rest1, _beta2, _rest2, eps, decay, root, limit = scalars
+    m, v = _moments(p, g, m, v, scalars, FLAGS)
+    update = step_size * m / (tl.sqrt(v) * root + eps)
+    if FLAGS[2]:
+        update = tl.where(update > limit, limit, update)
+        update = tl.where(update < -limit, -limit, update)
+    if FLAGS[0]:
+        shrink = decay * p
+        if FLAGS[1]:
+            shrink = tl.where(update * p >= 0, shrink, 0.0)
+        update = update + shrink
+    return p - update, g, m, v, peak
+
+
+def _guarded_adam_scalars(**hyper):
+    """Return Adam's numbers and the largest update that its exact moments can give.
+
+    By Schwarz's inequality |m| / sqrt(v) is at most (1 - beta1) / sqrt((1 - beta2) (1 - beta1 ** 2 / beta2)), for any
+    gradients, if the sum of (beta1 ** 2 / beta2) ** k converges.
+    """
+    numbers = _adam_scalars(**hyper)
+    beta1, beta2 = hyper["beta1"], hyper["beta2"]
+    if not beta1 * beta1 < beta2:
+        return *numbers, float("inf")
+    largest = (1 - beta1) * ((1 - beta2) * (1 - beta1 * beta1 / beta2)) ** -0.5
+    return *numbers, numbers[0] * largest / numbers[6]
+
+
+_OF_ADAM: dict[str, Any] = {"scalars": _adam_scalars, "fused": fused.adam, "helpers": (_moments,)}
+ADAM = Rule(_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), **_OF_ADAM)
+ADAM_AMSGRAD = Rule(_adam, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), **_OF_ADAM)
+# For encoded moments, whose rounding errors could give updates that no gradients give, and for cautious decay.
+GUARDED_ADAM = Rule(
+    _guarded_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_guarded_adam_scalars, helpers=(_moments,)
+)
 
 # As quick as PyTorch's fused optimizer on a CPU, with its rounding errors: see `fused.adam_lists`. On a GPU, ADAM.
 ADAM_LISTS, ADAM_AMSGRAD_LISTS = (replace(rule, fused_lists=fused.adam_lists) for rule in (ADAM, ADAM_AMSGRAD))
@@ -71,5 +112,5 @@ def _adam_average_scalars(*, average_decay, **hyper):
 
 
 ADAM_AVERAGE = Rule(
-    _adam_average, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_average_scalars, helpers=(_adam,)
+    _adam_average, reads=(0, 1, 2, 3, 4), writes=(0, 2, 3, 4), scalars=_adam_average_scalars, helpers=(_moments, _adam)
 )

@@ -1,0 +1,245 @@
+"""The rule for the head of a language model: the last linear layer and its loss, without ever holding the logits.
+
+The model's own forward runs on a stand-in for the model, whose `lm_head` returns a `_Logits`: an object that keeps the
+hidden states and records what the forward does with the logits (a scale, a soft cap). The loss is computed from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..contrib.xentropy import linear_cross_entropy
+from .rule import FusionRule, has_hooks, names_used, with_functions
+
+# Names that the forward of a language model may use. They do nothing with logits but what `_Logits` records.
+_NAMES = {
+    # backbones and their outputs
+    *("model", "transformer", "gpt_neox", "decoder", "encoder", "get_decoder", "last_hidden_state", "hidden_states"),
+    *("attentions", "cross_attentions", "past_key_values", "image_hidden_states", "rope_deltas", "router_logits"),
+    *("encoder_last_hidden_state", "encoder_hidden_states", "encoder_attentions", "decoder_hidden_states"),
+    *("decoder_attentions", "video_hidden_states", "audio_hidden_states"),
+    # settings
+    *("config", "text_config", "get_text_config", "vocab_size", "output_attentions", "output_hidden_states"),
+    *("use_return_dict", "return_dict", "use_cache", "model_dim", "scale_decoder_outputs", "tie_word_embeddings"),
+    # the head, and what is done with logits
+    *("lm_head", "loss_function", "slice_logits_to_keep", "CrossEntropyLoss", "contiguous", "float", "view", "size"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+    *("torch", "tanh"),
+    # a router's loss, which is added to the other
+    *("output_router_logits", "load_balancing_loss_func", "num_experts", "num_local_experts", "num_experts_per_tok"),
+    *("router_aux_loss_coef", "aux_loss"),
+    # Python, T5
+    *("slice", "isinstance", "int", "len", "getattr", "Tensor", "to", "device", "_shift_right", "BaseModelOutput"),
+    *("logger", "warning", "warning_once", "warn", "warnings", "FutureWarning", "num_layers", "num_decoder_layers"),
+    *("model_parallel", "cuda", "set_device", "first_device", "weight", "training", "_attn_implementation"),
+    *("original_max_position_embeddings", "rope_scaling"),
+}
+_PATTERNS = re.compile(r"\w*CausalLMOutput(WithPast|WithCrossAttentions)|Seq2SeqLMOutput|\w+__HEAD_MASK_WARNING_MSG")
+_LOSS = "CrossEntropyLoss"  # T5 makes one
+
+
+class _UnsupportedError(TypeError):
+    """An error of `_Logits`: the forward does something with logits that cannot be recorded."""
+
+
+class _Logits:
+    """Logits that are not computed: scale * head(hidden), or cap * tanh(scale * head(hidden) / cap)."""
+
+    def __init__(self, hidden: Tensor, head: nn.Linear, scale: float = 1.0, is_tanh: bool = False, cap: float = 0.0):
+        self.hidden, self.head, self.scale, self.is_tanh, self.cap = hidden, head, scale, is_tanh, cap
+        self.device, self.dtype, self.shape = hidden.device, hidden.dtype, (*hidden.shape[:-1], head.out_features)
+
+    def __mul__(self, factor: float) -> _Logits:
+        if self.cap or not isinstance(factor, (int, float)):
+            raise _UnsupportedError("a factor that is a tensor, or after a soft cap")
+        if self.is_tanh:
+            return _Logits(self.hidden, self.head, self.scale * factor, True, factor)
+        return _Logits(self.hidden, self.head, self.scale * factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> _Logits:
+        return self * (1 / divisor)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> _Logits:
+        (logits,) = args
+        if function is not torch.tanh or logits.is_tanh:
+            raise _UnsupportedError(str(function))
+        return _Logits(logits.hidden, logits.head, logits.scale, True)
+
+    def _refuse(self, *operands: Any) -> _Logits:
+        raise _UnsupportedError("another operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __pow__ = __matmul__ = __rtruediv__ = _refuse
+
+    def __getitem__(self, index: Any) -> _Logits:
+        if not isinstance(index, tuple) or index[0] is not Ellipsis or index[-1] != slice(None):
+            raise _UnsupportedError("a part of the classes")
+        return _Logits(self.hidden[index], self.head, self.scale, self.is_tanh, self.cap)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnsupportedError(name)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def float(self) -> _Logits:
+        return self
+
+    def contiguous(self) -> _Logits:
+        return self
+
+    def view(self, *shape: int) -> _Logits:
+        return self
+
+    def to(self, device: Any) -> _Logits:
+        return self
+
+    def cross_entropy(self, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+        """Return the cross-entropy of the logits; `target` has one class for each row of hidden states."""
+        if self.is_tanh and not self.cap:
+            raise _UnsupportedError("a loss of tanh(logits)")
+        target = target.to(self.device).reshape(self.hidden.shape[:-1])
+        scales = {"logit_scale": float(self.scale), "softcap": float(self.cap) or None}
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction, **scales}
+        return linear_cross_entropy(self.hidden, self.head.weight, target, self.head.bias, **options)
+
+
+class _Head:
+    """A replacement of `lm_head` that returns logits that are not computed; its attributes are the layer's."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def __call__(self, hidden_states: Tensor) -> _Logits:
+        return _Logits(hidden_states, self.layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+class _CrossEntropyLoss(nn.CrossEntropyLoss):
+    """A replacement of the loss that a model's forward makes, for logits that are not computed."""
+
+    def forward(self, input: Any, target: Tensor) -> Tensor:
+        if isinstance(input, _Logits):
+            return input.cross_entropy(target, self.ignore_index, self.reduction)
+        return super().forward(input, target)
+
+
+class _StandIn:
+    """A replacement of `self` in a language model's forward; its attributes are the model's, except head and loss."""
+
+    def __init__(self, model: Any) -> None:
+        self.owner, self.takes_shifted = model, model.fused_settings
+        self.lm_head = _Head(model._modules["lm_head"])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+    def loss_function(
+        self,
+        logits: _Logits,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the next-token loss, with the arguments of ForCausalLMLoss."""
+        target, count = shift_labels if self.takes_shifted else None, num_items_in_batch
+        if target is None:
+            target = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        loss = logits.cross_entropy(target, ignore_index, "mean" if count is None else "sum")
+        if count is None:
+            return loss
+        return loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+
+
+def _has_head(module: Any) -> bool:
+    kinds = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    return type(module).__name__.endswith(kinds) and hasattr(module, "lm_head")
+
+
+def _makes_loss(kind: Any) -> bool:
+    """Return whether the forward of a class makes a loss of torch.nn, instead of calling `loss_function`."""
+    return _LOSS in names_used(kind.forward) and inspect.unwrap(kind.forward).__globals__[_LOSS] is nn.CrossEntropyLoss
+
+
+def _reason(module: Any) -> str:
+    used = set(names_used(type(module).forward))
+    others = {name for name in used - _NAMES if not _PATTERNS.fullmatch(name)}
+    if others:
+        return "its forward also uses " + ", ".join(sorted(others))
+    if "lm_head" not in used or not ("loss_function" in used or _makes_loss(type(module))):
+        return "its forward does not call lm_head and loss_function"
+    if _method(type(module)) is None:
+        return "its forward is wrapped by a decorator"
+    return _obstacle(module)
+
+
+def _obstacle(module: Any) -> str:
+    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
+    if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
+        return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
+    if not _makes_loss(type(module)) and getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return "its loss_function is another one than ForCausalLMLoss"
+    if type(module.lm_head.weight) is not nn.Parameter:
+        return "the weight of lm_head is a tensor of another class (sharded?)"
+    return ""
+
+
+def _takes_shifted(module: Any) -> bool:
+    """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
+    return not _makes_loss(type(module)) and "shift_labels" in inspect.signature(module.loss_function).parameters
+
+
+@functools.cache
+def _method(kind: Any) -> Any:
+    """Return the forward of a class, changed to make losses that take `_Logits`; None if it cannot be changed."""
+    return with_functions(kind.forward, {_LOSS: _CrossEntropyLoss}) if _makes_loss(kind) else kind.forward
+
+
+def _head_forward(original: Any) -> Callable[..., Any]:
+    method, changed = original.forward, _method(original)
+    names = list(inspect.signature(method).parameters)[1:]
+
+    @functools.wraps(method)  # trainers read its signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.training or kwargs.get("labels") is None or self.fused_settings is None or _obstacle(self):
+            return method(self, *args, **kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
+            kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
+        try:
+            outputs = changed(_StandIn(self), *args, **kwargs)
+        except _UnsupportedError:
+            self.fused_settings = None  # from now on the logits are computed
+            return method(self, *args, **kwargs)
+        if isinstance(outputs, tuple):
+            return outputs[0], None, *outputs[2:]
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})
+
+    return forward
+
+
+RULES = [
+    FusionRule(
+        "linear layer + cross-entropy",
+        _has_head,
+        _reason,
+        _head_forward,
+        settings=_takes_shifted,
+        omitted=("logits", "1"),
+    )
+]

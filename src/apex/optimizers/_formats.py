@@ -1,0 +1,205 @@
+"""Formats of optimizer state: how moments and master weights are stored in fewer bytes.
+
+State `name` in a format with scales is two tensors, `name::quantized` (codes, shaped like the parameter) and
+`name::scales`. With `master_bits`, `master_param::remainder` holds the bits of the float32 master that its bfloat16
+parameter lacks. `ops/multi_tensor/codecs.py` has the codecs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_tensor import codecs
+from ..ops.multi_tensor.flat import flat, is_dense
+from ._buckets import MASTER, SlotCodecs, local
+
+FORMATS = ("float32", "bfloat16", "int8", "float8")
+# Codecs of each format, for signed numbers and for squares; None: plain numbers of that dtype.
+_CODECS = {
+    "float32": {"signed": None, "root": None},
+    "bfloat16": {"signed": None, "root": "bfloat16"},
+    "int8": {"signed": "signed8", "root": "root8"},
+    "float8": {"signed": "float8", "root": "root8"},
+}
+REMAINDER = f"{MASTER}::remainder"
+_REMAINDER_CODECS = {24: "remainder8", 32: "remainder16"}
+# The slot of the first state tensor of a rule.
+_FIRST = 2
+
+
+def check_formats(optimizer: Any) -> None:
+    """Raise an error if the optimizer's `state_format` or `master_bits` is invalid, or not available for its class."""
+    name, format, bits = type(optimizer).__name__, optimizer.state_format, optimizer.master_bits
+    if format not in FORMATS:
+        raise ValueError(f"state_format={format!r} is none of {', '.join(FORMATS)}")
+    if bits not in (None, *_REMAINDER_CODECS):
+        raise ValueError(f"master_bits={bits!r} is none of None, 24 and 32")
+    if not optimizer._encodable and (format != "float32" or bits is not None):
+        raise ValueError(f"{name} keeps float32 state: state_format={format!r}, master_bits={bits!r} are not available")
+    if bits is not None and optimizer.stochastic_rounding:
+        raise ValueError("stochastic_rounding rounds parameters that have no master copy; master_bits makes one")
+
+
+def _codec(optimizer: Any, name: str) -> str | None:
+    """Return the codec of a state tensor; None if it is stored as plain numbers."""
+    return _CODECS[optimizer.state_format][optimizer._encodable[name]] if name in optimizer._encodable else None
+
+
+def _stored_name(name: str, codec: str | None) -> str:
+    return f"{name}::quantized" if codec is not None and codecs.has_scales(codec) else name
+
+
+def stored_names(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names under which a parameter's state is stored, in the order of the rule's slots."""
+    return tuple(_stored_name(name, _codec(optimizer, name)) for name in optimizer._state_names(group))
+
+
+def slot_codecs(optimizer: Any, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
+    """Return the codec of each slot that has one, with the name of the state that holds its companions."""
+    found: SlotCodecs = {}
+    if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
+        found[0] = _REMAINDER_CODECS[optimizer.master_bits], REMAINDER
+    for slot, name in enumerate(optimizer._state_names(group), _FIRST):
+        codec = _codec(optimizer, name)
+        if codec is not None:
+            found[slot] = codec, f"{name}::scales" if codecs.has_scales(codec) else None
+    return found
+
+
+def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+    """Add missing state tensors of a parameter."""
+    found = slot_codecs(optimizer, param, group)
+    if found:
+        _check_parameter(optimizer, param)
+    for slot, name in enumerate(optimizer._state_names(group), _FIRST):
+        codec, companions = found.get(slot, (None, None))
+        stored = _stored_name(name, codec)
+        if stored in state:
+            continue
+        if codec is not None:
+            state[stored] = codecs.new_codes(codec, param.detach())
+            if companions is not None:
+                state[companions] = codecs.new_companions(codec, param)
+        else:
+            state[name] = optimizer._initial_state(name, param, group)
+            if optimizer.state_format == "bfloat16" and name in optimizer._encodable:
+                state[name] = state[name].to(torch.bfloat16)
+    if 0 in found and REMAINDER not in state:
+        state[REMAINDER] = codecs.new_companions(found[0][0], param.detach())
+
+
+def _check_parameter(optimizer: Any, param: Tensor) -> None:
+    options = f"state_format={optimizer.state_format!r}, master_bits={optimizer.master_bits!r}"
+    if local(param) is not param:
+        raise NotImplementedError(f"{options} do not take sharded parameters (DTensor)")
+    if not is_dense(param):
+        raise ValueError(
+            f"{options} need parameters whose elements fill their memory, not one of shape {tuple(param.shape)} with "
+            f"strides {param.stride()}"
+        )
+    if param in optimizer._model_params:
+        raise ValueError(f"{options} need the model's own parameters, not masters that apex.amp made")
+
+
+def master_of(state: dict[str, Any], param: Tensor) -> Tensor:
+    """Return the master of a parameter: its float32 copy, a new one made of its remainder, or the parameter itself."""
+    if REMAINDER in state:
+        return codecs.join(param.detach(), state[REMAINDER])
+    return state.get(MASTER, param)
+
+
+def _decoded(state: dict[str, Any], name: str, kind: str) -> Tensor | None:
+    """Return state as float32 numbers, whatever its format was; None if there is none."""
+    if name in state:
+        value = state[name]
+        return value.to(torch.float32) if value.dtype == torch.bfloat16 else value
+    codes = state.get(f"{name}::quantized")
+    if codes is None:
+        return None
+    codec = "root8" if kind == "root" else "float8" if codes.dtype == torch.float8_e4m3fn else "signed8"
+    values = torch.empty_like(codes, dtype=torch.float32)
+    flat(values).copy_(codecs.decode(codec, flat(codes), state[f"{name}::scales"]))
+    return values
+
+
+def decoded_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict whose moments and masters are float32 tensors, as of an optimizer with float32 state."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    by_key = dict(zip(keys, params, strict=True))
+    states = {}
+    for key, state in state_dict["state"].items():
+        plain = {name: value for name, value in state.items() if "::" not in name}
+        for name, kind in optimizer._encodable.items():
+            values = _decoded(state, name, kind)
+            if values is not None:
+                plain[name] = values
+        if REMAINDER in state:
+            plain[MASTER] = master_of(state, by_key[key])
+        states[key] = plain
+    return {**state_dict, "state": states}
+
+
+def saved_in_any_format(name: str, state: Any) -> bool:
+    """Return whether saved state of a parameter has this name, in any format."""
+    return name in state or (f"{name}::quantized" in state and f"{name}::scales" in state)
+
+
+def encode_loaded(optimizer: Any) -> None:
+    """Convert state that was loaded in another format to the optimizer's own."""
+    if not optimizer._encodable:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if not state:
+                continue
+            for name in optimizer._state_names(group):
+                _convert(optimizer, state, name)
+            _convert_master(optimizer, state, param)
+
+
+def _convert(optimizer: Any, state: dict[str, Any], name: str) -> None:
+    kind, codec = optimizer._encodable.get(name), _codec(optimizer, name)
+    if kind is None:
+        return
+    stored, scales = _stored_name(name, codec), f"{name}::scales"
+    dtypes = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn}
+    is_half = optimizer.state_format == "bfloat16"
+    current = state.get(stored)
+    if current is not None:
+        expected = dtypes.get(codec or "")
+        right = current.dtype == expected if expected else (current.dtype == torch.bfloat16) == is_half
+        if right:
+            return
+    values = _decoded(state, name, kind)
+    if values is None:
+        return
+    for key in (name, f"{name}::quantized", scales):
+        state.pop(key, None)
+    if codec is None or not codecs.has_scales(codec):
+        state[name] = values.to(torch.bfloat16) if is_half else values
+        return
+    codes = torch.empty_like(values, dtype=dtypes[codec])
+    encoded, state[scales] = codecs.encode(codec, flat(values))
+    flat(codes).copy_(encoded)
+    state[stored] = codes
+
+
+def _convert_master(optimizer: Any, state: dict[str, Any], param: Tensor) -> None:
+    """Convert a master copy to remainders, or remainders to a master copy or to remainders of other bits."""
+    wanted = optimizer.master_bits if param.dtype == torch.bfloat16 else None
+    current = {torch.int8: 24, torch.int16: 32}.get(state[REMAINDER].dtype) if REMAINDER in state else None
+    if current == wanted and (wanted is None or MASTER not in state):
+        return
+    master = master_of(state, param)
+    state.pop(REMAINDER, None)
+    if wanted is not None:
+        state.pop(MASTER, None)
+        values = master.to(torch.float32)
+        state[REMAINDER] = codecs.remainders_of(values, param, _REMAINDER_CODECS[wanted])
+    elif current is not None and optimizer.master_weights:
+        state[MASTER] = master

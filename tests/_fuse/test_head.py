@@ -1,0 +1,135 @@
+"""Heads of language models that do more with their logits than passing them to a loss.
+
+The models are stand-ins with the structure of those in transformers, which these tests do not need.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss
+
+import apex
+
+from .test_recognition import ForCausalLMLoss
+
+
+class Tiny(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=13, final_logit_softcapping=2.0, logits_scaling=3.0)
+        self.logit_scale, self.vocab_size, self.loss_function = 0.7, 13, ForCausalLMLoss
+        self.model, self.lm_head = nn.Embedding(13, 8), nn.Linear(8, 13, bias=bias)
+
+
+class CohereForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        logits = logits * self.logit_scale
+        return {"loss": self.loss_function(logits, labels, self.vocab_size), "logits": logits}
+
+
+class GraniteForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        logits = logits / self.config.logits_scaling
+        return {"loss": self.loss_function(logits=logits, labels=labels, vocab_size=13), "logits": logits}
+
+
+class Gemma2ForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        if self.config.final_logit_softcapping is not None:
+            logits = logits / self.config.final_logit_softcapping
+            logits = torch.tanh(logits)
+            logits = logits * self.config.final_logit_softcapping
+        return {"loss": self.loss_function(logits, labels, self.vocab_size), "logits": logits}
+
+
+class ScaledGemma2ForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids)) * self.logit_scale
+        logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
+        return {"loss": self.loss_function(logits, labels, self.vocab_size), "logits": logits}
+
+
+class T5ForConditionalGeneration(Tiny):
+    """The loss is made in the forward, and its labels are not shifted."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        loss = CrossEntropyLoss(ignore_index=-100)(logits.view(-1, logits.size(-1)), labels.to(logits.device).view(-1))
+        return {"loss": loss, "logits": logits}
+
+
+class OldForCausalLM(Tiny):
+    """The logits are shifted in the forward."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        loss = CrossEntropyLoss()(logits[..., :-1, :].contiguous().view(-1, 13), labels[..., 1:].contiguous().view(-1))
+        return {"loss": loss, "logits": logits}
+
+
+class OddForCausalLM(Tiny):
+    """Operators have no name by which they could be refused beforehand."""
+
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))
+        logits = logits + 1 if self.logit_scale else -logits
+        return {"loss": self.loss_function(logits * logits, labels, self.vocab_size), "logits": logits}
+
+
+class TanhForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = torch.tanh(self.lm_head(self.model(input_ids)))
+        return {"loss": self.loss_function(logits, labels, self.vocab_size), "logits": logits}
+
+
+class HalfForCausalLM(Tiny):
+    def forward(self, input_ids: Tensor, labels: Any = None) -> Any:
+        logits = self.lm_head(self.model(input_ids))[..., :7]
+        return {"loss": self.loss_function(logits, labels, 7), "logits": logits}
+
+
+KINDS = [CohereForCausalLM, GraniteForCausalLM, Gemma2ForCausalLM, ScaledGemma2ForCausalLM]
+KINDS += [T5ForConditionalGeneration, OldForCausalLM]
+
+
+def results(model: Any) -> tuple[Any, list[Tensor]]:
+    ids = torch.tensor([[1, 2, 3, 4], [2, 3, 4, 5]])
+    outputs = model(ids, labels=torch.tensor([[-100, 2, 3, -100], [1, 1, 5, 6]]))
+    return outputs, [outputs["loss"], *torch.autograd.grad(outputs["loss"], [*model.parameters()])]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_loss_without_logits(kind: Any, bias: bool, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model = kind(bias).double()
+    plain = copy.deepcopy(model)
+    (row,) = apex.fuse(model, verbose=False)
+    assert (row.rule, row.reason) == ("linear layer + cross-entropy", "")
+    torch._dynamo.reset()  # it counts how often the one fused forward is compiled for all classes
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    outputs, found = results(call)
+    assert "logits" not in outputs
+    torch.testing.assert_close(found, results(plain)[1])
+    assert results(model.eval())[0]["logits"].shape == (2, 4, 13)
+
+
+@pytest.mark.parametrize("kind", [OddForCausalLM, TanhForCausalLM, HalfForCausalLM])
+def test_what_is_not_recorded_gets_its_logits(kind: Any) -> None:
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    apex.fuse(model, verbose=False)
+    for _ in range(2):
+        (outputs, found), (_, wanted) = results(model), results(plain)
+        assert outputs["logits"] is not None
+        torch.testing.assert_close(found, wanted)

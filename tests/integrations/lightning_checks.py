@@ -1,0 +1,141 @@
+"""Checks of `apex.integrations.lightning`; `make clients` runs them with the oldest and the newest Lightning."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import lightning
+import torch
+from torch import nn
+
+import apex
+from apex.integrations.lightning import ApexPrecision
+
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+CLOSE = {"32": 1e-4, "bf16": 2e-2, "bf16-true": 5e-2, "fp16": 1e-2}
+
+
+def data() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    inputs, targets = torch.randn(24, 8, generator=generator), torch.randint(0, 4, (24,), generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=8)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.losses = network(), list[float]()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit(folder: str, steps: int = 3, checkpoint: str | None = None, **options: Any) -> tuple[Classifier, Any]:
+    """Train a classifier with clipping; return it and its trainer."""
+    model = Classifier()
+    trainer = lightning.Trainer(
+        max_steps=steps, max_epochs=9, gradient_clip_val=0.5, default_root_dir=folder, **QUIET, **options
+    )
+    trainer.fit(model, data(), ckpt_path=checkpoint)
+    return model, trainer
+
+
+def check_trainer() -> str:
+    """`Trainer(plugins=[ApexPrecision(...)])` with clipping: float32, bfloat16 and float16, three steps"""
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"enable_checkpointing": False}
+        expected, _ = fit(folder, **options)
+        for precision, tolerance in CLOSE.items():
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if precision == "fp16" else None
+            plugin = ApexPrecision(precision, scaler=scaler)
+            model, trainer = fit(folder, plugins=[plugin], **options)
+            assert isinstance(trainer.optimizers[0], apex.optimizers.FusedAdam), str(plugin.report)
+            assert "layer norm" in str(plugin.report), str(plugin.report)
+            torch.testing.assert_close(
+                torch.tensor(model.losses), torch.tensor(expected.losses), rtol=tolerance, atol=tolerance
+            )
+    return f"losses equal to those without it, within rounding: {', '.join(CLOSE)}"
+
+
+class AtTheStart(lightning.pytorch.Callback):
+    """Copies of weights and optimizer state, and the loss scale, when a training begins."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = copy.deepcopy(pl_module.state_dict())
+        self.state = copy.deepcopy(trainer.optimizers[0].state_dict()["state"])
+        self.scale = dict(trainer.precision_plugin.state_dict())
+
+
+def check_resume() -> str:
+    """the same from a checkpoint of the `Trainer`, with bfloat16 weights and float16's loss scale"""
+    for precision in ("bf16-true", "fp16"):
+        with tempfile.TemporaryDirectory() as folder:
+            scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+            plugins = [ApexPrecision(precision, scaler=each if precision == "fp16" else None) for each in scalers]
+            _, trainer = fit(folder, plugins=[plugins[0]])
+            trainer.save_checkpoint(f"{folder}/last.ckpt")
+            saved = torch.load(f"{folder}/last.ckpt", weights_only=False)
+            start = AtTheStart()
+            fit(folder, 4, f"{folder}/last.ckpt", plugins=[plugins[1]], callbacks=[start])
+            assert start.scale == plugins[0].state_dict()
+            torch.testing.assert_close(start.weights, saved["state_dict"], rtol=0.0, atol=0.0)
+            torch.testing.assert_close(start.state, saved["optimizer_states"][0]["state"], rtol=0.0, atol=0.0)
+            if precision == "bf16-true":
+                assert all(state["master_param"].dtype == torch.float32 for state in start.state.values())
+    return "weights, masters and loss scale equal, bit for bit"
+
+
+def check_fabric() -> str:
+    """`Fabric(plugins=[ApexPrecision(...)])` with clipping, three steps"""
+    losses: dict[str, list[float]] = {}
+    for precision in ("", *CLOSE):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if precision == "fp16" else None
+        plugins = [ApexPrecision(precision, scaler=scaler)] if precision else None
+        fabric = lightning.Fabric(accelerator="cpu", plugins=plugins)
+        net = network()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+        losses[precision] = []
+        for inputs, targets in data():
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            losses[precision].append(loss.item())
+        if precision:
+            assert isinstance(optimizer.optimizer, apex.optimizers.FusedAdam)
+    for precision, tolerance in CLOSE.items():
+        torch.testing.assert_close(
+            torch.tensor(losses[precision]), torch.tensor(losses[""]), rtol=tolerance, atol=tolerance
+        )
+    return f"losses equal to those without it, within rounding: {', '.join(CLOSE)}"
+
+
+def refusal(*arguments: str) -> str:
+    """Return the message of the error that a plugin with these arguments and a scaler raises."""
+    try:
+        ApexPrecision(*arguments, scaler=object())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def check_refusals() -> str:
+    """`ApexPrecision` with an unknown precision, and with a loss scale for bfloat16"""
+    assert "precision='fp4' is not known" in refusal("fp4")
+    assert "scaler is for" in refusal("bf16")
+    return "refused"

@@ -1,0 +1,295 @@
+"""Optimizer state in fewer bytes: close to float64, without the failures of simpler codecs, and exact to resume."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex import graphs
+from apex.ops import implementation
+from apex.optimizers import FusedAdam, FusedLAMB
+from tests.support.harness import Route, routes
+
+SHAPES = ((7,), (30, 20), (130,), (64,))
+FORMATS = ("bfloat16", "int8", "float8")
+
+
+def make(dtype: torch.dtype = torch.float32, device: str = "cpu", shapes: Any = SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params:
+            gradient = torch.randn(param.shape, generator=generator) * 0.1
+            param.grad = gradient.to(param.device, param.dtype)
+        optimizer.step()
+
+
+def distance(params: list[nn.Parameter], others: list[nn.Parameter], start: list[nn.Parameter]) -> float:
+    """Return the distance of two results, as a share of the way from the start."""
+    triples = zip(params, others, start, strict=True)
+    flat = [[each.detach().cpu().double().reshape(-1) for each in triple] for triple in triples]
+    result, other, begin = (torch.cat(each) for each in zip(*flat, strict=True))
+    return float((result - other).norm() / (other - begin).norm())
+
+
+# Shares of the way of 20 steps. int8 moments are off by 1/254 of the largest of 64 moments, float8 ones by 1/16.
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(("format", "limit"), [("bfloat16", 0.02), ("int8", 0.02), ("float8", 0.06)])
+def test_steps_are_close_to_float64(format: str, limit: float, route: Route) -> None:
+    params, exact = make(device=route.device), make(torch.float64)
+    with implementation(route.implementation):
+        train(FusedAdam(params, lr=1e-2, weight_decay=0.1, state_format=format), params, 20)
+    train(torch.optim.AdamW(exact, lr=1e-2, weight_decay=0.1), exact, 20)
+    assert distance(params, exact, make(torch.float64)) < limit
+
+
+class Moments:
+    """One tensor trained by FusedAdam with the given state, beside its moments in float64."""
+
+    def __init__(self, size: int = 1024, **options: Any) -> None:
+        self.param = nn.Parameter(torch.zeros(size))
+        self.optimizer = FusedAdam([self.param], lr=1.0, **options)
+        self.second = torch.zeros(size, dtype=torch.float64)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def step(self, gradient: Tensor) -> Tensor:
+        """Return the update of this step."""
+        before = self.param.detach().clone()
+        self.param.grad = gradient.clone()
+        self.optimizer.step()
+        self.second.mul_(0.999).addcmul_(gradient.double(), gradient.double(), value=0.001)
+        return before - self.param.detach()
+
+    def error(self) -> float:
+        """Return the mean error of the roots of the second moment, as a share of the mean root."""
+        roots = self.optimizer.state_dict(decoded=True)["state"][0]["exp_avg_sq"].double().sqrt()
+        return float((roots - self.second.sqrt()).abs().mean() / self.second.sqrt().mean())
+
+    def normal(self, scale: float | Tensor) -> Tensor:
+        return torch.randn(len(self.param), generator=self.generator) * scale
+
+
+@pytest.mark.parametrize("format", ["int8", "float8"])
+def test_updates_stay_small_beside_second_moments_that_would_round_to_zero(format: str) -> None:
+    """Gradients of a wide spread within a group: code 0 of a second moment would give updates of thousands."""
+    moments = Moments(state_format=format)
+    spread = torch.exp(1.5 * torch.randn(1024, generator=moments.generator))
+    largest = max(float(moments.step(moments.normal(spread)).abs().max()) for _ in range(60))
+    # (1 - beta1) / sqrt((1 - beta2) (1 - beta1**2 / beta2)), times the corrections of step 60 or earlier, is below 7.3.
+    assert largest < 7.3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_follow_a_slow_decay(format: str) -> None:
+    """Gradients fall to a tenth: half-precision scales, and the nearest codes, would stay where they are."""
+    moments = Moments(256, state_format=format)
+    for step in range(1200):
+        moments.step(moments.normal(1.0 if step < 300 else 0.1))
+    assert moments.error() < 0.1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tiny_gradients(format: str) -> None:
+    """Second moments of 1e-12 are below the smallest float16."""
+    moments = Moments(256, state_format=format)
+    for _ in range(200):
+        moments.step(moments.normal(1e-6))
+    assert moments.error() < 0.1
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("bits", [24, 32])
+def test_masters_of_bits_that_parameters_lack(bits: int, route: Route) -> None:
+    params, twins = make(torch.bfloat16, route.device), make(torch.bfloat16, route.device)
+    with implementation(route.implementation):
+        optimizer = FusedAdam(params, lr=1e-3, weight_decay=0.1, master_bits=bits)
+        plain = FusedAdam(twins, lr=1e-3, weight_decay=0.1, master_weights=True)
+        train(optimizer, params, 10)
+        train(plain, twins, 10)
+    for param, master, other in zip(params, optimizer.master_parameters(), plain.master_parameters(), strict=True):
+        # 24 bits: each of 10 steps rounds to 17 binary digits, and steps depend on rounded masters by their decay only.
+        limit = 1e-6 if bits == 32 else 11 * 2.0**-17
+        torch.testing.assert_close(master, other, rtol=limit, atol=limit * 1e-2)
+        torch.testing.assert_close(param.detach().float(), master, rtol=2.0**-8, atol=0)
+    remainders = {state["master_param::remainder"].dtype for state in optimizer.state.values()}
+    assert remainders == {torch.int8 if bits == 24 else torch.int16}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"state_format": "bfloat16"},
+    "int8": {"state_format": "int8"},
+    "float8": {"state_format": "float8"},
+    "int8, 24 bits": {"state_format": "int8", "master_bits": 24},
+    "32 bits": {"master_bits": 32},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_loaded_optimizer_goes_on_to_the_bit(options: dict[str, Any]) -> None:
+    params = make(torch.bfloat16)
+    optimizer = FusedAdam(params, lr=1e-2, **options)
+    train(optimizer, params, 3)
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    other = FusedAdam(twins, lr=1e-2, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, tensors in ((optimizer, params), (other, twins)):
+        train(each, tensors, 3, first=3)
+    assert all(map(torch.equal, params, twins))
+    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)) for name in one)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_decoded_state_is_that_of_torch_and_of_other_formats(options: dict[str, Any]) -> None:
+    params = make(torch.bfloat16)
+    optimizer = FusedAdam(params, lr=1e-2, **options)
+    train(optimizer, params, 3)
+    decoded = optimizer.state_dict(decoded=True)
+    names = {"step", "exp_avg", "exp_avg_sq"} | ({"master_param"} if "master_bits" in options else set())
+    for state in decoded["state"].values():
+        assert set(state) == names
+        assert all(state[name].dtype == torch.float32 for name in names)
+    torch.optim.AdamW(make(torch.bfloat16), lr=1e-2).load_state_dict(copy.deepcopy(decoded))
+    again = FusedAdam([nn.Parameter(param.detach().clone()) for param in params], lr=1e-2, **options)
+    again.load_state_dict(copy.deepcopy(decoded))
+    plain = FusedAdam([nn.Parameter(param.detach().clone()) for param in params], lr=1e-2)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for state, other in zip(decoded["state"].values(), again.state_dict(decoded=True)["state"].values(), strict=True):
+        for name in names:  # codes of decoded numbers are the same codes, up to the rounding of a scale
+            torch.testing.assert_close(other[name], state[name], rtol=1e-5, atol=1e-12)
+    for state, other in zip(decoded["state"].values(), plain.state.values(), strict=True):
+        assert all(torch.equal(other[name], state[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_state_of_torch_is_encoded() -> None:
+    params = make()
+    theirs = torch.optim.AdamW(params, lr=1e-2)
+    train(theirs, params, 3)
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    ours = FusedAdam(twins, lr=1e-2, weight_decay=1e-2, state_format="int8")
+    ours.load_state_dict(theirs.state_dict())
+    start = [nn.Parameter(param.detach().clone()) for param in params]
+    train(theirs, params, 3, first=3)
+    train(ours, twins, 3, first=3)
+    assert all("exp_avg" not in state for state in ours.state.values())
+    assert distance(twins, params, start) < 0.05
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_skipped_step_changes_nothing(options: dict[str, Any]) -> None:
+    params = make(torch.bfloat16)
+    optimizer = FusedAdam(params, lr=1e-2, **options)
+    train(optimizer, params, 2)
+    before = [param.detach().clone() for param in params]
+    states = [{name: value.clone() for name, value in state.items()} for state in optimizer.state.values()]
+    optimizer.grad_scale, optimizer.found_inf = torch.full((1,), 8.0), torch.ones(1)
+    train(optimizer, params, 1, first=2)
+    assert all(map(torch.equal, params, before))
+    for state, saved in zip(optimizer.state.values(), states, strict=True):
+        assert all(torch.equal(state[name].view(torch.uint8), saved[name].view(torch.uint8)) for name in saved)
+
+
+def test_bytes_of_a_parameter() -> None:
+    params = [nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))]
+    optimizer = FusedAdam(params, state_format="int8", master_bits=24)
+    train(optimizer, params, 1)
+    (state,) = optimizer.state.values()
+    assert sum(value.nbytes for value in state.values()) / params[0].numel() == 3.125
+
+
+REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (FusedAdam, {"state_format": "int4"}, "state_format='int4' is none of float32, bfloat16, int8, float8"),
+    (FusedAdam, {"master_bits": 16}, "master_bits=16 is none of None, 24 and 32"),
+    (FusedAdam, {"state_format": "int8", "amsgrad": True}, "amsgrad=True needs state_format='float32'"),
+    (FusedAdam, {"master_bits": 24, "stochastic_rounding": True}, "stochastic_rounding rounds parameters"),
+    (FusedLAMB, {"state_format": "int8"}, "FusedLAMB keeps float32 state"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options", "words"), REFUSED, ids=str)
+def test_refusals(optimizer: Callable[..., Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        optimizer(make(), **options)
+
+
+def test_parameters_with_gaps_are_refused() -> None:
+    param = nn.Parameter(torch.zeros(128)[::2])
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="strides"):
+        FusedAdam([param], state_format="int8").step()
+
+
+def test_cautious_decay_spares_elements_that_grow() -> None:
+    exact = make(torch.float64)
+    params = [nn.Parameter(param.detach().clone()) for param in exact]
+    optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1, cautious_weight_decay=True)
+    moments = [[torch.zeros_like(param.detach()) for param in exact] for _ in range(2)]
+    for step in range(20):
+        train(optimizer, params, 1, first=step)
+        for param, twin, m, v in zip(exact, params, *moments, strict=True):
+            gradient = twin.grad
+            m.lerp_(gradient, 0.1)
+            v.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+            update = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            decay = torch.where(update * param >= 0, 0.1 * param, 0.0)
+            param.data.sub_(update + decay, alpha=1e-2)
+    for param, twin in zip(exact, params, strict=True):
+        torch.testing.assert_close(twin.detach(), param.detach(), rtol=1e-9, atol=1e-12)
+
+
+CAPTURED: dict[str, dict[str, Any]] = {**OPTIONS, "rounded parameters": {"stochastic_rounding": True}}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", CAPTURED.values(), ids=CAPTURED)
+def test_captured_steps_are_eager_steps_to_the_bit(options: dict[str, Any]) -> None:
+    """The seed of every step is on the device: also of steps that are skipped."""
+    results = []
+    for captured in (False, True):
+        params = make(torch.bfloat16, "cuda")
+        optimizer = FusedAdam(params, lr=1e-2, weight_decay=0.1, **options)
+
+        def step(scale: Tensor, params: Any = params, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            sum((param.float() * scale).square().sum() for param in params).backward()
+            optimizer.step()
+
+        run = graphs.capture(step) if captured else step
+        for index in range(8):
+            run(torch.full((), 1.0 + index, device="cuda"))
+        results.append([*params, *(value for state in optimizer.state.values() for value in state.values())])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one.detach().view(torch.uint8), two.detach().view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_capturable_steps_have_a_new_seed_at_every_replay() -> None:
+    params, twins = (make(torch.bfloat16, "cuda") for _ in range(2))
+    optimizer, eager = (FusedAdam(each, lr=1e-2, stochastic_rounding=True, capturable=True) for each in (params, twins))
+    for tensors in (params, twins):
+        for param in tensors:
+            param.grad = torch.ones_like(param)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        optimizer.step()
+    for _ in range(4):
+        graph.replay()
+    for _ in range(5):
+        eager.step()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, params, twins))
+    assert int(optimizer.param_groups[0]["rounding_count"]) == 5
