@@ -15,7 +15,7 @@ from torch.nn import functional
 from .._examples import Example, Make, Public, Random, Row, Sizes
 from .op import dense, dense_gelu_dense, mlp
 from .parts import wgrad_gemm_accum
-from .reference import activate
+from .reference import ACTIVATIONS, activate
 
 _HALF, _F32 = torch.float16, torch.float32
 # NVIDIA apex does not initialise its weights, and a GPU multiplies zeros at a higher clock than random numbers. Made by
@@ -39,9 +39,10 @@ def _gelu_arguments(make: Make, rows: int, outer: int, inner: int, *, bias: bool
     return {"input": input, "weight1": weight1, "bias1": biases[0], "weight2": weight2, "bias2": biases[1]}
 
 
-def _gelu_torch(input: Tensor, weight1: Tensor, bias1: Any, weight2: Tensor, bias2: Any) -> Tensor:
-    hidden = functional.gelu(functional.linear(input, weight1, bias1), approximate="tanh")
-    return functional.linear(hidden, weight2, bias2)
+def _gelu_torch(
+    input: Tensor, weight1: Tensor, bias1: Any, weight2: Tensor, bias2: Any, activation: str = "gelu"
+) -> Tensor:
+    return functional.linear(activate(functional.linear(input, weight1, bias1), activation), weight2, bias2)
 
 
 def _mlp_arguments(make: Make, rows: int, *sizes: int, bias: bool = True) -> dict[str, Any]:
@@ -145,6 +146,17 @@ EXAMPLES = [
         sizes="rows x outer x inner",
         small=[(12, 8, 16)],
         draw=lambda random: _draw(random, 2),
+    ),
+    *(
+        _example(
+            f"dense_{activation}_dense",
+            functools.partial(dense_gelu_dense, activation=activation),
+            _gelu_arguments,
+            torch=functools.partial(_gelu_torch, activation=activation),
+            sizes="rows x outer x inner",
+            small=[(12, 8, 16)],
+        )
+        for activation in ACTIVATIONS[4:]
     ),
     _mlp_example(
         "mlp",
