@@ -129,6 +129,7 @@ EXAMPLES = [
         sizes="rows x outer x inner",
         title="dense_gelu_dense {short} {shape}",
         small=[(70, 33, 100), (1, 1, 1)],
+        large=[(2048, 1024, 4096)],
         draw=lambda random: _draw(random, 2),
         listed=[Row("cuda", _HALF, (8192, 4096, 16384), note=_UNFILLED), Row("cpu", _F32, (256, 256, 1024))],
         public=[
@@ -163,6 +164,7 @@ EXAMPLES = [
         "relu",
         title="mlp relu {short} {s[0]}x[{s[1]}]*4",
         small=[(40, 33, 48, 20, 7), (1, 5, 3)],
+        large=[(1500, 1024, 1000, 512, 256)],
         listed=[Row("cuda", _HALF, (4096, *[1024] * 4)), Row("cpu", _F32, (512, *[256] * 4))],
         public=[
             Public("mlp:mlp_function", True, 1, "input", *_MLP_PARAMETERS),
