@@ -303,6 +303,7 @@ def test_sizes_of_models(example: Example, dtype: torch.dtype) -> None:
 @every_example
 def test_captured_in_a_cuda_graph(example: Example) -> None:
     call = call_of(example, Route("cuda", "triton"))
+    torch.cuda.synchronize()  # the other stream does not wait for the tensors
     with _library.implementation("triton"):
         with torch.cuda.stream(torch.cuda.Stream()):  # compile before the capture
             expected = call.results()
