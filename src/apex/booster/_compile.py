@@ -63,7 +63,6 @@ class CompiledParts:
         self.text = count + type(self.modules[0]).__name__.removeprefix("Fused")
         self._options = options
         self._calls: list[Callable[..., Any]] = []
-        self.is_compiled = False
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import sys
 import time
@@ -163,8 +164,10 @@ class BoostedStep:
         return self._runners[variant]
 
     def _free(self, except_for: Variant | None) -> None:
+        """Drop the graphs of all variants but one, and the memory that they hold."""
         for variant in [each for each in self._runners if each != except_for]:
             self._runners.pop(variant).invalidate()
+        gc.collect()  # graphs are parts of reference cycles
 
     def report(self) -> str:
         """Return a line with the choice, the measured times and the graphs."""
