@@ -277,8 +277,8 @@ def migrate(
 ) -> None:
     """Rewrite scripts between apex.amp, torch.amp and the Booster.
 
-    `--from colossalai` replaces Colossal-AI by apex. Prints a diff. Code without an exact counterpart is not changed, but listed with file, line and advice; the exit
-    status is then 2.
+    `--from colossalai` replaces Colossal-AI by apex. Prints a diff. Code without an exact counterpart is not changed,
+    but listed with file, line and advice; the exit status is then 2.
     """
     options = locals()
     from .migrate.command import run_migrate
