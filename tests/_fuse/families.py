@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-NORM, MLP, ROPE, HEAD, MASK = "norms", "MLPs", "rotation", "head", "no mask"
+NORM, MLP, ROPE, HEAD, MASK, ADD = "norms", "MLPs", "rotation", "head", "no mask", "residual"
+# The beginnings of rules' names, and their kinds.
 KINDS = {
-    "norm": NORM,
-    "MLP": MLP,
+    "RMS norm": NORM,
+    "layer norm": NORM,
+    "gated MLP": MLP,
+    "dense + activation": MLP,
     "rotary": ROPE,
-    "cross-entropy": HEAD,
-    "without a mask": MASK,
+    "linear layer + cross-entropy": HEAD,
+    "causal attention": MASK,
+    "residual + norm": ADD,
 }
-ALL = frozenset({NORM, MLP, ROPE, HEAD, MASK})
+ALL = frozenset({NORM, MLP, ROPE, HEAD, MASK, ADD})
 
 _TEXT: dict[str, Any] = dict(
     vocab_size=97,
@@ -120,8 +124,10 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": _text("HunYuanDenseV1"),
     "hunyuan_v1_moe": _text("HunYuanMoEV1", **_EXPERTS),
     "granite": _text("Granite", logits_scaling=8.0),
-    "cohere": _text("Cohere", _NO_ROPE, _PAIRS),
-    "nemotron": _text("Nemotron", _NO_MLP, "its MLP has another activation"),
+    "cohere": _text(
+        "Cohere", ALL - {ROPE, ADD}, "neighbouring channels are rotated, and both branches start from one norm"
+    ),
+    "nemotron": _text("Nemotron", ALL - {ADD}, "its norms multiply by 1 + weight"),
     "glm4": _text("Glm4", _NO_ROPE, _PAIRS),
     "stablelm": _text("StableLm"),
     "deepseek_v2": _text("DeepseekV2", _NO_ROPE, "complex numbers are multiplied", **_EXPERTS, **_LATENT),
@@ -136,7 +142,13 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _text("Qwen3_5", config="Qwen3_5TextConfig", **_FULL),
     "qwen3_5_moe": _images("Qwen3_5Moe", **{**_EXPERTS, **_FULL}),
     "falcon_h1": _text(
-        "FalconH1", _NO_MLP, "its MLP has factors", mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8
+        "FalconH1",
+        ALL - {MLP, ADD},
+        "its MLP and its branches have factors",
+        mamba_d_ssm=32,
+        mamba_n_heads=4,
+        mamba_d_head=8,
+        mamba_d_state=8,
     ),
     "llama4_text": _text(
         "Llama4",

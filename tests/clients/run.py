@@ -64,6 +64,11 @@ CLIENTS = {
     "trl": Client("trl"),
     "trl_1.12": Client("trl==1.12.* liger-kernel requests", script="trl"),
     "trl_0.19": Client("trl==0.19.* transformers<4.54 rich", script="trl"),
+    "integrations": Client("transformers accelerate kernels lightning"),
+    "integrations_oldest": Client(
+        "transformers==4.47.0 accelerate==1.0.0 kernels==0.12.1 lightning==2.2.0 setuptools<81",
+        script="integrations",
+    ),
 }
 
 HEADER = """# Clients

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, causal, head, language, norms, optimizers, vision
+from . import attention, causal, head, language, layers, norms, optimizers, vision
 from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
-RULES += [*norms.RULES, *language.RULES, *head.RULES, *vision.RULES, *attention.RULES, *causal.RULES]
+RULES += [*norms.RULES, *language.RULES, *head.RULES, *vision.RULES, *attention.RULES, *causal.RULES, *layers.RULES]
 
 
 class ReportRow(NamedTuple):
@@ -85,9 +85,10 @@ def fuse(
         arguments = None if check is None else _call_arguments(check)
         report = Report()
         try:
-            for name, module in _modules(target):
+            for name, module in reversed(_modules(target)):  # children first: trials of layers use fused children
                 row = _fuse_module(name, module, choose)
                 report += [] if row is None else [row]
+            report.reverse()
             causal.set_padding(target, padding)
             report = report if arguments is None else _checked(target, arguments, report)
         except BaseException:  # raised by `choose` or by the model: leave the model as it was
@@ -141,7 +142,8 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
     rules = [] if isinstance(module, FusedModule) else [rule for rule in RULES if rule.matches(module)]
     if not rules:
         return None
-    kind, reasons = type(module).__name__, []
+    kind = type(module).__name__
+    reasons: list[tuple[str, str]] = []
     for rule in rules:
         reason = "left out by choose" if choose is not None and not choose(name, module) else _obstacle(module, rule)
         if not reason:
@@ -150,8 +152,8 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
             if not reason:
                 return ReportRow(name, kind, rule.name, "")
             restore(module)
-        reasons.append(reason)
-    return ReportRow(name, kind, rules[0].name, reasons[0])
+        reasons += [] if rule.silent else [(rule.name, reason)]
+    return ReportRow(name, kind, *reasons[0]) if reasons else None
 
 
 def _obstacle(module: Any, rule: FusionRule) -> str:

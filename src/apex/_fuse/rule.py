@@ -47,7 +47,8 @@ class FusionRule(NamedTuple):
     - `probe(module)`: a small input to compare the fused module with the original immediately, for kinds that are
       recognised by attribute names; None for no comparison;
     - `settings(module)`: data that the fused forward reads as `self.fused_settings`;
-    - `omitted`: outputs, by key or position, that the fused forward may leave None.
+    - `omitted`: outputs, by key or position, that the fused forward may leave None;
+    - `silent`: modules that it refuses are not reported, because names alone do not tell that they are of its kind.
     """
 
     name: str
@@ -57,6 +58,7 @@ class FusionRule(NamedTuple):
     probe: Callable[[Any], Tensor | None] = nothing
     settings: Callable[[Any], Any] = nothing
     omitted: tuple[str, ...] = ()
+    silent: bool = False
 
 
 # All rules, in the order of their trial; the package's __init__ fills the list.
@@ -171,6 +173,19 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a module must really be called, because it has hooks or a replaced forward."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(map(len, hooks)) or "forward" in module.__dict__
+
+
+def inherits(module: Any, *kinds: Any) -> bool:
+    """Return whether a module without hooks has the forward of one of these classes, or is a fused one of them."""
+    kind = getattr(type(module), "fused_from", type(module))
+    return not has_hooks(module) and any(isinstance(module, each) and kind.forward is each.forward for each in kinds)
+
+
+def is_linear(module: Any) -> bool:
+    """Return whether a module is a linear layer, or a Conv1D of transformers, whose parameters are plain tensors."""
+    kind = type(module)
+    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") and not has_hooks(module)
+    return (is_conv1d or inherits(module, nn.Linear)) and type(module.weight) in (nn.Parameter, Tensor)
 
 
 def random_input(module: nn.Module, *shape: int) -> Tensor:

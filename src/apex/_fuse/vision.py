@@ -6,14 +6,17 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..ops._library import autocast_dtype
 from ..ops.batch_norm import average_factor, batch_norm
+from ..ops.dense import dense_gelu_dense
 from ..ops.max_pool import max_pool2d
 from ..ops.stem_conv import stem_conv2d, stem_fits
 from .norms import group_norm_forward
-from .rule import FusionRule, has_hooks, names_used, nothing, random_input, unless_overridden
+from .rule import FusionRule, has_hooks, is_linear, names_used, nothing, random_input, unless_overridden
 
 
 def inherits_forward(*classes: Any) -> Callable[[Any], bool]:
@@ -49,9 +52,37 @@ def _sequential_pair(first: Any, second: Any) -> str:
     return "silu" if is_group and inherits_forward(nn.SiLU)(second) else ""
 
 
+def _dense_triple(modules: list[Any]) -> tuple[int, str]:
+    """Return how many of the first modules are linear layer, activation[, dropout that is off], linear layer, or 0.
+
+    The second result is the name of the activation.
+    """
+    if len(modules) < 3 or torch.compiler.is_compiling() or not is_linear(modules[0]):
+        return 0, ""
+    first, activation, *rest = modules
+    if inherits_forward(nn.Dropout)(rest[0]) and not has_hooks(rest[0]) and not (rest[0].training and rest[0].p > 0):
+        rest = rest[1:]
+    name = _activation(type(activation), getattr(activation, "approximate", "")) if not has_hooks(activation) else ""
+    if not name or not rest or not is_linear(rest[0]) or first.weight.dtype != rest[0].weight.dtype:
+        return 0, ""
+    return len(modules) - len(rest) + 1, name
+
+
+def _activation(kind: type, approximate: str) -> str:
+    names = {(nn.GELU, "none"): "gelu_erf", (nn.GELU, "tanh"): "gelu", (nn.SiLU, ""): "silu"}
+    return names.get((kind, approximate), "")
+
+
 def sequential_forward(self: Any, input: Any) -> Any:
     modules, i = list(self._modules.values()), 0
     while i < len(modules):
+        count, activation = _dense_triple(modules[i:])
+        if count and isinstance(input, Tensor) and _fits(input, modules[i].weight):
+            layers = (modules[i], modules[i + count - 1])
+            parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+            input = dense_gelu_dense(input, *parameters, activation)
+            i += count
+            continue
         first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
         pair = "" if second is None else _sequential_pair(first, second)
         if pair == "relu":
@@ -64,9 +95,20 @@ def sequential_forward(self: Any, input: Any) -> Any:
     return input
 
 
+def _fits(input: Tensor, weight: Tensor) -> bool:
+    """Return whether an input has the weight's dtype, or autocast gives both the same one."""
+    return input.dim() > 1 and (input.dtype == weight.dtype or autocast_dtype(input) is not None)
+
+
 def _has_pair(module: Any) -> bool:
     children = list(module._modules.values()) if inherits_forward(nn.Sequential)(module) else []
     return any(_sequential_pair(*pair) for pair in pairwise(children))
+
+
+def _has_dense(module: Any) -> bool:
+    children = list(module._modules.values()) if inherits_forward(nn.Sequential)(module) else []
+    with_dropout = [child for child in children if not inherits_forward(nn.Dropout)(child)]
+    return any(_dense_triple(with_dropout[i:])[0] for i in range(len(with_dropout)))
 
 
 # Attributes that the forward of a residual block uses: torchvision's, then timm's.
@@ -159,4 +201,5 @@ RULES = [
         _block_probe,
     ),
     FusionRule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
+    FusionRule("dense + activation + dense in a row", _has_dense, nothing, lambda original: sequential_forward),
 ]
