@@ -18,8 +18,10 @@ import gc
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,28 @@ RESULTS = Path(__file__).parent / "results"
 COLUMNS = ("torch.amp", "compile", "reduce-overhead", "liger", "apex.boost", "apex.boost fp8")
 
 
+class LigerPatch:
+    """The patch of a model by Liger-Kernel; functions that it replaces for all models are replaced inside of it only.
+
+    The patch exchanges functions of the module that defines the model, which other columns use as they were.
+    """
+
+    def __init__(self, name: str, model: Any) -> None:
+        import liger_kernel.transformers
+
+        self._functions = vars(sys.modules[type(model).__module__])
+        self._before = dict(self._functions)
+        getattr(liger_kernel.transformers, name)(model=model)
+        self._after = dict(self._functions)
+        self.__exit__()
+
+    def __enter__(self) -> None:
+        self._functions.update(self._after)
+
+    def __exit__(self, *error: object) -> None:
+        self._functions.update(self._before)
+
+
 class Column:
     """One way to train a row's model."""
 
@@ -42,14 +66,11 @@ class Column:
         begin, self.batch, self.is_gpu = time.perf_counter(), batch, arguments.device == "cuda"
         self.base = self._reserved()
         torch.manual_seed(0)
-        if column == "liger":
-            if not row.liger:
-                raise LookupError("Liger-Kernel has no patch for this model")
-            import liger_kernel.transformers
-
-            getattr(liger_kernel.transformers, row.liger)()
+        if column == "liger" and not row.liger:
+            raise LookupError("Liger-Kernel has no patch for this model")
         layout = torch.channels_last if row.has_images else torch.contiguous_format
-        model: Any = (row.tiny if arguments.tiny else row.make)().to(arguments.device, memory_format=layout).train()
+        with torch.device(arguments.device):  # billions of random numbers take long on the host
+            model: Any = (row.tiny if arguments.tiny else row.make)().to(memory_format=layout).train()
         self.report = ""
         self.step = self._boosted(row, column, model) if column.startswith("apex") else self._torch(row, column, model)
         warmup = 24 if column.startswith("apex") else 4
@@ -80,13 +101,17 @@ class Column:
 
     def _torch(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
         in_half = column == "liger"  # its usual way: bfloat16 weights
-        model = model.bfloat16() if in_half else model
+        patched: Any = nullcontext()
+        if in_half:
+            model = model.bfloat16()
+            patched = LigerPatch(row.liger, model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         device = self.batch[0].device.type
 
         def loss(*batch: Tensor) -> Tensor:
             if in_half:
-                return row.loss(model, *batch)
+                with patched:
+                    return row.loss(model, *batch)
             with torch.autocast(device, torch.bfloat16):
                 return row.loss(model, *batch)
 
@@ -160,10 +185,13 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     for column in arguments.columns:
         torch._dynamo.reset()
         try:
-            columns[column] = Column(row, column, arguments, batch)
+            columns[column] = each = Column(row, column, arguments, batch)
         except Exception as error:  # a column without its package, or without memory, is no reason to stop
             results[column] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(f"{name}: {column} {'failed' if column in results else 'is warm'}", flush=True)
+            print(f"{name}: {column} failed", flush=True)
+        else:  # a first figure, in case the run is stopped before the columns take turns
+            each.time(arguments.steps)
+            print(f"{name}: {column} is warm: {each.times.pop():.2f} ms, {each.mebibytes or 0} MiB", flush=True)
     for _ in range(arguments.rounds):
         for each in columns.values():
             each.time(arguments.steps)

@@ -13,76 +13,23 @@ _MISSING = "it is not implemented. Use HybridAdam"
 _POLICY = "models are not rewritten by class. Give custom_policy(model, stage, stages) to HybridParallelPlugin"
 
 # Paths below the package, each with everything below it, by the reason.
-_REASONS: dict[str, tuple[str, ...]] = {
-    _GEMINI: (
-        "gemini",
-        "nn.parallel",
-        "tensor.ColoTensor",
-        "utils.model",
-        "zero.ColoInitContext",
-        "zero.GeminiAdamOptimizer",
-        "zero.GeminiDDP",
-        "zero.GeminiOptimizer",
-        "zero.gemini",
-        "zero.get_static_torch_model",
-        "zero.shard_utils",
-        "zero.wrapper",
-        "zero.zero_model_wrapper",
-        "zero.zero_optim_wrapper",
-    ),
-    _TRAINING: (
-        "_analyzer",
-        "auto_parallel",
-        "autochunk",
-        "device",
-        "fx",
-        "inference",
-        "kernel.kernel_loader.InferenceOpsLoader",
-        "kernel.triton",
-        "quantization",
-    ),
-    _LEGACY: (
-        "amp.AMP_TYPE",
-        "constants",
-        "context",
-        "core",
-        "engine",
-        "kernel.cuda_native",
-        "kernel.jit",
-        "legacy",
-        "nn.layer",
-        "tensor.ProcessGroup",
-        "tensor.ShardSpec",
-        "trainer",
-        "utils.checkpoint",
-        "utils.colo_device_memory_capacity",
-        "utils.colo_set_process_memory_fraction",
-        "utils.is_using_pp",
-    ),
-    _DIVIDED: (
-        "nn.optimizer.DistGaloreAwamW",
-        "nn.optimizer.DistributedAdaFactor",
-        "nn.optimizer.DistributedCAME",
-        "nn.optimizer.DistributedLamb",
-        "nn.optimizer.GaLoreAdafactor",
-        "nn.optimizer.GaLoreAdamW",
-        "nn.optimizer.GaLoreAdamW8bit",
-        "nn.optimizer.distributed_adafactor",
-        "nn.optimizer.distributed_came",
-        "nn.optimizer.distributed_galore",
-        "nn.optimizer.distributed_lamb",
-        "nn.optimizer.galore",
-        "tensor.d_tensor",
-    ),
-    _MISSING: (
-        "nn.optimizer.Adafactor",
-        "nn.optimizer.CAME",
-        "nn.optimizer.adafactor",
-        "nn.optimizer.came",
-    ),
-    _POLICY: ("shardformer.modeling", "shardformer.policies"),
+_REASONS = {
+    _GEMINI: "gemini nn.parallel tensor.ColoTensor utils.model zero.ColoInitContext zero.GeminiAdamOptimizer "
+    "zero.GeminiDDP zero.GeminiOptimizer zero.gemini zero.get_static_torch_model zero.shard_utils zero.wrapper "
+    "zero.zero_model_wrapper zero.zero_optim_wrapper",
+    _TRAINING: "_analyzer auto_parallel autochunk device fx inference kernel.kernel_loader.InferenceOpsLoader "
+    "kernel.triton quantization",
+    _LEGACY: "amp.AMP_TYPE constants context core engine kernel.cuda_native kernel.jit legacy nn.layer "
+    "tensor.ProcessGroup tensor.ShardSpec trainer utils.checkpoint utils.colo_device_memory_capacity "
+    "utils.colo_set_process_memory_fraction utils.is_using_pp",
+    _DIVIDED: "nn.optimizer.DistGaloreAwamW nn.optimizer.DistributedAdaFactor nn.optimizer.DistributedCAME "
+    "nn.optimizer.DistributedLamb nn.optimizer.GaLoreAdafactor nn.optimizer.GaLoreAdamW nn.optimizer.GaLoreAdamW8bit "
+    "nn.optimizer.distributed_adafactor nn.optimizer.distributed_came nn.optimizer.distributed_galore "
+    "nn.optimizer.distributed_lamb nn.optimizer.galore tensor.d_tensor",
+    _MISSING: "nn.optimizer.Adafactor nn.optimizer.CAME nn.optimizer.adafactor nn.optimizer.came",
+    _POLICY: "shardformer.modeling shardformer.policies",
 }
-_REASON_OF = {path: reason for reason, paths in _REASONS.items() for path in paths}
+_REASON_OF = {path: reason for reason, paths in _REASONS.items() for path in paths.split()}
 
 
 def reason_for(name: str) -> str | None:

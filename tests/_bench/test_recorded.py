@@ -63,8 +63,7 @@ def test_the_shipped_recording_is_found():
 
 @pytest.mark.skipif(not any(d.is_dir() for d in DIRECTORIES), reason="no recordings are installed")
 def test_every_recorded_time_has_a_case():
-    cases = [case for _, case in selection.select([], torch.device("cuda"))]
-    names = {case.name for case in cases}
+    names = {case.name for _, case in selection.select([], torch.device("cuda"))}
     timed = {
         name
         for name, found in recorded_measurements("nvidia_h200").items()

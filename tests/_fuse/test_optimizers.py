@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import apex
 from apex import amp
-from apex.optimizers import FusedAdam, FusedSGD
+from apex.optimizers import FusedAdam, FusedMuon, FusedSGD
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.05, "momentum": 0.5, "centered": True}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.05, "weight_decay": 0.1}),
 }
 
 
@@ -35,6 +37,29 @@ def train(optimizer: Any, params: list[Tensor], steps: int) -> None:
         for p in params:
             p.grad = (p.detach() + i).sin()
         optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="PyTorch has no Muon")
+def test_muon_continues_and_goes_back() -> None:
+    results = []
+    for fused in (True, False):
+        params = [nn.Parameter(param.detach().clone()) for param in parameters()[:1]]
+        optimizer = torch.optim.Muon(params, lr=0.05)
+        train(optimizer, params, 3)
+        names = set(optimizer.param_groups[0])
+        if fused:
+            (row,) = apex.fuse(optimizer, verbose=False)
+            assert not row.reason
+            assert type(optimizer) is FusedMuon
+        train(optimizer, params, 3)
+        if fused:
+            apex.unfuse(optimizer)
+            assert type(optimizer) is torch.optim.Muon
+            assert set(optimizer.param_groups[0]) == names
+        train(optimizer, params, 2)
+        results.append(params[0].detach())
+    # Both iterate in bfloat16, whose errors five steps of the iteration enlarge.
+    assert (results[0] - results[1]).norm() < 0.03 * (results[1] - parameters()[0].detach()).norm()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -294,6 +294,31 @@ def test_boost_trains_as_a_booster_does(precision: str | None) -> None:
     assert (moved - exact).norm() <= bound * exact.norm()
 
 
+def test_frequencies_of_rotary_embeddings_of_transformers_stay_in_float32() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", 1e4 ** -torch.linspace(0, 1, 8), persistent=False)
+            self.register_buffer("scale", torch.ones(1))
+
+    model = nn.ModuleDict({"theirs": Rotary(), "mine": Rotary(), "linear": nn.Linear(8, 8)})
+    before = model["theirs"].inv_freq.clone()
+    model["theirs"].__class__ = type("Rotary", (Rotary,), {"__module__": "transformers.models.llama.modeling_llama"})
+    boosted, *_ = apex.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+    assert torch.equal(boosted.unwrap()["theirs"].inv_freq, before)
+    assert boosted.unwrap()["theirs"].scale.dtype == boosted.unwrap()["mine"].inv_freq.dtype == torch.bfloat16
+
+
+def test_boost_measures_norms_only_if_asked() -> None:
+    model = problem.net()
+    model, optimizer, _ = apex.boost(model, problem.adam(model), device="cpu")
+    for measures in (False, True):
+        optimizer.measures_norm = measures
+        optimizer.backward(loss_of(model, *problem.batch(0)))
+        optimizer.step()
+        assert (optimizer.get_grad_norm() is not None) == measures
+
+
 def test_a_cpu_runs_the_function_itself() -> None:
     model = problem.net()
     *_, step = apex.boost(model, problem.adam(model), device="cpu")

@@ -50,6 +50,10 @@ CLIENTS = {
         "OpenNMT-py",
     ),
     "megatron": Client("packaging", "megatron-core"),
+    "colossal": Client(
+        "transformers<5 accelerate datasets peft tqdm jsonlines psutil sentencepiece tensorboard pytest einops pyyaml "
+        "wandb loralib"
+    ),
     "nemo": Client(
         "setuptools<81 numpy<1.27 omegaconf<2.4 hydra-core<1.4 torchmetrics<1 lightning-utilities transformers<4.40 "
         "huggingface_hub<0.24 sentencepiece ruamel.yaml wrapt tqdm text-unidecode python-dateutil scikit-learn pandas "
@@ -60,6 +64,11 @@ CLIENTS = {
     "trl": Client("trl"),
     "trl_1.12": Client("trl==1.12.* liger-kernel requests", script="trl"),
     "trl_0.19": Client("trl==0.19.* transformers<4.54 rich", script="trl"),
+    "integrations": Client("transformers accelerate kernels lightning"),
+    "integrations_oldest": Client(
+        "transformers==4.47.0 accelerate==1.0.0 kernels==0.12.1 lightning==2.2.0 setuptools<81",
+        script="integrations",
+    ),
 }
 
 HEADER = """# Clients
@@ -84,6 +93,10 @@ Notes
 - OpenNMT-py asks for an older PyTorch; it was installed beside this one without its requirements, which were installed
   by name.
 - megatron-core's functions that put tensors on a GPU by name were not run.
+- Colossal-AI 0.5.0: scripts and tests of its repository, not its package. In the scripts the word colossalai is
+  replaced by apex and nothing else; around them stand tiny models, random data and, without a GPU, functions of
+  torch.cuda that do nothing. Each runs a second time with the Booster replaced by plain PyTorch in float32; the losses
+  are compared.
 - NeMo: 1.17, which needs Python 3.10 and was installed without its requirements, as OpenNMT-py; stand-ins without
   content took the place of its tokenizers of other languages. Its LightningModule moves batches to a GPU by name, so
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.

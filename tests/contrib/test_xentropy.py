@@ -136,4 +136,18 @@ def test_a_losss_module_passes_its_options_on() -> None:
     assert torch.equal(losses, linear_cross_entropy(input, weight, target, bias, chunk_rows=4, **options))
     logits = functional.linear(input.double(), weight.double(), bias.double())
     assert_close(losses, functional.cross_entropy(logits.flatten(0, 1), target.flatten(), **options).view(2, 3))
-    assert "label_smoothing=0.2, ignore_index=5, reduction='none'" in repr(module)
+    assert "label_smoothing=0.2, ignore_index=5, reduction='none', chunk_rows=4" in repr(module)
+
+
+def test_a_losss_module_takes_every_option_and_no_other() -> None:
+    input, weight, target = torch.randn(6, 8), torch.randn(37, 8), torch.randint(0, 37, (6,))
+    class_weight = torch.rand(37)
+    options = {"smoothing": "megatron", "label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.1, "outputs": ("argmax",)}
+    module = LinearCrossEntropyLoss(class_weight=class_weight, **options)
+    loss, rows = module(input, weight, target)
+    expected, other = linear_cross_entropy(input, weight, target, class_weight=class_weight, **options)
+    assert torch.equal(loss, expected)
+    assert torch.equal(rows.argmax, other.argmax)
+    assert module.half().class_weight.dtype == torch.float16
+    with pytest.raises(TypeError, match="softcaps is no option of linear_cross_entropy; use label_smoothing, "):
+        LinearCrossEntropyLoss(softcaps=1.0)

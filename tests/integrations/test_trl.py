@@ -217,6 +217,20 @@ def test_trl_without_the_hooks_is_refused(package: Package) -> None:
         pass
 
 
+def test_every_position_is_computed_if_asked_for(package: Package) -> None:
+    select = "def _use_triton(device):\n    return True\n"
+    module = package(utils=NAIVE.format(names=NEW) + select)("utils")
+    with trl.enabled():
+        assert module._use_triton("cuda")
+    with trl.enabled(every_position=True):
+        assert not module._use_triton("cuda")
+    assert module._use_triton("cuda")
+    del module._use_triton
+    refused = pytest.raises(RuntimeError, match=r"every_position=True needs 1\.16 or later")
+    with refused, trl.enabled(every_position=True):
+        pass
+
+
 def test_everything_is_restored_after_an_error(package: Package) -> None:
     module = package(utils=NAIVE.format(names=NEW))("utils")
     original = module._ChunkedLogProbFunction

@@ -161,6 +161,50 @@ def test_tiny_and_empty_matrices(shape: tuple[int, ...]) -> None:
     assert not torch.equal(params[1].detach(), before)
 
 
+def normuon(p: Tensor, gradients: list[Tensor], beta2: float) -> Tensor:
+    """Return a matrix after steps of NorMuon in float64."""
+    buffer, squares = torch.zeros_like(p), torch.zeros(len(p), 1, dtype=torch.float64)
+    for g in gradients:
+        buffer = buffer.lerp(g, 0.05)
+        direction = g.lerp(buffer, 0.95)
+        left, values, right = torch.linalg.svd(direction / direction.norm(), full_matrices=False)
+        for _ in range(5):
+            values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        update = left @ (values[:, None] * right)
+        squares = squares.lerp(update.square().mean(1, keepdim=True), 1 - beta2)
+        even = update / (squares.sqrt() + 1e-8)
+        factor = 0.02 * math.sqrt(max(1.0, p.shape[0] / p.shape[1]))
+        p = p - factor * even * update.norm() / even.norm() - 0.02 * 0.1 * p
+    return p
+
+
+def test_normuon_over_20_steps_and_a_skipped_one() -> None:
+    params = make()
+    params.append(nn.Parameter(params[0].detach().t().contiguous().t()))  # columns one after the other
+    start = [param.detach().clone() for param in params]
+    optimizer = FusedMuon([{"params": params, "beta2": 0.9}], 0.02, **EXACT)
+    seen: list[list[Tensor]] = [[] for _ in params]
+    for step in range(20):
+        give_gradients(params, step)
+        if step == 5:
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.ones(1)
+            optimizer.step()
+            optimizer.found_inf.zero_()
+            for state, saved in zip(optimizer.state.values(), before.values(), strict=True):
+                assert torch.equal(state["second_momentum_buffer"], saved["second_momentum_buffer"])
+        if step == 10:  # goes on from a state dict
+            other = FusedMuon([{"params": params, "beta2": 0.9}], 0.02, **EXACT)
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer = other
+        for gradients, param in zip(seen, params, strict=True):
+            gradients.append(param.grad.clone())
+        optimizer.step()
+    for param, begin, gradients in zip(params, start, seen, strict=True):
+        # The averages are float32.
+        torch.testing.assert_close(param.detach(), normuon(begin, gradients, 0.9), rtol=1e-4, atol=1e-5)
+
+
 def test_vectors_are_for_adamw() -> None:
     params, others = make(((5,), (), (4, 6))), make(((5,), (), (4, 6)))
     optimizer = FusedMuon(params, 0.02, betas=(0.8, 0.99))

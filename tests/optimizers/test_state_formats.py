@@ -185,6 +185,86 @@ def test_state_of_torch_is_encoded() -> None:
     assert distance(twins, params, start) < 0.05
 
 
+def saved_by_torch() -> tuple[list[nn.Parameter], dict[str, Any]]:
+    params = make(shapes=((30, 20), (7,), (5000,)))
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    train(optimizer, params, 3)
+    return params, optimizer.state_dict()
+
+
+def as_bitsandbytes(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in bitsandbytes' layout: places in a sorted map of 256 numbers, blocks of 256."""
+    states = {}
+    for key, state in saved["state"].items():
+        new = {"step": int(state["step"])}
+        for number, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            values = state[name].reshape(-1)
+            new[f"state{number}"] = state[name]
+            if values.numel() >= 4096:
+                numbers = torch.linspace(-1.0 if number == 1 else 0.0, 1.0, 256)
+                blocks = torch.nn.functional.pad(values, (0, -len(values) % 256)).view(-1, 256)
+                scales = blocks.abs().amax(1)
+                places = torch.bucketize(blocks / scales[:, None], (numbers[1:] + numbers[:-1]) / 2)
+                new[f"state{number}"] = places.reshape(-1)[: len(values)].to(torch.uint8).view(state[name].shape)
+                new |= {f"absmax{number}": scales, f"qmap{number}": numbers}
+        states[key] = new
+    groups = [{**group, "alpha": 0.0, "t_alpha": None, "t_beta3": None} for group in saved["param_groups"]]
+    return {"state": states, "param_groups": groups}
+
+
+class Codes:
+    """A stand-in for torchao's tensors, which have codes and scales and decode themselves."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.scale = values.abs().amax()
+        self.codes = (values / self.scale * 127).round().to(torch.int8)
+
+    def dequantize(self) -> Tensor:
+        return self.codes.to(torch.bfloat16) * (self.scale / 127)
+
+
+def as_torchao(saved: dict[str, Any]) -> dict[str, Any]:
+    states = {
+        key: {name: Codes(value) if value.numel() >= 4096 else value for name, value in state.items()}
+        for key, state in saved["state"].items()
+    }
+    return {**saved, "state": states}
+
+
+def as_flash(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in FlashOptim's layout: groups of 32 elements, float16 scales."""
+    states = {}
+    for key, state in saved["state"].items():
+        new = {"step": state["step"]}
+        for name in ("exp_avg", "exp_avg_sq"):
+            values = state[name].reshape(-1) if name == "exp_avg" else state[name].reshape(-1).sqrt()
+            groups = torch.nn.functional.pad(values, (0, -len(values) % 32)).view(-1, 32)
+            scales = groups.abs().amax(1).half()
+            x = groups / scales.float()[:, None]
+            codes = torch.floor(127 * 2 * x / (1 + x.abs()) + 0.5) if name == "exp_avg" else torch.floor(255 * x + 0.5)
+            dtype = torch.int8 if name == "exp_avg" else torch.uint8
+            codes = codes.clamp(-127, 127 if name == "exp_avg" else 255).to(dtype)
+            new[f"{name}::quantized"] = codes.reshape(-1)[: len(values)].view(state[name].shape)
+            new[f"{name}::scales"] = scales
+        states[key] = new
+    return {**saved, "state": states}
+
+
+@pytest.mark.parametrize("format", ["float32", "int8"])
+@pytest.mark.parametrize("layout", [as_bitsandbytes, as_torchao, as_flash])
+def test_layouts_of_other_libraries_load(layout: Callable[..., Any], format: str) -> None:
+    params, saved = saved_by_torch()
+    optimizer = FusedAdam(params, lr=1e-2, state_format=format)
+    optimizer.load_state_dict(layout(copy.deepcopy(saved)))
+    assert optimizer.param_groups[0]["step"] == 3
+    for state, truth in zip(optimizer.state_dict(decoded=True)["state"].values(), saved["state"].values(), strict=True):
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        # Steps of 1/127 of the largest number of a block, by either codec; of squares 1/255 of the largest.
+        torch.testing.assert_close(first, truth["exp_avg"], rtol=0, atol=float(truth["exp_avg"].abs().amax()) / 60)
+        torch.testing.assert_close(second, truth["exp_avg_sq"], rtol=0, atol=float(truth["exp_avg_sq"].amax()) / 60)
+    train(optimizer, params, 1, first=3)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_skipped_step_changes_nothing(options: dict[str, Any]) -> None:
     params = make(torch.bfloat16)

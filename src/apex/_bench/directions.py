@@ -7,7 +7,6 @@ that require gradients are the leaves.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,25 +52,13 @@ class Random:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
 
-def has_liger(device: torch.device) -> bool:
-    """Return whether Liger-Kernel is a peer: on a GPU, if it is installed."""
-    return device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-
-
 def with_peers(
-    ours: Callable[..., Any],
-    eager: Callable[..., Any],
-    device: torch.device,
-    *,
-    compile: bool = True,
-    liger: Maker | None = None,
+    ours: Callable[..., Any], eager: Callable[..., Any], device: torch.device, *, compile: bool = True
 ) -> dict[str, Maker]:
-    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile and Liger-Kernel."""
+    """Return makers of ours and of PyTorch's operators, and on a GPU of torch.compile."""
     makers: dict[str, Maker] = {OURS: lambda: ours, "torch": lambda: eager}
     if compile and device.type == "cuda":
         makers["compile"] = lambda: compiled(eager, device)
-    if liger is not None and has_liger(device):
-        makers["liger"] = liger
     return makers
 
 

@@ -87,7 +87,8 @@ def _varlen() -> Callable[..., Any]:
     def attend(qkv: Any, cu_seqlens: Any, max_seqlen: int, dropout_p: float) -> Any:
         if dropout_p:
             raise NotImplementedError("no dropout")
-        return varlen_attn(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        query, key, value = qkv.unbind(1)
+        return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
 
     return attend
 

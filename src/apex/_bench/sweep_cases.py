@@ -1,7 +1,7 @@
-"""Random cases of each family for `apex bench --sweep`: shapes, dtypes, strides and alignments that models have.
+"""Families of random cases for `apex bench --sweep`: those of the ops' examples, and optimizers.
 
-A family is a function of a `Random` and a device. It returns a case's name and a function that makes its passes, "fwd"
-and "bwd".
+A family is a function of a `Random` and a device. It returns a case's name and a function that makes its passes, by
+their names: "fwd" and "bwd" of an op, "" of an optimizer.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
     torch.optim.Adagrad: lambda params, group: fused.FusedAdagrad(params),
     torch.optim.RMSprop: lambda params, group: fused.NpuFusedRMSprop(params),
     torch.optim.Adadelta: lambda params, group: fused.NpuFusedAdadelta(params),
+    torch.optim.NAdam: lambda params, group: fused.FusedNAdam(params, capturable=group.get("capturable", False)),
+    torch.optim.RAdam: lambda params, group: fused.FusedRAdam(params, capturable=group.get("capturable", False)),
 }
+if hasattr(torch.optim, "Muon"):  # from PyTorch 2.9 on
+    RULES[torch.optim.Muon] = lambda params, group: fused.FusedMuon(params)
 _REFUSED = ("maximize", "differentiable", "lr_decay")
 
 

@@ -98,11 +98,18 @@ def floats_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
-    """Cast parameters and buffers in place; with `keep_batchnorm` leave out batch norms that have parameters."""
+    """Cast parameters and buffers in place; with `keep_batchnorm` leave out batch norms that have parameters.
+
+    The frequencies of rotary embeddings of transformers stay in float32, as after its own `from_pretrained`: rounded to
+    bfloat16, they are wrong by a whole turn after some thousand tokens.
+    """
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
             continue
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        of_transformers = type(module).__module__.startswith("transformers.")
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if of_transformers and name.endswith("inv_freq"):
+                continue
             if tensor is not None and tensor.is_floating_point():
                 _cast_tensor(tensor, dtype)
     _flatten_rnns(model)

@@ -37,6 +37,7 @@ def boost(
     "bf16" and "fp8" have bfloat16 weights with float32 masters in the optimizer; the other names and None are those of
     `apex.Booster`. The first calls of a step are measured, and later ones run in the quickest way: as they are,
     captured in a CUDA graph, or compiled and captured. `step.report()` says what was done and why something was not.
+    Set `optimizer.measures_norm = True` if `optimizer.get_grad_norm()` is wanted in steps that do not clip gradients.
     """
     if mixed_precision == "bf16":
         mixed_precision = BF16MixedPrecision("O5")
@@ -44,8 +45,9 @@ def boost(
         head = _head(model)
         mixed_precision = FP8MixedPrecision(opt_level="O5", choose=lambda name, layer: layer is not head)
     booster = Booster(device, mixed_precision, fuse="auto", compile="auto", capture="auto")
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    return model, optimizer, booster.step
+    model, boosted, *_ = booster.boost(model, optimizer)
+    boosted.measures_norm = False
+    return model, boosted, booster.step
 
 
 def _head(model: nn.Module) -> nn.Module | None:

@@ -161,6 +161,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     optim: Any
     max_norm: float = 0.0
+    # Whether steps without clipping measure the norm of gradients for `get_grad_norm`: one pass over them.
+    measures_norm = True
     has_stages = False
     # Names of the parameters in the model, in the order of `parameters`; None for unknown ones.
     names: list[str | None] | None = None
@@ -262,8 +264,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
     def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float | None:
         """Return the 2-norm of the last step's gradients, unscaled and before `clip_grad_by_norm`.
 
-        The norm covers all processes that hold parts of the gradients. It is None before the first step. The call
-        changes nothing and waits for the device. For another `norm_type` use `clip_grad_by_norm`.
+        The norm covers all processes that hold parts of the gradients. It is None before the first step, and if
+        `measures_norm` is False and gradients were not clipped. The call changes nothing and waits for the device. For
+        another `norm_type` use `clip_grad_by_norm`.
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not kept from step to step; 2 is")
@@ -324,7 +327,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self.unscale_grad()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm)
-        elif self._next_norm is None:
+        elif self._next_norm is None and self.measures_norm:
             self._next_norm = self._grad_norm(2.0)
         self._compare_settings()
 

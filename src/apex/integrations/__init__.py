@@ -2,4 +2,4 @@
 
 from .._lazy import lazy_subpackages
 
-__getattr__, __dir__ = lazy_subpackages(__name__, ["trl", "verl"])
+__getattr__, __dir__ = lazy_subpackages(__name__, ["accelerate", "kernels", "lightning", "transformers", "trl", "verl"])

@@ -36,16 +36,23 @@ _ARGUMENTS = (
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, every_position: bool = False) -> Iterator[None]:
     """Use this library's losses in TRL's trainers that are made and run within the context.
 
     Trainers of TRL before 1.14 use fused losses if asked to: `use_liger_loss=True`, later `use_liger_kernel=True`.
     The losses are equal to TRL's own. Nothing of TRL stays changed after the context.
+
+    On GPUs the fused head of TRL selects the tokens that count, which waits for the GPU. `every_position=True`, from
+    TRL 1.16 on, computes the log-probabilities of all tokens instead, so that a step can be captured in a CUDA graph.
     """
-    swaps = list(_swaps())
+    swaps, version = list(_swaps()), getattr(importlib.import_module("trl"), "__version__", "")
     if not swaps:
-        version = getattr(importlib.import_module("trl"), "__version__", "")
         raise RuntimeError(f"TRL {version} has none of the names that apex.integrations.trl replaces")
+    if every_position:
+        utilities = importlib.import_module("trl.trainer.utils")
+        if not hasattr(utilities, "_use_triton"):
+            raise RuntimeError(f"TRL {version} always selects tokens; every_position=True needs 1.16 or later")
+        swaps.append((utilities, "_use_triton", lambda device: False))
     with contextlib.ExitStack() as stack:
         for owner, name, value in swaps:
             stack.enter_context(_swapped(owner, name, value))
@@ -77,15 +84,14 @@ def _swaps() -> Iterator[tuple[Any, str, Any]]:
         if hasattr(module, "_chunked_cross_entropy_loss"):
             yield module, "_chunked_cross_entropy_loss", chunked_cross_entropy_loss
     for kind in ("dpo", "kto", "grpo"):
-        module, name = modules[f"{kind}_trainer"], f"FusedLinear{kind.upper()}Loss"
-        ours = getattr(llm_losses, name)
-        if module is None:
+        trainer, name = modules[f"{kind}_trainer"], f"FusedLinear{kind.upper()}Loss"
+        if trainer is None:
             continue
-        if hasattr(module, name):  # TRL's copy
-            yield module, name, ours
-        elif f"Liger{name}" in inspect.getsource(module):
-            yield module, f"Liger{name}", ours
-            yield module, "is_liger_kernel_available", lambda *_, **__: True  # Liger's loss is not used
+        if hasattr(trainer, name):  # TRL's copy
+            yield trainer, name, getattr(llm_losses, name)
+        elif f"Liger{name}" in inspect.getsource(trainer):
+            yield trainer, f"Liger{name}", getattr(llm_losses, name)
+            yield trainer, "is_liger_kernel_available", lambda *_, **__: True  # Liger's loss is not used
     sft = modules["sft_trainer"]
     if sft is not None and not hasattr(sft, "_chunked_cross_entropy_loss") and not hasattr(sft, "add_fused_lm_head"):
         yield sft.SFTTrainer, "__init__", _fusing_the_head(sft.SFTTrainer.__init__)

@@ -3,12 +3,16 @@
 from ..fp16_utils import FP16_Optimizer
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
+from .fused_ademamix import FusedAdEMAMix
 from .fused_lamb import FusedLAMB
 from .fused_lars import FusedLARS
+from .fused_lion import FusedLion
 from .fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from .fused_muon import FusedMuon
 from .fused_muon import muon_groups as muon_groups
 from .fused_novograd import FusedNovoGrad
+from .fused_radam import FusedNAdam, FusedRAdam
+from .fused_schedule_free import FusedScheduleFreeAdamW
 from .fused_sgd import FusedSGD
 from .lamb import Lamb
 from .npu_fused_adadelta import NpuFusedAdadelta
@@ -23,14 +27,19 @@ from .npu_fused_sgd import NpuFusedSGD
 
 __all__ = [
     "FP16_Optimizer",
+    "FusedAdEMAMix",
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
     "FusedLARS",
+    "FusedLion",
     "FusedMixedPrecisionLamb",
     "FusedMuon",
+    "FusedNAdam",
     "FusedNovoGrad",
+    "FusedRAdam",
     "FusedSGD",
+    "FusedScheduleFreeAdamW",
     "Lamb",
     "NpuFusedAdadelta",
     "NpuFusedAdam",

@@ -119,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Names of state that a saved parameter may lack although it has other state.
     _may_lack: frozenset[str] = frozenset()
     # Makes, from a bucket's tensors, an object that update rules can be applied to.
-    _make_lists = staticmethod(make_lists)
+    _make_lists: Callable[..., Any] = staticmethod(make_lists)
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
     # Set by apex.amp. `_model_params` maps a float32 master, which the optimizer holds, to the model's half-precision
@@ -255,7 +255,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets_of(self, index: int, group: dict[str, Any]) -> list[UpdateBucket]:
         buckets = self._group_buckets.get(index)
-        names = stored_names(self, group)  # may change with an option, such as a momentum that was 0
+        # Names may change with an option, such as a momentum that was 0.
+        names = stored_names(self, group) if self._encodes else tuple(self._state_names(group))
         if buckets is None or buckets.names != names or not buckets.refresh(group["params"]):
             self._before_buckets(index, group)
             buckets = self._group_buckets[index] = GroupBuckets(self, group, names)
@@ -270,7 +271,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         state = self.state[param]
         kind = self._kind(param, state)
-        add_state(self, state, param, group)
+        if self._encodes:
+            add_state(self, state, param, group)
+        else:
+            for name in names:
+                if name not in state:
+                    state[name] = self._initial_state(name, param, group)
         if self.master_weights and self.master_bits is None and param.dtype in LOW_PRECISION and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
@@ -335,8 +341,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             return seed
         return StateSeed(seed) if bucket.needs_seed else None
 
+    @property
+    def _encodes(self) -> bool:
+        """Return whether state or masters are stored in another format than float32."""
+        return self.state_format != "float32" or self.master_bits is not None
+
     def _slot_codecs(self, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
-        return slot_codecs(self, param, group)
+        return slot_codecs(self, param, group) if self._encodes else {}
 
     def _loss_scaling(self, grad_scaler: Any = None) -> LossScaling:
         """Return the loss scaling that torch.amp.GradScaler set on the optimizer, or the scaling of `grad_scaler`."""
@@ -388,15 +399,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = (param for group in self.param_groups for param in group["params"])
         return [master_of(self.state[param], param) if param in self.state else param for param in params]
 
-    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
-        """Return the state, including master weights, in the format of `torch.optim`, which can load it.
-
-        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
-        PyTorch's optimizers and other formats can load.
-        """
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim`, which can load it."""
         self._settle_all_skipped()
-        saved = saved_state(self, super().state_dict())
-        return decoded_state(self, saved) if decoded else saved
+        return saved_state(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of PyTorch's optimizer of the same algorithm."""
@@ -430,6 +436,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         twin._group_buckets, twin._states = {}, []
         return twin
+
+
+class EncodingOptimizer(FusedOptimizer):
+    """Base of the fused optimizers that take `state_format` and `master_bits`: docs/state_formats.md."""
+
+    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim`.
+
+        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`, which
+        PyTorch's optimizers and optimizers of another format can load.
+        """
+        saved = super().state_dict()
+        return decoded_state(self, saved) if decoded else saved
 
 
 def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | None) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops._host import HOST
 from ._buckets import MASTER, local
 from ._checks import HYPERPARAMETERS, check_step
+from ._foreign_formats import decoded_foreign
 from ._formats import saved_in_any_format
 
 logger = logging.getLogger("apex.optimizers")
@@ -102,7 +103,7 @@ def _check_param_state(
 
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
     """Load by PyTorch's own method, then restore the values that it rounded or dropped."""
-    state_dict = _from_distributed(optimizer, state_dict)
+    state_dict = decoded_foreign(_from_distributed(optimizer, state_dict))
     check_saved(optimizer, state_dict)
     if any(group.get("maximize") for group in state_dict["param_groups"]):
         raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")

@@ -18,7 +18,7 @@ from ._buckets import MASTER, SlotCodecs, local
 
 FORMATS = ("float32", "bfloat16", "int8", "float8")
 # Codecs of each format, for signed numbers and for squares; None: plain numbers of that dtype.
-_CODECS = {
+_CODECS: dict[str, dict[str, str | None]] = {
     "float32": {"signed": None, "root": None},
     "bfloat16": {"signed": None, "root": "bfloat16"},
     "int8": {"signed": "signed8", "root": "root8"},

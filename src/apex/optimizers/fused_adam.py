@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import FusedOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
+from ._base import EncodingOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
 
 
@@ -22,7 +22,7 @@ class AdamOptions(StateOptions, total=False):
     cautious_weight_decay: bool
 
 
-class FusedAdam(FusedOptimizer):
+class FusedAdam(EncodingOptimizer):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
     It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
@@ -56,10 +56,10 @@ class FusedAdam(FusedOptimizer):
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps)
         defaults |= dict(weight_decay=weight_decay, amsgrad=amsgrad)
-        defaults |= dict(cautious_weight_decay=options.pop("cautious_weight_decay", False))
+        more: dict[str, Any] = {"capturable": capturable, "master_weights": master_weights, **options}
+        defaults |= dict(cautious_weight_decay=more.pop("cautious_weight_decay", False))
         self.adam_w_mode = 1 if adam_w_mode else 0
-        more = {"set_grad_none": set_grad_none, "capturable": capturable, "master_weights": master_weights}
-        super().__init__(params, defaults, **more, **options)
+        super().__init__(params, defaults, set_grad_none=set_grad_none, **more)
 
     def step(  # type: ignore[override]
         self,

@@ -26,6 +26,8 @@ ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _TORCH_OPTIONS = {
     *("params", "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn"),
 }
+# State of NorMuon: averages of squares of rows, [rows, 1].
+SQUARES = "second_momentum_buffer"
 # Elements of directions that are made orthogonal before the next ones: 1 GiB in bfloat16.
 WORKSPACE = 1 << 29
 
@@ -51,7 +53,9 @@ class FusedMuon(FusedOptimizer):
     - `algorithm`: "muon" (the default), "adamw" or "lion". Parameters of fewer than two dimensions in a group of
       "muon" move to a group of their own for "adamw";
     - `num_heads`: the rows are so many blocks, each orthogonal by itself; `split_sizes`: blocks of so many rows;
-    - `flatten`: a convolution's weight is a matrix of its output channels.
+    - `flatten`: a convolution's weight is a matrix of its output channels;
+    - `beta2`: NorMuon (https://arxiv.org/abs/2510.05491). Rows of a direction are divided by the root of an average of
+      their mean squares, with this decay, and the direction gets its norm back; None (the default) is plain Muon.
 
     A parameter of three dimensions is a stack of matrices, such as experts. `muon_groups(model)` makes the groups.
     `FusedOptimizer` describes the keyword options.
@@ -82,7 +86,7 @@ class FusedMuon(FusedOptimizer):
         defaults |= dict(ns_coefficients=ns_coefficients, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
         defaults |= dict(ns_method=ns_method, ns_dtype=ns_dtype, betas=betas, adam_eps=adam_eps)
         defaults |= dict(cautious_weight_decay=cautious_weight_decay, algorithm="muon")
-        defaults |= dict(num_heads=None, split_sizes=None, flatten=False)
+        defaults |= dict(num_heads=None, split_sizes=None, flatten=False, beta2=None)
         super().__init__(params, defaults, **options)
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -102,6 +106,9 @@ class FusedMuon(FusedOptimizer):
         dtype = options["ns_dtype"]
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"ns_dtype={dtype!r} is not a floating-point dtype")
+        beta2 = options["beta2"]
+        if beta2 is not None and not (isinstance(beta2, (int, float)) and 0 <= beta2 < 1):
+            raise ValueError(f"beta2={beta2!r} is not in [0, 1)")
         heads, splits = options["num_heads"], options["split_sizes"]
         if heads is not None and (not isinstance(heads, int) or heads < 1):
             raise ValueError(f"num_heads={heads!r} is not a number of blocks")
@@ -193,7 +200,7 @@ class FusedMuon(FusedOptimizer):
         lists = directions.lists(slots, copy)
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
-        directions.orthogonalize(group)
+        directions.orthogonalize(group, scaling.found_inf)
         lists.apply(
             rules.MUON_UPDATE, decoupled, (cautious,), whole=directions.factors, noop=scaling.found_inf, seed=seed
         )
@@ -276,7 +283,8 @@ class Directions:
         dtype = _direction_dtype(params[0], group["ns_dtype"])
         workspace = optimizer._workspace(sum(map(Tensor.numel, params)), dtype, bucket.device)
         self._views: list[Tensor] = [workspace] * len(params)
-        self._stacks: list[tuple[Tensor, list[tuple[Block, float]]]] = []
+        # Directions of equal shape, their blocks with the factor of each, and averages of squares of rows or None.
+        self._stacks: list[tuple[Tensor, list[tuple[Block, float]], Tensor | None]] = []
         factors = torch.zeros(len(params), 2, dtype=torch.float32, device=HOST)
         start = 0
         for (shape, stride), indices in by_shape.items():
@@ -290,7 +298,11 @@ class Directions:
             for position, index in enumerate(indices):
                 self._views[index] = stack[position].as_strided(shape, stride)
                 factors[index, 0] = rates[0] if are_equal else 1.0
-            self._stacks.append((stack, list(zip(blocks, [1.0] * len(rates) if are_equal else rates, strict=True))))
+            squares = None if group["beta2"] is None else _squares_of_rows(bucket, indices, blocks[0], shape)
+            factors_of = zip(blocks, [1.0] * len(rates) if are_equal else rates, strict=True)
+            self._stacks.append((stack, list(factors_of), squares))
+        if group["beta2"] is not None:
+            bucket.watch(SQUARES)
         self.factors = factors.to(bucket.device)
         self._lists: Any = None
         self._addresses: list[int] = []
@@ -306,20 +318,26 @@ class Directions:
         self._addresses = addresses
         return self._lists
 
-    def orthogonalize(self, group: dict[str, Any]) -> None:
+    def orthogonalize(self, group: dict[str, Any], noop: Tensor | None) -> None:
         """Replace the singular values of every direction by numbers near 1, in batches that bound the memory."""
         steps = triples(group["ns_coefficients"], group["ns_steps"])
         options: tuple[Any, ...] = (steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
-        for stack, blocks in self._stacks:
+        for stack, blocks, squares in self._stacks:
             for block, factor in blocks:
-                part = stack[:, block.start : block.start + block.matrices * block.rows]
-                for batch in _batches(part, block, group["ns_dtype"]):
-                    result = newton_schulz(batch.reshape(-1, block.rows, block.columns), *options)
-                    batch.copy_((result if factor == 1.0 else result.mul_(factor)).view(batch.shape))
+                rows = slice(block.start, block.start + block.matrices * block.rows)
+                part = stack[:, rows].unflatten(1, (block.matrices, block.rows))
+                for place in _batches(part, block, group["ns_dtype"]):
+                    batch = part[place]
+                    result = newton_schulz(batch.reshape(-1, block.rows, block.columns), *options).view(batch.shape)
+                    if squares is not None:
+                        whole = squares.dim() == 4  # of transposed matrices, which have one block
+                        seen = squares if whole else squares[:, rows].unflatten(1, (block.matrices, block.rows))
+                        result = _with_even_rows(result, seen[place], group["beta2"], noop)
+                    batch.copy_(result if factor == 1.0 else result.mul_(factor))
 
 
-def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[Tensor]:
-    """Return views of `part`, the same rows of several parameters, that are made orthogonal one after the other.
+def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[tuple[slice, slice]]:
+    """Return parts of `part`, [parameters, matrices, rows, columns], that are made orthogonal one after the other.
 
     They have nearly equal numbers of matrices. Matrices of a single parameter are divided too, as those of experts.
     """
@@ -327,16 +345,46 @@ def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[T
         return []
     sizes = [part.element_size(), 0 if products is None else products.itemsize]
     limit = matrices_at_once(block.rows, block.columns, max(sizes), copies=0 if part.is_contiguous() else 1)
-    params = max(1, limit // block.matrices)
-    chunks = part.chunk(-(-len(part) // params))
-    if block.matrices <= limit:
-        return list(chunks)
-    of_rows = -(-block.matrices // limit)
-    return [
-        piece.flatten(1, 2)
-        for chunk in chunks
-        for piece in chunk.unflatten(1, (block.matrices, block.rows)).chunk(of_rows, 1)
-    ]
+    params, matrices = part.shape[:2]
+    chosen = [_evenly(params, max(1, limit // matrices)), _evenly(matrices, limit)]
+    return [(some, these) for some in chosen[0] for these in chosen[1]]
+
+
+def _evenly(count: int, limit: int) -> list[slice]:
+    """Return slices of nearly equal length, at most `limit`, that cover `count` elements."""
+    size = -(-count // -(-count // limit))
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _squares_of_rows(bucket: UpdateBucket, indices: list[int], block: Block, shape: Sequence[int]) -> Tensor:
+    """Return averages of squares of rows, float32, one after the other, and make each parameter's state a view of it.
+
+    The shape is [parameters, rows, 1] or, for a transposed matrix, whose rows are columns in memory,
+    [parameters, 1, 1, rows].
+    """
+    is_transposed = len(shape) == 2 and (block.rows, block.columns) == tuple(shape[::-1]) != tuple(shape)
+    rows = block.columns if is_transposed else math.prod(shape) // max(1, block.columns)
+    squares = torch.zeros(len(indices), rows, dtype=torch.float32, device=bucket.device)
+    for position, index in enumerate(indices):
+        state = bucket.states[index]
+        if SQUARES in state:
+            squares[position].copy_(state[SQUARES].reshape(-1))
+        state[SQUARES] = squares[position].unsqueeze(1)
+    return squares[:, None, None, :] if is_transposed else squares[:, :, None]
+
+
+def _with_even_rows(directions: Tensor, squares: Tensor, beta2: Any, noop: Tensor | None) -> Tensor:
+    """Return directions whose rows are divided by roots of averages of their squares, with their old norms.
+
+    Updates the averages, unless `noop` is set. The averages have a dimension of size 1 in place of the columns.
+    """
+    wide = directions.to(torch.float32)
+    norm = torch.linalg.vector_norm(wide, dim=(2, 3), keepdim=True)
+    mean = wide.square().mean(3 if squares.shape[3] == 1 else 2, keepdim=True)
+    average = squares + (mean - squares) * (1 - float(beta2))
+    squares.copy_(average if noop is None else torch.where(noop.reshape(()) != 0, squares, average))
+    wide = wide / (average.sqrt() + 1e-8)
+    return wide.mul_(norm / torch.linalg.vector_norm(wide, dim=(2, 3), keepdim=True).clamp_(min=1e-30))
 
 
 def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:

@@ -43,7 +43,7 @@ class MomentumOptimizer(FusedOptimizer):
         self.wd_after_momentum = wd_after_momentum
         # For parameters whose first step may have been skipped for an overflow: the flag on the device that tells.
         self._undampened: dict[Tensor, Tensor] = {}
-        more = {"materialize_master_grads": materialize_master_grads, "set_grad_none": set_grad_none}
+        more: dict[str, Any] = {"materialize_master_grads": materialize_master_grads, "set_grad_none": set_grad_none}
         super().__init__(params, defaults, **more, **options)
 
     def get_momentums(self, params: Iterable[Tensor]) -> tuple[list[Tensor], bool]:

@@ -20,7 +20,7 @@ from .fused_adam import FusedAdam
 _THRESHOLDS = "thresholds"
 
 
-class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):
+class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):  # type: ignore[misc]
     """Adam with the numbers of `torch.optim.Adam` (L2 decay); their state dicts are interchangeable."""
 
     _decoupled = False

@@ -8,17 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.testing import assert_close
-
-__all__ = [
-    "assert_close",
-    "assert_close_loose",
-    "assert_equal",
-    "assert_equal_in_group",
-    "assert_hf_output_close",
-    "assert_not_equal",
-    "check_state_dict_equal",
-]
+from torch.testing import assert_close as assert_close
 
 
 def assert_equal(a: Tensor, b: Tensor) -> None:

@@ -13,17 +13,6 @@ from typing import Any
 
 from ..accelerator import get_accelerator
 
-__all__ = [
-    "DummyDataloader",
-    "clear_cache_before_run",
-    "free_port",
-    "parameterize",
-    "rerun_if_address_is_in_use",
-    "rerun_on_exception",
-    "skip_if_not_enough_gpus",
-    "spawn",
-]
-
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -1,6 +1,8 @@
 """Batch norm against float64, by every route, with uninitialised memory full of NaN."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -273,6 +275,29 @@ def test_running_statistics_that_are_not_contiguous_are_updated(route: Route) ->
         batch_norm(x, mean, variance, momentum=1.0, relu=True)
     assert_close(mean, x.double().mean((0, 2, 3)), reduction=36)
     assert_close(variance, x.double().var((0, 2, 3)), reduction=36)
+
+
+def test_pytorch_gets_a_copy_of_a_misaligned_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for offset, size, misaligned in ((0, 4, False), (1, 4, True), (4, 4, False), (4, 2, True), (8, 2, False)):
+        tensor: Any = SimpleNamespace(is_cuda=True, storage_offset=lambda o=offset: o, element_size=lambda s=size: s)
+        assert reference.is_misaligned(tensor) == misaligned
+    x, taken = torch.randn(4, 6, 3, 3), []
+    original = torch.batch_norm
+    monkeypatch.setattr(reference, "is_misaligned", lambda values: values.data_ptr() == x.data_ptr())
+    monkeypatch.setattr(torch, "batch_norm", lambda input, *rest: taken.append(input) or original(input, *rest))
+    torch.testing.assert_close(batch_norm(x), functional.batch_norm(x, None, None, training=True))
+    assert taken[0].data_ptr() != x.data_ptr()
+    assert taken[0].stride() == x.stride()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_channels_last_that_start_at_an_odd_address(dtype: torch.dtype) -> None:
+    x = torch.randn(1 + 4 * 7 * 7 * 16, device="cuda").to(dtype)[1:].view(4, 7, 7, 16).movedim(-1, 1).requires_grad_()
+    weight = torch.rand(16, device="cuda")
+    output = batch_norm(x, weight=weight, bias=weight)
+    output.backward(torch.ones_like(output))
+    assert_close(output, functional.batch_norm(x.double(), None, None, *[weight.double()] * 2, training=True))
 
 
 @pytest.mark.parametrize("route", routes())

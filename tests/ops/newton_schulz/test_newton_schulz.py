@@ -136,3 +136,16 @@ def test_bad_arguments_are_refused() -> None:
         newton_schulz(torch.zeros(3, 3), MUON, method="gram", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="triples"):
         newton_schulz(torch.zeros(3, 3), [(1.0, 2.0)])
+
+
+def test_the_check_of_doctor_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def launch(*arguments: Any) -> Tensor:
+        launches.append(arguments)
+        return reference.product(*arguments)
+
+    monkeypatch.setattr(op, "launch", launch)
+    monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
+    assert op.self_check(torch.device("cpu")) <= 1
+    assert launches

@@ -84,7 +84,3 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"8 columns each, got \[3, 7\]"):
         op.best_splits(columns, windows[:, :7])
     assert [len(each) for each in op.best_splits(columns, windows[:0])] == [0, 0]
-
-
-def test_check_of_doctor() -> None:
-    assert op.self_check(torch.device("cpu")) <= 1

@@ -186,7 +186,7 @@ class DPPluginBase(Plugin):
         A `distributed_sampler_cls` of the user gets `seed` and `drop_last` only if it has these arguments.
         """
         ranks, rank = self.data_place()
-        kind = distributed_sampler_cls or DistributedSampler
+        kind: Any = distributed_sampler_cls or DistributedSampler
         accepted = inspect.signature(kind).parameters.values()
         takes_all = any(argument.kind is argument.VAR_KEYWORD for argument in accepted)
         names = {argument.name for argument in accepted}

@@ -383,13 +383,15 @@ class FusedLinearGRPOLoss(_Loss):
         }
         if not settings.is_separable:
             rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
-            given = (rows.log_probs, counted, advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
-            return grpo_loss(*given, **settings._asdict(), **normalisers)
+            options = {**settings._asdict(), **normalisers, "vllm_is_ratio": vllm_is_ratio}
+            references = (old_per_token_logps, ref_per_token_logps)
+            return grpo_loss(rows.log_probs, counted, advantages, *references, **options)
         weights = token_weights(counted, settings.loss_type, dtype=compute_dtype(_input), **normalisers)
-        row_values = (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
-        advantages, *others = (
-            None if each is None else per_token(each, counted).expand_as(counted) for each in row_values
-        )
+        given: list[Any] = [
+            None if each is None else per_token(each, counted).expand_as(counted)
+            for each in (advantages, old_per_token_logps, ref_per_token_logps, vllm_is_ratio)
+        ]
+        advantages, *others = given
         largest = None
         # In float16 small weights would vanish in the gradient of the logits.
         if torch.float16 in (autocast_dtype(_input), _input.dtype):

@@ -64,7 +64,8 @@ def _packed_torch(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: f
         mask = inside[:, None, None, :]
         padded = qkv.new_zeros(sequences, max_seqlen, *qkv.shape[1:])
         padded = padded.masked_scatter(inside[:, :, None, None, None], qkv)
-    output = functional.scaled_dot_product_attention(*padded.permute(2, 0, 3, 1, 4), mask, dropout_p).transpose(1, 2)
+    query, key, value = padded.permute(2, 0, 3, 1, 4)
+    output = functional.scaled_dot_product_attention(query, key, value, mask, dropout_p).transpose(1, 2)
     return output.flatten(0, 1) if inside is None else output[inside]
 
 

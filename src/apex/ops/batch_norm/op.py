@@ -1,6 +1,8 @@
 """`batch_norm` with its forward and backward passes and its autograd Function.
 
-Local norms call these without an `exchange`; SyncBatchNorm and the group norms pass the one of their process group.
+Local norms call these without an `exchange`; SyncBatchNorm and the group norms pass the one of their process group. No
+`Op` declares the norm: it changes running statistics, ranks exchange sums between its passes, and in a compiled graph
+only statistics and gradients are operators, so that Inductor fuses the normalisation with its neighbours.
 """
 
 from __future__ import annotations
@@ -121,6 +123,8 @@ def torch_checks(
         return False
     shape, dtype, values, on_cpu = input.shape, input.dtype, input.numel(), input.is_cpu
     if len(shape) < 2 or values <= shape[1] or (running_mean is None) != (running_var is None):
+        return False
+    if reference.is_misaligned(input):
         return False
     is_large = values >= config.NATIVE_BELOW
     if is_large and training and input.is_contiguous() and config.plain_by_kernels(shape[2:].numel(), shape[1], dtype):

@@ -242,6 +242,8 @@ def torch_norm(
     """
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     values = input if spec.channel_dim == 1 else input.movedim(-1, 1)
+    if not torch.compiler.is_compiling() and is_misaligned(values):
+        values = values.clone()
     if input.dtype != wide and (
         z is not None
         or (torch.is_grad_enabled() and (values.is_cpu or not keeps_float32(values, spec.training)))  # it would round
@@ -279,6 +281,15 @@ def torch_norm(
         output = output + (z if spec.channel_dim == 1 else z.movedim(-1, 1)).to(output.dtype)
     output = output.relu() if spec.relu else output
     return output if spec.channel_dim == 1 else output.movedim(1, -1), batch_statistics
+
+
+def is_misaligned(values: Tensor) -> bool:
+    """Return whether a tensor on a GPU does not start at a multiple of 16 bytes.
+
+    PyTorch's batch norm of channels-last images fails for such a tensor with "misaligned address", and no other call
+    of the process can use the GPU afterwards.
+    """
+    return values.is_cuda and values.storage_offset() * values.element_size() % 16 != 0
 
 
 def keeps_float32(values: Tensor, training: bool) -> bool:

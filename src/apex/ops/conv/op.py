@@ -1,7 +1,8 @@
 """Convolution followed by bias, ReLU, mask or a frozen scale: PyTorch's convolution and one pass before and behind it.
 
 Gradients use the output: no gradient flows back where it is 0. The pass that applies this mask also sums the
-gradient of the bias.
+gradient of the bias. No `Op` declares the pass behind a convolution: it has no derivative apart from the convolution,
+which torch.compile must see.
 """
 
 from __future__ import annotations

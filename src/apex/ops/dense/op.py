@@ -1,7 +1,9 @@
 """Dense layers with autograd: one layer, two with gelu between them, and the multi-layer perceptron.
 
 The Functions have upstream's names and arguments, since clients call them by name. They take inputs of any number of
-dimensions, compute only the wanted gradients, and run in the dtype of their tensors even under autocast.
+dimensions, compute only the wanted gradients, and run in the dtype of their tensors even under autocast. No `Op`
+declares them, because torch.compile must see their matrix products: only the steps between these are operators
+(`parts.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""float8 copies of matrices for products of float8 numbers, made in one pass with their transposed copies."""
+"""float8 copies of matrices for products of float8 numbers, made in one pass with their transposed copies.
+
+No `Op` declares the operators: an `Op` has a derivative, and rounding has none.
+"""
 
 from __future__ import annotations
 

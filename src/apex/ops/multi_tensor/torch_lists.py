@@ -211,7 +211,7 @@ class TorchLists:
         if any(map(Tensor.is_neg, gradients)):
             gradients = [gradient.resolve_neg() for gradient in gradients]
         if grad_scale is not None:
-            gradients = torch._foreach_mul(gradients, grad_scale.reshape(()).to(self._compute))
+            gradients = torch._foreach_mul(list(gradients), grad_scale.reshape(()).to(self._compute))
         slots[GRADIENT] = gradients
         if not rule.fused_lists(slots, scalars, flags):
             return False
@@ -221,7 +221,7 @@ class TorchLists:
             torch.autograd.graph.increment_version(tensors)  # see `_fused`
         if self.copy is not None:
             assert slots[0] is not None
-            torch._foreach_copy_(self.copy, slots[0])
+            torch._foreach_copy_(list(self.copy), list(slots[0]))
         return True
 
     def _number(self, value: Any) -> Any:
@@ -263,7 +263,7 @@ class TorchLists:
                 target.copy_(source)
             else:  # by bytes, because `where` does not take every dtype
                 bytes_of = [tensor.contiguous().view(torch.uint8) for tensor in (target, source)]
-                target.copy_(torch.where(skip, *bytes_of).view(target.dtype))
+                target.copy_(torch.where(skip, bytes_of[0], bytes_of[1]).view(target.dtype))
 
     def _noise(self, value: Tensor, piece: _Piece, seed: Any, slot: int) -> Tensor:
         """Return 16 bits of noise for each element of a piece, [rows, elements of each]."""

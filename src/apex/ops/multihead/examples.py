@@ -45,7 +45,10 @@ def _by_hand(kind: str) -> Callable[..., Tensor]:
         query: Tensor, key: Tensor | None, weights: Sequence[Tensor], norm: Sequence[Tensor], mask: Tensor | None,
         heads: int, dropout: float,
     ) -> Tensor:  # fmt: skip
-        inputs = functional.layer_norm(query, query.shape[2:], *norm, NORM_EPS) if norm else query
+        inputs = query
+        if norm:
+            gamma, beta = norm
+            inputs = functional.layer_norm(query, query.shape[2:], gamma, beta, NORM_EPS)
         if key is None:
             q, k, v = split(functional.linear(inputs, weights[0]), 3, heads)
         else:

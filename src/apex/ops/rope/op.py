@@ -1,7 +1,7 @@
 """Rotary position embeddings: of one tensor, or of a query and a key in one launch.
 
-One operator does not fit the declaration of others: it takes lists of tensors in any layout, saves only the tables for
-its backward pass, and is its own derivative except for the sign of the angles.
+No `Op` declares the operator: it takes lists of tensors in any layout, saves only the tables for its backward pass, and
+is its own derivative except for the sign of the angles.
 """
 
 from __future__ import annotations

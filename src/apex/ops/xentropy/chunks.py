@@ -225,8 +225,7 @@ def linear_xentropy(
         if "mean" in names:
             table[names.index("mean")] /= classes.count
         return losses, *gradients, table, top
-    own_weight = None if class_weight is None else class_weight[labels.long().clamp(0, len(class_weight) - 1)].to(dtype)
-    weight_sum = None if class_weight is None else class_weight.sum(dtype=dtype)
+    own_weight, weight_sum = rows.label_weights(class_weight, labels, dtype)
     own_names = names[: len(rows.loss_statistics(smoothing, class_weight))]
     ignored = labels == ignore_index
 

@@ -36,6 +36,10 @@ class Head(NamedTuple):
     smoothing: float
     differentiable: bool
 
+    def cast(self, *tensors: Tensor | None) -> list[Any]:
+        """Return tensors in the dtype of the matrix products; None stays None."""
+        return [None if tensor is None else tensor.to(self.compute) for tensor in tensors]
+
 
 class TokenOutputs(NamedTuple):
     """Values of each row of a linear head, in float32 (float64 for float64 inputs); zero for ignored rows.

@@ -90,8 +90,8 @@ def linear_cross_entropy(
         count = (~is_ignored).sum(dtype=_library.compute_dtype(input))
         if class_weight is not None:
             number = count
-            own = class_weight[labels.long().clamp(0, len(class_weight) - 1)]
-            count = own.to(_library.compute_dtype(input)).masked_fill(is_ignored, 0.0).sum()
+            own, _ = rows.label_weights(class_weight, labels, number.dtype)
+            count = own.masked_fill(is_ignored, 0.0).sum()
             z_factor = count / number  # the squares' mean is over all rows that count, as Liger's
     needed = " ".join(needed_statistics(outputs, head.group))
     names = chunks.statistic_names(label_smoothing, class_weight, needed)
@@ -118,12 +118,9 @@ def _losses(
 ) -> Tensor:
     """Return the loss of each row, differentiable for the table of statistics."""
     own_names = rows.loss_statistics(settings[0], class_weight)
-    own_weight = weight_sum = None
-    if class_weight is not None:
-        own_weight = class_weight[labels.long().clamp(0, len(class_weight) - 1)].to(table.dtype)
-        weight_sum = class_weight.sum(dtype=table.dtype)
+    weights = rows.label_weights(class_weight, labels, table.dtype)
     used = torch.stack([table[names.index(name)] for name in own_names])
-    losses, _ = rows.cross_entropy(used, own_names, own_weight, weight_sum, settings, z_factor, classes)
+    losses, _ = rows.cross_entropy(used, own_names, *weights, settings, z_factor, classes)
     return losses.masked_fill(labels == ignore_index, 0.0)
 
 
@@ -190,10 +187,8 @@ def _pass(
     settings, outputs, head = spec
     labels, class_weight, count, z_factor = row_tensors
     scale = None if count is None or not _divides_at_once(head) else _one_by(count)
-    input, weight, bias = given
-    size, total = config.sizes(labels.shape[0], weight, head.chunk_rows, head.accumulation_dtype)
-    compute = head.compute
-    tensors = (input.to(compute), weight.to(compute), None if bias is None else bias.to(compute), labels, class_weight)
+    size, total = config.sizes(labels.shape[0], given[1], head.chunk_rows, head.accumulation_dtype)
+    tensors = (*head.cast(*given), labels, class_weight)
     run: Any = torch.ops.apex.linear_xentropy if torch.compiler.is_compiling() else chunks.linear_xentropy
     losses, *gradients, table, top = run(
         *tensors, z_factor, scale, list(map(float, settings)), list(head.transform), head.ignore_index, outputs,

@@ -58,7 +58,7 @@ class LinearRowsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, weight, bias, labels, class_weight, names, head):  # type: ignore[override]
-        tensors = _cast((input, weight, bias), head)
+        tensors = head.cast(input, weight, bias)
         size, _ = config.sizes(labels.shape[0], weight, head.chunk_rows, head.accumulation_dtype)
         needed = head.differentiable and True in ctx.needs_input_grad[:3]
         kept_bytes = labels.shape[0] * chunks.row_stride(weight.shape[0]) * head.compute.itemsize
@@ -87,22 +87,18 @@ class LinearRowsFunction(torch.autograd.Function):
         size, total = config.sizes(labels.shape[0], weight, head.chunk_rows, head.accumulation_dtype)
         backward: Any = torch.ops.apex.linear_rows_backward if ctx.is_compiled else chunks.linear_rows_backward
         found = backward(
-            gradient, table, *_cast(given, head), labels, class_weight, kept, list(head.transform), head.ignore_index,
+            gradient, table, *head.cast(*given), labels, class_weight, kept, list(head.transform), head.ignore_index,
             ctx.names, list(wanted), total, size, head.group, head.sequence_parallel,
         )  # fmt: skip
         results = (g.to(t.dtype) if want else None for g, t, want in zip(found, given, wanted, strict=True))
         return *results, *[None] * 4
 
 
-def _cast(tensors: Sequence[Tensor | None], head: Head) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.to(head.compute) for tensor in tensors]
-
-
 def statistics_of_logits(
     tensors: Sequence[Tensor | None], labels: Tensor, class_weight: Tensor | None, names: Sequence[str], head: Head
 ) -> Tensor:
     """Return the table of statistics through all logits, twice differentiable."""
-    logits = functional.linear(*_cast(tensors, head))  # type: ignore[arg-type]
+    logits = functional.linear(*head.cast(*tensors))
     table = reference.statistics(logits, labels, class_weight, head.transform, head.ignore_index, names)
     factor = [1.0 / logits.shape[-1] if name in ("mean", "weighted") else 1.0 for name in names]
     return torch.stack([row if f == 1.0 else row * f for row, f in zip(table, factor, strict=True)])

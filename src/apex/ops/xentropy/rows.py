@@ -193,6 +193,14 @@ def write_gradient(
         out.copy_(reference.row_gradient(logits, labels, log_sums, factors, weights, transform, padding_idx, names))
 
 
+def label_weights(class_weight: Tensor | None, labels: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the weight of each label's class and the sum over all classes; None for both without class weights."""
+    if class_weight is None:
+        return None, None
+    own = class_weight[labels.long().clamp(0, len(class_weight) - 1)].to(dtype)
+    return own, class_weight.sum(dtype=dtype)
+
+
 def loss_statistics(smoothing: float, class_weight: Tensor | None) -> tuple[str, ...]:
     """Return the names of the statistics that a cross-entropy is made of."""
     if not smoothing:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from .. import _library
 from . import chunks, config, rows
-from .head import Head, check_head, localised, make_head
+from .head import check_head, localised, make_head
 from .linear import finished
 from .log_probs import linear_log_probs
 
@@ -55,7 +55,7 @@ def linear_token_loss(
     ignored = labels == ignore_index
 
     def run(given: Any, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Any]:
-        x, w, b = _cast(given, head)
+        x, w, b = head.cast(*given)
         size, total = config.sizes(labels.shape[0], w, head.chunk_rows, head.accumulation_dtype)
         exchange = rows.exchange_of(head.group)
         classes = rows.own_classes(labels, None, w.shape[0], ignore_index, exchange)
@@ -96,12 +96,12 @@ def chunked_logits_loss(
     head = make_head(input, -100, 1.0, None, 1.0, None, chunk_rows, None, False, False)
     check_head(input, weight, input.new_empty(input.shape[:1], dtype=torch.int64), bias, None, (), head)
     if torch.compiler.is_compiling():
-        x, w, b = _cast((input, weight, bias), head)
+        x, w, b = head.cast(input, weight, bias)
         found = function(functional.linear(x, w, b).to(_library.compute_dtype(x)), slice(0, input.shape[0])).sum(-1)
         return _weighted(found, factors), found.detach()
 
     def run(given: Any, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Any]:
-        x, w, b = _cast(given, head)
+        x, w, b = head.cast(*given)
         size, total = config.sizes(x.shape[0], w, head.chunk_rows, None)
         dtype = _library.compute_dtype(x)
         sums = torch.zeros(len(factors), dtype=dtype, device=x.device)
@@ -154,7 +154,3 @@ class OnePassFunction(torch.autograd.Function):
 
 def _weighted(sums: Tensor, factors: Sequence[float]) -> Tensor:
     return torch.stack([factor * each for factor, each in zip(factors, sums, strict=True)]).sum()
-
-
-def _cast(tensors: Sequence[Any], head: Head) -> list[Any]:
-    return [None if tensor is None else tensor.to(head.compute) for tensor in tensors]

@@ -48,13 +48,13 @@ class _FromLinear:
         return super().forward(input_)[0]  # type: ignore[misc]
 
 
-class Linear1D_Col(_FromLinear, ColumnParallelLinear):
+class Linear1D_Col(_FromLinear, ColumnParallelLinear):  # type: ignore[misc]
     """A linear layer whose outputs are divided; `gather_output=True` gives all of them to every process."""
 
     _options = {"gather_output": False}  # noqa: RUF012
 
 
-class Linear1D_Row(_FromLinear, RowParallelLinear):
+class Linear1D_Row(_FromLinear, RowParallelLinear):  # type: ignore[misc]
     """A linear layer whose inputs are divided; `parallel_input` says that they arrive divided."""
 
     _options = {"input_is_parallel": True}  # noqa: RUF012

@@ -10,6 +10,7 @@ is off by 5e-5.
 from .adadelta import ADADELTA
 from .adagrad import ADAGRAD
 from .adam import ADAM, ADAM_AMSGRAD, ADAM_AMSGRAD_LISTS, ADAM_AVERAGE, ADAM_LISTS, GUARDED_ADAM, corrections
+from .adam_like import ADEMAMIX, NADAM, RADAM, SCHEDULE_FREE
 from .adamp import ADAMP, ADAMP_MEASURE, ADAMP_NESTEROV
 from .elementary import AXPBY, MASK, MAXIMUM, SCALE, SCALE_AFTER_SQUARE_SUM, SCALE_EACH, SCALE_SQUARE_SUM, SQUARE_SUM
 from .lamb import LAMB_MOMENTS, LAMB_STEP, LAMB_UNSCALED

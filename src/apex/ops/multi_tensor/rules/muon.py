@@ -28,7 +28,7 @@ def _muon_update(values, whole, scalars, FLAGS):
     lr, decay = scalars[0], scalars[1]
     update = lr * whole[0] * direction
     if FLAGS[0]:
-        decay = tl.where(p * direction > 0, decay, 0.0)
+        decay = tl.where(p * direction >= 0, decay, 0.0)
     # In one subtraction: the rounding error of p - decay * p alone hardly changes from step to step, and adds up.
     return p - tl.fma(p, decay, update), g, buffer, direction, b
 
@@ -49,7 +49,7 @@ def _lion(values, whole, scalars, FLAGS):
     sign = tl.where(average > 0, 1.0, 0.0) - tl.where(average < 0, 1.0, 0.0)
     sign = tl.where(average == average, sign, average)  # NaN stays NaN
     if FLAGS[0]:
-        decay = tl.where(p * sign > 0, decay, 0.0)
+        decay = tl.where(p * sign >= 0, decay, 0.0)
     return p - tl.fma(p, decay, lr * sign), g, m + (g - m) * rest2, a, b
 
 

@@ -1,0 +1,1 @@
+"""A stand-in for timm, whose vision transformer would be too slow on a CPU."""
