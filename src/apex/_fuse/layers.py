@@ -186,22 +186,24 @@ def _settings(module: Any) -> dict[str, tuple[str, Any]]:
 
 
 @functools.cache
-def _names(kind: type) -> frozenset[str]:
+def _names(kind: Any) -> frozenset[str]:
     return frozenset(names_reached(kind))
 
 
 def _linear_pair(module: Any) -> tuple[Any, Any] | None:
     """Return the two linear layers that the forward of a module uses, None if there are none."""
+    kind: Any = type(module)
     for pair in _PAIRS:
         layers = [getattr(module, name, None) for name in pair]
-        if set(pair) <= _names(type(module)) and all(layer is not None and is_linear(layer) for layer in layers):
+        if set(pair) <= _names(kind) and all(layer is not None and is_linear(layer) for layer in layers):
             return layers[0], layers[1]
     return None
 
 
 def _has_residual_norm(module: Any) -> bool:
     """Return whether a module's forward uses attention or dropout beside a norm of the kinds that `Sum` takes."""
-    names = _names(type(module))
+    kind: Any = type(module)
+    names = _names(kind)
     others = names & {*_ATTENTION, "dropout", "dropout1", "layer_scale1"}
     norms = [getattr(module, name, None) for name in _NORMS if name in names]
     return bool(others) and any(isinstance(each, nn.Module) and _norm_arguments(each) is not None for each in norms)

@@ -32,7 +32,8 @@ class Lazy:
     """A tensor that may not be computed yet. `compute` makes it; its attributes and operators are the tensor's."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute, self._tensor = compute, None
+        self._compute = compute
+        self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """Return the tensor; compute it at the first call."""
