@@ -79,8 +79,8 @@ def sequential_forward(self: Any, input: Any) -> Any:
         count, activation = _dense_triple(modules[i:])
         if count and isinstance(input, Tensor) and _fits(input, modules[i].weight):
             layers = (modules[i], modules[i + count - 1])
-            parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-            input = dense_gelu_dense(input, *parameters, activation=activation)
+            arguments: Any = (input, *(each for layer in layers for each in (layer.weight, layer.bias)), activation)
+            input = dense_gelu_dense(*arguments)
             i += count
             continue
         first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
