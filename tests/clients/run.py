@@ -103,8 +103,8 @@ Notes
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.
 - TRL: each trainer runs with its own losses and within `apex.integrations.trl.enabled()`, and losses and weights are
   compared. TRL 1.12 wants Liger-Kernel installed for fused losses; its loss is not used.
-- transformers, accelerate, kernels and lightning of the last rows: the checks of `apex.integrations`, which are in
-  tests/integrations; the oldest releases that work and the newest ones.
+- transformers, accelerate, kernels and lightning, the last rows: the checks of `apex.integrations` in
+  tests/integrations, with the oldest releases that work and the newest ones.
 """
 
 
