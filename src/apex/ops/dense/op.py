@@ -67,8 +67,10 @@ def dense_gelu_dense(
     takes_operators |= activation != "gelu" and torch.compiler.is_compiling()
     if takes_operators or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2, activation)
-    arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2, activation)
-    return FusedDenseGeluDenseFunc.apply(*arguments) if needs_graph else _infer_dense_gelu_dense(*arguments)
+    arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
+    if needs_graph:
+        return FusedDenseGeluDenseFunc.apply(*arguments, activation)
+    return _infer_dense_gelu_dense(*arguments, activation=activation)
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:
