@@ -483,6 +483,31 @@ def test_find_fastest_keeps_the_quickest_with_the_right_losses_and_puts_the_stat
     training.run(step, *problem.batch(0))
 
 
+def test_find_fastest_leaves_out_what_does_not_compile(graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no code for this")
+
+    monkeypatch.setattr(Stages, "compile_options", {"backend": refuse, "dynamic": False})
+    torch._dynamo.reset()
+    training = Training(fuse=True, compile="auto")
+    optimizer, before = training.optimizer, training.params()
+
+    @training.booster.step
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(training.model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    rows = [row for row in training.booster.find_fastest(step, problem.batch(0)) if row.stage == "find_fastest"]
+    assert [row.done for row in rows] == [False, True]
+    assert rows[0].text == "fused, compiled: BackendCompilerFailed"
+    assert step.choice == EAGER
+    for a, b in zip(training.params(), before, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_find_fastest_on_a_cpu_has_nothing_to_choose() -> None:
     model = problem.net()
     model, optimizer, step = apex.boost(model, problem.adam(model), device="cpu")

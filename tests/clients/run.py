@@ -64,7 +64,8 @@ CLIENTS = {
     "trl": Client("trl"),
     "trl_1.12": Client("trl==1.12.* liger-kernel requests", script="trl"),
     "trl_0.19": Client("trl==0.19.* transformers<4.54 rich", script="trl"),
-    "integrations": Client("transformers accelerate kernels lightning"),
+    "integrations": Client("transformers accelerate kernels"),
+    "integrations_lightning": Client("lightning", script="integrations"),
     "integrations_oldest": Client(
         "transformers==4.47.0 accelerate==1.0.0 kernels==0.12.1 lightning==2.2.0 setuptools<81",
         script="integrations",
@@ -102,6 +103,8 @@ Notes
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.
 - TRL: each trainer runs with its own losses and within `apex.integrations.trl.enabled()`, and losses and weights are
   compared. TRL 1.12 wants Liger-Kernel installed for fused losses; its loss is not used.
+- transformers, accelerate, kernels and lightning, the last rows: the checks of `apex.integrations` in
+  tests/integrations, with the oldest releases that work and the newest ones.
 """
 
 

@@ -212,8 +212,14 @@ class Stages:
                 self._set_fused(is_fused)
                 options: dict[str, Any] = {"first_shapes_only": self.compile == "auto", "backend": self.graphs}
                 trial = BoostedStep(function, [variant], self._compiled, self._models, **options)
-                losses[is_fused, variant], times = _timed(trial, args, kwargs)
-                seconds[is_fused, variant] = statistics.median(times[variant.untimed :])
+                try:
+                    losses[is_fused, variant], times = _timed(trial, args, kwargs)
+                    seconds[is_fused, variant] = statistics.median(times[variant.untimed :])
+                except Exception as error:
+                    if not variant.compile or not losses:  # an error of the step itself, not of the compiler
+                        raise
+                    words = f"{'fused, ' if is_fused else ''}{variant}: {type(error).__name__}"
+                    self._rows.append(StageRow("find_fastest", False, words))
                 trial.reset()
                 before.restore()
         finally:
