@@ -275,10 +275,10 @@ def migrate(
     device: Annotated[str, Option(help="Where scripts train: the device type of torch.autocast.")] = "cuda",
     as_json: Json = False,
 ) -> None:
-    """Rewrite scripts between apex.amp, torch.amp and the Booster, or from Colossal-AI.
+    """Rewrite scripts between apex.amp, torch.amp and the Booster.
 
-    Prints a diff. Code without an exact counterpart is not changed, but listed with file, line and advice; the exit
-    status is then 2.
+    `--from colossalai` replaces Colossal-AI by apex. Prints a diff. Code without an exact counterpart is not changed,
+    but listed with file, line and advice; the exit status is then 2.
     """
     options = locals()
     from .migrate.command import run_migrate
