@@ -36,6 +36,8 @@ def _unusable(name: str) -> list[tuple[str, Any]]:
             values = [NAN, -3, "0.1", 2.5, None]
         elif option == "betas":
             values = [(0.9,), (0.9, 0.99, 0.999), 0.9, "ab", None, (NAN, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, None)]
+            if name == "FusedAdEMAMix":
+                values = [(*value, 0.9) if isinstance(value, tuple) else value for value in values]
         elif option == "schedule":
             values = ["none", None]
         else:
@@ -156,7 +158,7 @@ ALIKE = [
     {"FusedLAMB", "contrib.FusedLAMB", "FusedMixedPrecisionLamb", "contrib.FusedAdam"},
     {"FusedSGD", "NpuFusedSGD", "contrib.FusedSGD"},
 ]
-ALIKE += [{"FusedAdam", "NpuFusedAdam", "NpuFusedAdamW", "Lamb", "NpuFusedLamb"}]
+ALIKE += [{"FusedAdam", "FusedRAdam", "NpuFusedAdam", "NpuFusedAdamW", "Lamb", "NpuFusedLamb"}]
 ALIKE += [{"NpuFusedRMSprop", "NpuFusedRMSpropTF"}]
 
 

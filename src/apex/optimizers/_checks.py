@@ -13,13 +13,13 @@ from torch.optim.optimizer import required
 
 _AT_LEAST_ZERO = {
     *("lr", "eps", "e", "weight_decay", "momentum", "alpha", "trust_coefficient", "delta", "wd_ratio"),
-    *("lr_decay", "initial_accumulator_value", "adam_eps"),
+    *("lr_decay", "initial_accumulator_value", "adam_eps", "momentum_decay", "r", "weight_lr_power"),
 }
 _BELOW_ONE = {"b1", "b2"}
 _FLAGS = {
     *("amsgrad", "bias_correction", "centered", "decoupled_decay", "grad_averaging", "init_zero", "is_skipped"),
     *("lr_in_momentum", "nesterov", "master_weights", "stochastic_rounding", "capturable", "set_grad_none"),
-    *("materialize_master_grads", "cautious_weight_decay", "flatten"),
+    *("materialize_master_grads", "cautious_weight_decay", "flatten", "decoupled_weight_decay", "train_mode"),
 }
 # Options that distinguish optimizers in a state dict.
 HYPERPARAMETERS = _AT_LEAST_ZERO | _BELOW_ONE | {"betas", "dampening", "max_grad_norm", "rho"}

@@ -76,12 +76,6 @@ class FusedNAdam(FusedOptimizer):
         defaults |= dict(momentum_decay=momentum_decay, decoupled_weight_decay=decoupled_weight_decay)
         super().__init__(params, defaults, **options)
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        super()._check_options(options)
-        decay = options["momentum_decay"]
-        if not isinstance(decay, (int, float)) or not decay >= 0:
-            raise ValueError(f"momentum_decay={decay!r} is not a number of at least 0")
-
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
