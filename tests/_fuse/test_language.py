@@ -34,18 +34,18 @@ _T5: dict[str, Any] = dict(
 )
 # model class, configuration class, configuration, rules that are used, class of what stays as it is
 MODELS = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, 5, ""),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, 5, ""),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA, 5, ""),
-    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA, 5, ""),
-    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA, 5, ""),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA, 4, "Gemma2Model"),
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA, 5, ""),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA, 6, ""),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA, 6, ""),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA, 6, ""),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA, 6, ""),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _LLAMA, 6, ""),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", _LLAMA, 5, "Gemma2Model"),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA, 6, ""),
     "gpt2": (
         "GPT2LMHeadModel",
         "GPT2Config",
         dict(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64, **_NO_DROPOUT),
-        3,
+        5,
         "",
     ),
     "t5": ("T5ForConditionalGeneration", "T5Config", dict(**_T5, feed_forward_proj="gated-gelu"), 4, ""),

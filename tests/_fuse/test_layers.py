@@ -120,32 +120,25 @@ class OddLayer(PreNorm):
         return functional.pad(parts, (0, -4)) + self.mlp(total).clamp(max=1) + output.shape[-1]
 
 
-def encoder(norm_first: bool, dropout: float = 0.0) -> nn.Module:
-    return nn.TransformerEncoderLayer(
-        8, 2, 16, dropout=dropout, activation="gelu", batch_first=True, norm_first=norm_first
-    )
-
-
 def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8), nn.ReLU())
 
 
-# how to make it, its number of tensors, calls of (dense_gelu_dense, add_norm, dropout_add, addcmul) in training
-CASES: dict[str, tuple[Callable[[], Any], int, tuple[int, int, int, int]]] = {
-    "exact GELU": (Mlp, 1, (1, 0, 0, 0)),
-    "tanh GELU": (lambda: Mlp(nn.GELU("tanh")), 1, (1, 0, 0, 0)),
-    "SiLU": (lambda: Mlp(functional.silu), 1, (1, 0, 0, 0)),
-    "in a row": (sequential, 1, (1, 0, 0, 0)),
-    "pre-norm": (PreNorm, 1, (1, 1, 0, 0)),
-    "pre-norm, RMS": (lambda: PreNorm(RMSNorm), 1, (1, 1, 0, 0)),
-    "pre-norm, 1 + weight": (lambda: PreNorm(ShiftedRMSNorm), 1, (1, 1, 0, 0)),
-    "pre-norm, dropout": (lambda: PreNorm(dropout=0.5), 1, (1, 0, 2, 0)),
-    "BERT": (BertOutput, 2, (0, 1, 0, 0)),
-    "BERT, dropout": (lambda: BertOutput(0.5), 2, (0, 0, 1, 0)),
-    "layer scale": (Dinov2Layer, 1, (1, 0, 0, 2)),
-    "odd": (OddLayer, 1, (1, 1, 0, 0)),
-    "encoder": (lambda: encoder(False), 1, (1, 2, 0, 0)),
-    "encoder, norms first": (lambda: encoder(True), 1, (1, 1, 0, 0)),
+# how to make it, its number of tensors, calls of (dense_gelu_dense, add_norm, addcmul) in training
+CASES: dict[str, tuple[Callable[[], Any], int, tuple[int, int, int]]] = {
+    "exact GELU": (Mlp, 1, (1, 0, 0)),
+    "tanh GELU": (lambda: Mlp(nn.GELU("tanh")), 1, (1, 0, 0)),
+    "SiLU": (lambda: Mlp(functional.silu), 1, (1, 0, 0)),
+    "in a row": (sequential, 1, (1, 0, 0)),
+    "pre-norm": (PreNorm, 1, (1, 1, 0)),
+    "pre-norm, RMS": (lambda: PreNorm(RMSNorm), 1, (1, 1, 0)),
+    "pre-norm, 1 + weight": (lambda: PreNorm(ShiftedRMSNorm), 1, (1, 1, 0)),
+    "pre-norm, dropout": (lambda: PreNorm(dropout=0.5), 1, (1, 0, 0)),
+    "MLP, dropout": (lambda: Mlp(dropout=0.5), 1, (1, 0, 0)),
+    "BERT": (BertOutput, 2, (0, 1, 0)),
+    "BERT, dropout": (lambda: BertOutput(0.5), 2, (0, 0, 0)),
+    "layer scale": (Dinov2Layer, 1, (1, 0, 2)),
+    "odd": (OddLayer, 1, (1, 1, 0)),
 }
 
 
@@ -177,7 +170,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for place, name in (
         *((lazy, "dense_gelu_dense"), (vision, "dense_gelu_dense"), (lazy.norm, "add_norm")),
-        *((lazy, "dropout_add"), (torch, "addcmul")),
+        (torch, "addcmul"),
     ):
         spy(place, name)
     return found
@@ -193,7 +186,7 @@ def test_the_same_numbers_by_fewer_passes(case: str, calls: list[str]) -> None:
     assert not [row for row in report if row.reason], str(report)
     calls.clear()
     found = results(model, inputs(case))
-    assert tuple(map(calls.count, ("dense_gelu_dense", "add_norm", "dropout_add", "addcmul"))) == wanted
+    assert tuple(map(calls.count, ("dense_gelu_dense", "add_norm", "addcmul"))) == wanted
     torch.testing.assert_close(found, results(plain, inputs(case)))
     if case == "odd":
         assert isinstance(vars(model).pop("last"), Tensor)
@@ -210,7 +203,7 @@ def test_the_same_numbers_by_fewer_passes(case: str, calls: list[str]) -> None:
         assert vars(one).keys() - {"last"} == vars(other).keys() - {"last"}
 
 
-@pytest.mark.parametrize("case", ["pre-norm", "exact GELU", "encoder"])
+@pytest.mark.parametrize("case", ["pre-norm", "exact GELU"])
 def test_compiled_and_recomputed_layers(case: str) -> None:
     model = CASES[case][0]().double()
     plain = copy.deepcopy(model)
@@ -272,3 +265,17 @@ def test_activations_that_are_not_known_are_called(calls: list[str]) -> None:
     model.act = nn.GELU("tanh")  # of the same class, so the report's trial cannot be repeated
     model(*inputs("exact GELU"))
     assert calls == []
+
+
+def test_layers_that_drop_values_run_as_they_are(calls: list[str]) -> None:
+    """Joined additions are slower there, so an encoder layer of PyTorch keeps its own, too."""
+    model = BertOutput()
+    apex.fuse(model, verbose=False)
+    model.dropout.p = 0.5
+    calls.clear()
+    model(torch.randn(2, 16), torch.randn(2, 8))
+    assert calls == []
+    model.eval()(torch.randn(2, 16), torch.randn(2, 8))
+    assert calls == ["add_norm"]
+    report = apex.fuse(nn.TransformerEncoderLayer(8, 2, 16), verbose=False)
+    assert "residual + norm" not in {row.rule for row in report}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import apex
 from apex.booster import BoostedStep, Booster
-from apex.booster._compile import repeated_blocks
 from apex.booster._stages import Stages
 from apex.booster._step import EAGER, Variant
 from apex.booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
@@ -499,25 +498,6 @@ def test_find_fastest_on_a_cpu_has_nothing_to_choose() -> None:
     assert [row.done for row in report if row.stage == "find_fastest"] == [True]
     with pytest.raises(TypeError, match="must return the loss"):
         step.find_fastest(lambda: None, ())
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(width, width), nn.GELU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
-
-
-def test_repeated_blocks() -> None:
-    blocks = nn.Sequential(*(Block(8) for _ in range(3)))
-    assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), blocks)) == list(blocks)
-    assert repeated_blocks(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False))
-    assert repeated_blocks(nn.Sequential(Block(8))) == []  # nothing repeats
-    assert repeated_blocks(nn.Sequential(nn.Linear(100, 100), blocks)) == []  # most weights are elsewhere
-    stages = nn.Sequential(*(nn.Sequential(Block(width), Block(width)) for width in (2, 4, 6, 8, 10)))
-    assert repeated_blocks(stages) == []  # compiled five times
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_prepare_fuses_models_and_optimizers_first() -> None:
     assert options == {"device_placement": [True] * 3}
     assert isinstance(optimizer, apex.optimizers.FusedAdam)
     assert "Fused" in repr(model[1])
-    with pytest.raises(TypeError, match="accelerator must be .* not a Sequential"):
+    with pytest.raises(TypeError, match=r"accelerator must be .* not a Sequential"):
         accelerate.prepare(model)
 
 

@@ -146,7 +146,9 @@ def test_no_rows(example: Example, route: Route) -> None:
     with _library.implementation(route.implementation):
         results = call.results()
     for actual, exact in zip(results, call.exact, strict=True):
-        torch.testing.assert_close(actual.double(), exact, rtol=0, atol=0, equal_nan=True)  # a mean of none is NaN
+        torch.testing.assert_close(
+            actual.double(), exact.double(), rtol=0, atol=0, equal_nan=True
+        )  # a mean of none is NaN
 
 
 @every_example

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from apex import optimizers
-from apex.optimizers import FusedAdam, FusedLAMB
+from apex.optimizers import FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad
 from tests.parallel.processes import Check
 
 LIKE_TORCH: list[tuple[str, str, dict[str, Any]]] = [
@@ -19,6 +19,8 @@ LIKE_TORCH: list[tuple[str, str, dict[str, Any]]] = [
     ("NpuFusedAdamW", "AdamW", {"lr": 0.01, "amsgrad": True}),
     ("NpuFusedRMSprop", "RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
     ("NpuFusedAdadelta", "Adadelta", {"lr": 1.0}),
+    ("FusedNAdam", "NAdam", {"lr": 0.01}),
+    ("FusedRAdam", "RAdam", {"lr": 0.01}),
 ]
 
 
@@ -65,15 +67,34 @@ def adam_and_its_state(rank: int) -> None:
         assert torch.equal(after.full_tensor(), before.full_tensor())
 
 
-def lamb_refuses(rank: int) -> None:
+def norms_of_whole_parameters(rank: int) -> None:
+    """Sharded over two processes, or replicated over two; the last bias has one element, so a shard is empty."""
+    options: dict[Any, dict[str, Any]] = {
+        FusedLAMB: {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.5},
+        FusedLARS: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "trust_coefficient": 0.1},
+    }
+    for cls, numbers in options.items():
+        for sizes in ((2,), (2, 1), (1, 2)):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+            models = [whole_model().append(torch.nn.Linear(3, 1)) for _ in range(2)]
+            models[1].load_state_dict(models[0].state_dict())
+            sharded = fully_shard(models[0], mesh=mesh)
+            for model in models:
+                train(model, cls(model.parameters(), **numbers))
+            for found, expected in zip(sharded.parameters(), models[1].parameters(), strict=True):
+                torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+def novograd_refuses(rank: int) -> None:
     model = sharded_model()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NotImplementedError, match="sharded"):
-        FusedLAMB(model.parameters()).step()
+        FusedNovoGrad(model.parameters()).step()
 
 
 CHECKS: dict[str, Check] = {
     "adam_and_its_state": adam_and_its_state,
     **{case[0]: like_torch(*case) for case in LIKE_TORCH},
-    "lamb_refuses": lamb_refuses,
+    "norms_of_whole_parameters": norms_of_whole_parameters,
+    "novograd_refuses": novograd_refuses,
 }

@@ -201,7 +201,7 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
     assert (table.moving is not moving) == (name in NOT_COMBINED)
 
 
-@pytest.mark.parametrize("name", ["FusedLAMB", "FusedLARS", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
+@pytest.mark.parametrize("name", ["FusedMuon", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
 def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
     param = parameters()[0]
     param._local_tensor = param.detach()  # what a DTensor has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from apex import graphs
 from apex.ops.newton_schulz import config, newton_schulz
 from apex.optimizers import FusedMuon, muon_groups
+from tests.ops.newton_schulz.test_newton_schulz import LiveElements
 
 SHAPES = ((24, 40), (40, 24), (16, 16))
 EXACT: Any = {"ns_dtype": torch.float64, "ns_method": "standard"}
@@ -303,6 +305,19 @@ def test_large_groups_are_updated_part_by_part(monkeypatch: pytest.MonkeyPatch) 
     assert max(space.numel() for space in optimizer._workspaces.values()) < sum(map(Tensor.numel, in_parts))
     for param, other in zip(in_parts, at_once, strict=True):
         torch.testing.assert_close(param.detach(), other.detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a caller's frame then holds the normalised matrices")
+@pytest.mark.parametrize("beta2", [None, 0.9])
+def test_memory_of_a_step_is_that_of_a_batch(beta2: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make(((64, 64),) * 6)
+    budget = 2 * config.peak_elements(64, 64)
+    monkeypatch.setattr(config, "WORKSPACE", 8 * budget)
+    optimizer = FusedMuon([{"params": params, "beta2": beta2}], 0.02, ns_dtype=torch.float64, ns_method="gram")
+    train(optimizer, params, 2)
+    with LiveElements() as live:
+        optimizer.step()
+    assert 0.7 * budget < live.peak < budget + 4096
 
 
 def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

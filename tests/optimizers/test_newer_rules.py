@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import graphs
-from apex.ops import implementation
+from apex.ops import _graph_numbers, implementation
 from apex.optimizers import FusedAdEMAMix, FusedLion, FusedNAdam, FusedRAdam, FusedScheduleFreeAdamW
 from tests.support.harness import Route, routes
 
@@ -139,6 +139,18 @@ def test_float32(name: str, route: Route) -> None:
         train(maker(name)(params), params, 6)
     for param, truth in zip(params, expected(name, 6), strict=True):
         torch.testing.assert_close(param.detach().cpu().double(), truth, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_steps_whose_numbers_a_graph_would_read_again(name: str) -> None:
+    """As in the calls before a capture: hyperparameters and counts are numbers that every replay reads."""
+    params = make()
+    optimizer = maker(name)(params)
+    for step in range(STEPS):
+        with _graph_numbers.active(_graph_numbers.CaptureContext(False, torch.device("cpu"))):
+            train(optimizer, params, 1, first=step)
+    for param, truth in zip(params, expected(name), strict=True):
+        torch.testing.assert_close(param.detach(), truth, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ALL)

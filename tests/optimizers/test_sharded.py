@@ -1,4 +1,4 @@
-"""Parameters sharded by FSDP2: elementwise optimizers update shards, those that need whole norms refuse them."""
+"""Parameters sharded by FSDP2: shards are updated alone, or with norms of whole parameters; some refuse them."""
 
 from pathlib import Path
 

@@ -74,7 +74,7 @@ def _mask_functions(kind: Any) -> dict[str, Callable[..., Any]]:
     """Return the mask functions of transformers that the forward of a class calls, by name."""
     forward = inspect.unwrap(kind.forward)
     known = getattr(forward, "__globals__", {})
-    functions = {name: known.get(name) for name in names_used(forward) if name in _MASKS}
+    functions: dict[str, Any] = {name: known.get(name) for name in names_used(forward) if name in _MASKS}
     return {name: f for name, f in functions.items() if getattr(f, "__module__", "").startswith("transformers.")}
 
 

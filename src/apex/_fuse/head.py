@@ -183,7 +183,8 @@ def _reason(module: Any) -> str:
         return "its forward also uses " + ", ".join(sorted(others))
     if "lm_head" not in used or not ("loss_function" in used or _makes_loss(type(module))):
         return "its forward does not call lm_head and loss_function"
-    if _method(type(module)) is None:
+    kind: Any = type(module)
+    if _method(kind) is None:
         return "its forward is wrapped by a decorator"
     return _obstacle(module)
 

@@ -1,4 +1,4 @@
-"""Rules for layers and MLPs of transformers: two linear layers with an activation, residual + norm, dropout + add.
+"""Rules for layers and MLPs of transformers: two linear layers with an activation, residual + norm, layer scale + add.
 
 A layer's own forward runs on a stand-in for the layer, whose children return the objects of lazy.py. Children with
 hooks, and children of other classes (LoRA, float8), are called as they are.
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..ops.dense.reference import ACTIVATIONS, activate
-from .lazy import Active, Dropped, Hidden, Known, Lazy, Scaled, Sum, plain
-from .rule import FusionRule, has_hooks, in_mode, inherits, is_linear, names_reached, random_input
+from .lazy import Active, Hidden, Known, Lazy, Scaled, Sum, plain
+from .rule import FusionRule, has_hooks, in_mode, inherits, is_linear, names_reached, nothing, random_input
 
 # Names of the two linear layers of an MLP, of its activation, of attention, and of layer scales' factors.
 _PAIRS = (
@@ -112,7 +112,7 @@ class _Child:
         if inherits(module, nn.Identity):
             return x
         if inherits(module, nn.Dropout):
-            return Dropped(plain(x), module.p) if module.training and module.p > 0 else x
+            return None if module.training and module.p > 0 else x
         if isinstance(x, Sum):
             arguments = _norm_arguments(module)
             result = None if arguments is None else x.normalised(*arguments)
@@ -186,22 +186,24 @@ def _settings(module: Any) -> dict[str, tuple[str, Any]]:
 
 
 @functools.cache
-def _names(kind: type) -> frozenset[str]:
+def _names(kind: Any) -> frozenset[str]:
     return frozenset(names_reached(kind))
 
 
 def _linear_pair(module: Any) -> tuple[Any, Any] | None:
     """Return the two linear layers that the forward of a module uses, None if there are none."""
+    kind: Any = type(module)
     for pair in _PAIRS:
         layers = [getattr(module, name, None) for name in pair]
-        if set(pair) <= _names(type(module)) and all(layer is not None and is_linear(layer) for layer in layers):
+        if set(pair) <= _names(kind) and all(layer is not None and is_linear(layer) for layer in layers):
             return layers[0], layers[1]
     return None
 
 
 def _has_residual_norm(module: Any) -> bool:
     """Return whether a module's forward uses attention or dropout beside a norm of the kinds that `Sum` takes."""
-    names = _names(type(module))
+    kind: Any = type(module)
+    names = _names(kind)
     others = names & {*_ATTENTION, "dropout", "dropout1", "layer_scale1"}
     norms = [getattr(module, name, None) for name in _NORMS if name in names]
     return bool(others) and any(isinstance(each, nn.Module) and _norm_arguments(each) is not None for each in norms)
@@ -218,7 +220,15 @@ def _is_mlp(module: Any) -> bool:
 
 
 def _is_layer(module: Any) -> bool:
-    return _is_candidate(module) and _has_residual_norm(module)
+    return _is_candidate(module) and _has_residual_norm(module) and not isinstance(module, nn.TransformerEncoderLayer)
+
+
+def _has_dropout(module: Any) -> bool:
+    """Return whether a child of a layer drops values in training.
+
+    Such a layer is left alone: steps of a BERT-base with dropout took 43.9 ms with joined additions, 40.2 without.
+    """
+    return any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
 
 
 def _examples(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -239,6 +249,8 @@ def _layer_reason(module: Any) -> str:
         return "its weights are sharded, so that it cannot be tried; fuse before fully_shard"
     if any(each.is_meta for each in module.parameters()):
         return "its weights are on no device yet, so that it cannot be tried"
+    if _is_layer(module) and _has_dropout(module):
+        return "it has dropout"
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     reason = ""
@@ -274,12 +286,14 @@ def _difference(module: Any, returns_tuple: bool, example: Tensor, others: list[
     return ""
 
 
-def _layer_forward(original: Any) -> Callable[..., Any]:
+def _layer_forward(is_layer: bool, original: Any) -> Callable[..., Any]:
+    """Return the fused forward of a class of layers, or of MLPs if not `is_layer`."""
     method = original.forward
 
     @functools.wraps(method)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # Inductor fuses these steps itself
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # Inductor fuses these steps itself
+        if is_traced or (is_layer and self.training and _has_dropout(self)):
             return method(self, *args, **kwargs)
         return tree_map(plain, method(_StandIn(self, self.fused_settings), *args, **kwargs))
 
@@ -287,6 +301,9 @@ def _layer_forward(original: Any) -> Callable[..., Any]:
 
 
 RULES = [
-    FusionRule(name, matches, _layer_reason, _layer_forward, settings=_settings, silent=True)
-    for name, matches in (("dense + activation + dense", _is_mlp), ("residual + norm", _is_layer))
+    FusionRule(name, matches, _layer_reason, functools.partial(_layer_forward, is_layer), nothing, _settings, (), True)
+    for name, matches, is_layer in (
+        ("dense + activation + dense", _is_mlp, False),
+        ("residual + norm", _is_layer, True),
+    )
 ]

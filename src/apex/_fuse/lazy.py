@@ -1,8 +1,8 @@
 """Tensors that are computed later, so that a layer's own forward can be run with fused operations.
 
 A layer's forward runs on a stand-in for the layer. The stand-in's children return objects of this file: the output of
-a linear layer, its activation, an output after dropout or a layer scale, and the sum of an output and a residual. The
-next step decides what is computed: a second linear layer after an activation takes both layers at once, a norm after a
+a linear layer, its activation, an output after a layer scale, and the sum of an output and a residual. The next step
+decides what is computed: a second linear layer after an activation takes both layers at once, a norm after a
 sum adds and normalises in one pass. Anything else that a forward does with such an object gets the tensor.
 """
 
@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from ..ops import norm
 from ..ops._library import autocast_dtype
 from ..ops.dense import dense_gelu_dense
-from ..ops.multihead import dropout_add
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_}
 
@@ -34,7 +32,8 @@ class Lazy:
     """A tensor that may not be computed yet. `compute` makes it; its attributes and operators are the tensor's."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
-        self._compute, self._tensor = compute, None
+        self._compute = compute
+        self._tensor: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """Return the tensor; compute it at the first call."""
@@ -50,7 +49,7 @@ class Lazy:
         return getattr(self.tensor(), name)
 
     def __add__(self, other: Any) -> Any:
-        if isinstance(other, (Dropped, Scaled)) and not isinstance(self, (Dropped, Scaled)):
+        if isinstance(other, Scaled) and not isinstance(self, Scaled):
             self, other = other, self  # the one that is not computed adds the other
         other = plain(other)
         if isinstance(other, Tensor) and other.shape == self.tensor_shape():
@@ -87,22 +86,6 @@ class Known(Lazy):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(lambda: tensor)
-
-
-class Dropped(Lazy):
-    """A tensor after dropout, in training; its sum with a residual takes one pass."""
-
-    def __init__(self, input: Tensor, rate: float) -> None:
-        super().__init__(lambda: functional.dropout(input, rate, True))
-        self._input, self._rate = input, rate
-
-    def tensor_shape(self) -> torch.Size:
-        return self._input.shape
-
-    def plus(self, other: Tensor) -> Any:
-        if self._tensor is not None:
-            return super().plus(other)
-        return Known(dropout_add(self._input, other, self._rate))
 
 
 class Scaled(Lazy):

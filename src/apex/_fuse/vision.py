@@ -80,7 +80,7 @@ def sequential_forward(self: Any, input: Any) -> Any:
         if count and isinstance(input, Tensor) and _fits(input, modules[i].weight):
             layers = (modules[i], modules[i + count - 1])
             parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-            input = dense_gelu_dense(input, *parameters, activation)
+            input = dense_gelu_dense(input, *parameters, activation=activation)
             i += count
             continue
         first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None

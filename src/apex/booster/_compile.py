@@ -1,4 +1,4 @@
-"""Parts of a model that `torch.compile` compiles inside of a boosted step."""
+"""A model that runs compiled inside of boosted steps, and the progress of compiling it."""
 
 from __future__ import annotations
 
@@ -14,69 +14,32 @@ from torch import nn
 
 from ..checkpoint._ranks import is_first
 
-# A model is compiled block by block if its repeated blocks have at most this many sets of shapes, because each set is
-# compiled once, and at least this share of the parameters. Otherwise the whole model is compiled.
-_MOST_SHAPES, _LEAST_SHARE = 4, 1 / 3
 
+class CompiledModel:
+    """A model with a compiled forward pass that `active` turns on.
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats, such as the layers of a transformer; empty if it has none.
-
-    Blocks are modules with submodules of their own that are listed in an `nn.ModuleList` or `nn.Sequential`. A list
-    counts if it has two blocks of the same class and with the same shapes.
-    """
-    blocks: dict[int, nn.Module] = {}
-    inside: set[int] = set()
-    for module in model.modules():  # the outermost first
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or id(module) in inside:
-            continue
-        children = [child for child in module if any(True for _ in child.children())]
-        children = [child for child in children if not isinstance(child, nn.ModuleList | nn.Sequential)]
-        kinds = [_kind(child) for child in children]
-        classes = {kind[0] for kind in kinds if kinds.count(kind) > 1}
-        for child in children:
-            if type(child) in classes:
-                blocks[id(child)] = child
-                inside.update(map(id, child.modules()))
-    chosen = list(blocks.values())
-    size = sum(param.numel() for block in chosen for param in block.parameters())
-    whole = sum(param.numel() for param in model.parameters())
-    if len({_kind(block) for block in chosen}) > _MOST_SHAPES or size < _LEAST_SHARE * whole:
-        return []
-    return chosen
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    return type(module), tuple((name, tuple(param.shape)) for name, param in module.named_parameters())
-
-
-class CompiledParts:
-    """The repeated blocks of a model, or the whole model, with compiled forward passes that `active` turns on.
-
-    Outside of `active` the model runs as it is: evaluation with other shapes compiles nothing.
+    Outside of `active` the model runs as it is: evaluation with other shapes compiles nothing. The whole model is
+    compiled, although its repeated blocks alone would be compiled sooner, because the compiler also improves what
+    surrounds them: it pads the head of GPT-2 (50257 columns) and fuses the loss. On an H200 a step of GPT-2 took
+    63.9 ms with compiled blocks, and 34.9 ms under `torch.compile` of the whole model.
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        blocks = repeated_blocks(model)
-        self.modules = blocks or [model]
-        count = f"{len(blocks)} x " if blocks else ""
-        self.text = count + type(self.modules[0]).__name__.removeprefix("Fused")
-        self._options = options
-        self._calls: list[Callable[..., Any]] = []
-        self.is_compiled = False
+        self.name = type(model).__name__.removeprefix("Fused")
+        self._model, self._options = model, options
+        self._call: Callable[..., Any] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Use the compiled forward passes inside the block."""
-        if not self._calls:
-            self._calls = [torch.compile(module._call_impl, **self._options) for module in self.modules]
-        for module, call in zip(self.modules, self._calls, strict=True):
-            vars(module)["_compiled_call_impl"] = call
+        """Use the compiled forward pass inside the block."""
+        if self._call is None:
+            self._call = torch.compile(self._model._call_impl, **self._options)
+        attributes = vars(self._model)
+        attributes["_compiled_call_impl"] = self._call
         try:
             yield
         finally:
-            for module in self.modules:
-                vars(module).pop("_compiled_call_impl", None)
+            del attributes["_compiled_call_impl"]
 
 
 @contextlib.contextmanager

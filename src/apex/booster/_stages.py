@@ -14,7 +14,7 @@ from torch.utils._triton import has_triton
 
 from .. import _fuse
 from ..ops._graph import CudaGraphs
-from ._compile import CompiledParts
+from ._compile import CompiledModel
 from ._precision import has_state_masters
 from ._report import StageReport, StageRow, fused_row
 from ._snapshot import TrainingSnapshot
@@ -50,7 +50,7 @@ class Stages:
         self._rows: list[StageRow] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
-        self._parts: list[CompiledParts] = []
+        self._compiled: list[CompiledModel] = []
         self._steps: list[BoostedStep] = []
         obstacle = self._capture_obstacle()
         if capture is True and obstacle:
@@ -142,7 +142,7 @@ class Stages:
             self._reasons.setdefault("compile", obstacle)
         elif self.compile:
             options = self.compile_options if self.compile == "auto" else self._options
-            self._parts.append(CompiledParts(inner, options))
+            self._compiled.append(CompiledModel(inner, options))
 
     def _compile_obstacle(self, on_gpu: bool) -> str:
         """Return the reason why "auto" does not compile a model, "" if it does."""
@@ -179,7 +179,7 @@ class Stages:
         if variants == [EAGER]:
             return function
         options: dict[str, Any] = {"first_shapes_only": self.compile == "auto", "backend": self.graphs}
-        self._steps.append(BoostedStep(function, variants, self._parts, self._models, **options))
+        self._steps.append(BoostedStep(function, variants, self._compiled, self._models, **options))
         return self._steps[-1]
 
     def report(self) -> StageReport:
@@ -193,8 +193,7 @@ class Stages:
                 problem = step.problems.get(stage)
                 done = not problem and step.choice is not None and getattr(step.choice, stage)
                 name = getattr(step.function, "__name__", "step")
-                parts = f"{', '.join(part.text for part in self._parts)}; " if stage == "compile" else ""
-                report.append(StageRow(stage, done, f"{name}: {parts}{problem or step.report()}"))
+                report.append(StageRow(stage, done, f"{name}: {problem or step.report()}"))
         return report
 
     def find_fastest(self, step: Any, batch: Any) -> StageReport:
@@ -212,7 +211,7 @@ class Stages:
             for is_fused, variant in itertools.product(fusions, variants):
                 self._set_fused(is_fused)
                 options: dict[str, Any] = {"first_shapes_only": self.compile == "auto", "backend": self.graphs}
-                trial = BoostedStep(function, [variant], self._parts, self._models, **options)
+                trial = BoostedStep(function, [variant], self._compiled, self._models, **options)
                 losses[is_fused, variant], times = _timed(trial, args, kwargs)
                 seconds[is_fused, variant] = statistics.median(times[variant.untimed :])
                 trial.reset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import sys
 import time
@@ -16,7 +17,7 @@ from torch import nn
 
 from ..graphs import CapturedStep
 from ..graphs._captured import flattened
-from ._compile import CompiledParts, progress
+from ._compile import CompiledModel, progress
 from ._snapshot import ForwardSnapshot
 
 # Calls that a variant is timed for, and eager calls before a capture.
@@ -54,7 +55,7 @@ class BoostedStep:
         self,
         function: Callable[..., Any],
         variants: Sequence[Variant],
-        parts: Sequence[CompiledParts],
+        compiled: Sequence[CompiledModel],
         models: Sequence[nn.Module],
         *,
         first_shapes_only: bool = True,
@@ -64,7 +65,7 @@ class BoostedStep:
         self.function = function
         self.problems: dict[str, str] = {}  # by stage: why it failed in a call
         self.seconds: dict[Variant, float] = {}
-        self._parts, self._models, self._backend = parts, models, backend
+        self._compiled, self._models, self._backend = compiled, models, backend
         self._first_shapes_only = first_shapes_only
         self._runners: dict[Variant, CapturedStep] = {}
         self._first_kind: Any = None
@@ -135,12 +136,12 @@ class BoostedStep:
         if not (variant.compile and compiles) or "compile" in self.problems:
             return runner(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.active())
+            for model in self._compiled:
+                stack.enter_context(model.active())
             if self._has_compiled:
                 return runner(*args, **kwargs)
             before = ForwardSnapshot(self._models) if self._may_fall_back else None
-            stack.enter_context(progress(f"compiling {', '.join(part.text for part in self._parts)}"))
+            stack.enter_context(progress(f"compiling {', '.join(model.name for model in self._compiled)}"))
             try:
                 outputs = runner(*args, **kwargs)
             except Exception as error:
@@ -163,8 +164,12 @@ class BoostedStep:
         return self._runners[variant]
 
     def _free(self, except_for: Variant | None) -> None:
+        """Drop the graphs of all variants but one, and the memory that they hold."""
         for variant in [each for each in self._runners if each != except_for]:
             self._runners.pop(variant).invalidate()
+        gc.collect()  # graphs are parts of reference cycles
+        if torch.accelerator.is_available():
+            torch.get_device_module().empty_cache()
 
     def report(self) -> str:
         """Return a line with the choice, the measured times and the graphs."""

@@ -48,7 +48,7 @@ class Booster:
     - `mixed_precision`: "fp16", "fp16_apex", "bf16", "fp8", "fp16_naive" or a MixedPrecision; None for float32;
     - `plugin`: None for one device. A plugin's own device or precision takes precedence over these arguments;
     - `fuse`: whether `boost` applies `apex.fuse` to models and optimizers;
-    - `compile`: whether steps (`step`) run the model's repeated blocks compiled; a dict has options of torch.compile;
+    - `compile`: whether steps (`step`) run the model compiled; a dict has options of torch.compile;
     - `capture`: whether steps are captured in CUDA graphs, as by `apex.graphs.capture`.
 
     The last three are True, False or "auto": only if it works here and makes the step quicker. `report` says what was

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import norm
+from ..ops._device import TRITON_DEVICES
 from ..ops.glu import glu_pair
 
 __all__ = ["mapping"]
@@ -89,4 +90,4 @@ def mapping(*devices: str) -> dict[str, dict[str, Any]]:
     `devices` are device types, by default "cuda" and "rocm". `kernelize` sets the forward of instances: `apex.fuse`
     does not replace these modules afterwards, and its report says so. Call `apex.fuse` alone to get all of its rules.
     """
-    return {name: dict.fromkeys(devices or ("cuda", "rocm"), layer) for name, layer in _LAYERS.items()}
+    return {name: dict.fromkeys(devices or TRITON_DEVICES, layer) for name, layer in _LAYERS.items()}

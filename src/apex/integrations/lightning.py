@@ -16,6 +16,7 @@ from ..amp._containers import applier, to_type
 from ..amp._model_casts import _cast_model
 from ..booster._precision import StateMasters
 from ..booster._report import StageReport, StageRow, fused_row
+from ..ops._host import HOST, on_host
 from ..optimizers._base import FusedOptimizer
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
@@ -71,7 +72,7 @@ class ApexPrecision(Precision):
         if self._fuses:
             self.report.append(fused_row(fuse(module, verbose=False)))
         if self._kind == "fp8":
-            emulate = all(param.device.type == "cpu" for param in module.parameters())
+            emulate = all(map(on_host, module.parameters()))
             converted = [row for row in fp8.convert(module, emulate=emulate) if not row.reason]
             self.report.append(StageRow("fp8", bool(converted), f"{len(converted)} layers in float8"))
         if self._kind == "bf16-true":
@@ -173,4 +174,4 @@ def _in_trainer(module: Any) -> bool:
 def _device_type() -> str:
     """Return the device type that autocast and the loss scale are for."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return "cpu" if accelerator is None else accelerator.type
+    return HOST.type if accelerator is None else accelerator.type

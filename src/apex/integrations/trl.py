@@ -43,7 +43,7 @@ def enabled(*, every_position: bool = False) -> Iterator[None]:
     The losses are equal to TRL's own. Nothing of TRL stays changed after the context.
 
     On GPUs the fused head of TRL selects the tokens that count, which waits for the GPU. `every_position=True`, from
-    TRL 1.16 on, computes the log-probabilities of all tokens instead, so that a step can be captured in a CUDA graph.
+    TRL 1.16 on, computes the log-probabilities of all tokens instead: the head waits for nothing, as CUDA graphs need.
     """
     swaps, version = list(_swaps()), getattr(importlib.import_module("trl"), "__version__", "")
     if not swaps:

@@ -18,6 +18,9 @@ _Answer = TypeVar("_Answer")
 # On a CPU, PyTorch 2.6 rounds the sums in the backward pass of softmax and of attention to half precision.
 SOFTMAX_SUMS_IN_HALF = torch.__version__ < "2.7"
 
+# Types of GPUs that Triton kernels run on, by the names that other packages have for them; PyTorch calls both "cuda".
+TRITON_DEVICES = ("cuda", "rocm")
+
 # `current_device()` returns the index of the current GPU, and `current_stream(index)` the handle of its current stream,
 # 0 for the default stream. They skip the checks of torch.cuda's functions: callers already hold tensors on that GPU.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)

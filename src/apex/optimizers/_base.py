@@ -114,8 +114,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Whether an update depends on the number of earlier updates: then a graph needs the count on the device.
     _counts_steps = True
-    # Whether each element is updated independently, so that a shard of a parameter can be updated alone.
+    # Whether a shard of a parameter can be updated by its process.
     _takes_shards = True
+    # Whether an update needs sums over whole parameters: shards then add theirs up (`UpdateBucket.over_shards`).
+    _measures = False
     # Names of state that a saved parameter may lack although it has other state.
     _may_lack: frozenset[str] = frozenset()
     # Makes, from a bucket's tensors, an object that update rules can be applied to.

@@ -44,6 +44,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if shard is None else shard
 
 
+def shard_groups(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the process groups over which a distributed tensor is cut, one per dimension of its mesh; () if none.
+
+    Sums over the local shard, added up over these groups, are sums over the whole tensor: replicas count once.
+    """
+    if local(tensor) is tensor:
+        return ()
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(f"a parameter is distributed as {placements}; sums of shards that are partial are not taken")
+    cut = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
+    return () if mesh is None else tuple(mesh.get_group(dimension) for dimension in cut)
+
+
 class UpdateBucket:
     """Parameters that one pass updates: one device, one dtype, one implementation.
 
@@ -178,6 +192,12 @@ class UpdateBucket:
         is_plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
         return is_plain or list(map(Tensor.stride, gradients)) == self._strides
 
+    def over_shards(self, sums: Tensor) -> Tensor:
+        """Return sums over this process's shards, added up over all shards of the parameters."""
+        for group in shard_groups(self.params[0]):
+            torch.distributed.all_reduce(sums, group=group)
+        return sums
+
     def release(self) -> None:
         """Drop the references to the gradients, so that their owner can free them."""
         self._held = []
@@ -212,6 +232,7 @@ class GroupBuckets:
             key = (
                 tuple(codecs.items()),
                 kind,
+                tuple(map(id, shard_groups(param))) if optimizer._measures else (),
                 position if position in shared else None,
                 MASTER in state,
                 gradient_dtype,

@@ -1,7 +1,7 @@
 """State dicts of other libraries' small optimizer state, decoded to float32 tensors under PyTorch's names.
 
-- bitsandbytes: `state1` and `state2` are codes of blocks of 256 elements: places in `qmap1` and `qmap2`, to be multiplied
-  by `absmax1` and `absmax2`; small tensors are float32.
+- bitsandbytes: `state1` and `state2` are codes of blocks of 256 elements: places in `qmap1` and `qmap2`, multiplied by
+  `absmax1` and `absmax2`; small tensors are float32.
 - torchao: tensors of a subclass with `codes` and `scale`, which decode themselves.
 - FlashOptim: `name::quantized` and `name::scales` as here, but with groups of 32 elements and float16 scales.
 """

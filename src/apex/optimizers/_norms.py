@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling
-from ._buckets import UpdateBucket
+from ._buckets import UpdateBucket, shard_groups
 
 
 def global_norm(buckets: Sequence[UpdateBucket], scaling: LossScaling) -> Tensor | None:
@@ -17,7 +17,8 @@ def global_norm(buckets: Sequence[UpdateBucket], scaling: LossScaling) -> Tensor
     totals = []
     for bucket in buckets:
         bucket_scaling = scaling.on(bucket.device)
-        totals.append(bucket.lists.measured_total(rules.SQUARE_SUM, {}, **bucket_scaling.arguments))
+        total = bucket.lists.measured_total(rules.SQUARE_SUM, {}, **bucket_scaling.arguments)
+        totals.append(bucket.over_shards(total))
     if not totals:
         return None
     return torch.stack([total.to(totals[0].device) for total in totals]).sum(0).sqrt()
@@ -35,7 +36,7 @@ def clipped(scaling: LossScaling, norm: Tensor | None, limit: float) -> LossScal
 
 def clipped_together(buckets: Sequence[UpdateBucket], scaling: LossScaling, limit: float) -> LossScaling:
     """Return `scaling` such that it also scales the gradients of all buckets down to a joint norm of `limit`."""
-    if len(buckets) != 1:
+    if len(buckets) != 1 or shard_groups(buckets[0].params[0]):
         return clipped(scaling, global_norm(buckets, scaling), limit)
     (bucket,) = buckets
     bucket_scaling = scaling.on(bucket.device)

@@ -32,7 +32,7 @@ class FusedLAMB(FusedOptimizer):
     Gradients are not changed, whereas the original overwrites them. `FusedOptimizer` describes the keyword options.
     """
 
-    _takes_shards = False
+    _measures = True
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class FusedLAMB(FusedOptimizer):
         if not (self.use_nvlamb or group["weight_decay"]):
             bucket.lists.apply(rules.LAMB_UNSCALED, hyper, flags, seed=seed, **scaling.arguments)
             return
-        lamb_step(bucket.lists, hyper, flags, seed=seed, **scaling.arguments)
+        lamb_step(bucket.lists, hyper, flags, seed=seed, over_shards=bucket.over_shards, **scaling.arguments)
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):

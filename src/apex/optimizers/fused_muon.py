@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, rules
 from ..ops.multi_tensor.flat import is_dense
+from ..ops.multi_tensor.tables import upload
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ..ops.newton_schulz.config import matrices_at_once
@@ -303,7 +304,7 @@ class Directions:
             self._stacks.append((stack, list(factors_of), squares))
         if group["beta2"] is not None:
             bucket.watch(SQUARES)
-        self.factors = factors.to(bucket.device)
+        self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
         self._lists: Any = None
         self._addresses: list[int] = []
 
@@ -334,6 +335,7 @@ class Directions:
                         seen = squares if whole else squares[:, rows].unflatten(1, (block.matrices, block.rows))
                         result = _with_even_rows(result, seen[place], group["beta2"], noop)
                     batch.copy_(result if factor == 1.0 else result.mul_(factor))
+                    del result  # before the next batch
 
 
 def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[tuple[slice, slice]]:
@@ -364,6 +366,13 @@ def _squares_of_rows(bucket: UpdateBucket, indices: list[int], block: Block, sha
     """
     is_transposed = len(shape) == 2 and (block.rows, block.columns) == tuple(shape[::-1]) != tuple(shape)
     rows = block.columns if is_transposed else math.prod(shape) // max(1, block.columns)
+    # A bucket that is made again, for a graph say, goes on with the memory of the one before.
+    states = [bucket.states[index] for index in indices]
+    squares = getattr(states[0].get(SQUARES), "_base", None)
+    if squares is not None and squares.shape == (len(indices), rows):
+        starts = [state[SQUARES].data_ptr() if SQUARES in state else 0 for state in states]
+        if starts == [row.data_ptr() for row in squares]:
+            return squares[:, None, None, :] if is_transposed else squares[:, :, None]
     squares = torch.zeros(len(indices), rows, dtype=torch.float32, device=bucket.device)
     for position, index in enumerate(indices):
         state = bucket.states[index]

@@ -183,7 +183,7 @@ class FusedLARS(MomentumOptimizer):
     `materialize_master_grads` and the keyword options.
     """
 
-    _takes_shards = False
+    _measures = True
 
     def __init__(
         self,
@@ -211,6 +211,8 @@ class FusedLARS(MomentumOptimizer):
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         adapts = not group["is_skipped"]
         norms = bucket.lists.apply(rules.LARS_NORMS, {}, **scaling.arguments) if adapts else None
+        if norms is not None:
+            norms = bucket.over_shards(norms)
         first = self._first(bucket, scaling)
         hyper: dict[str, Any] = {
             "lr": group["lr"],

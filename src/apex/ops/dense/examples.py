@@ -15,7 +15,7 @@ from torch.nn import functional
 from .._examples import Example, Make, Public, Random, Row, Sizes
 from .op import dense, dense_gelu_dense, mlp
 from .parts import wgrad_gemm_accum
-from .reference import activate
+from .reference import ACTIVATIONS, activate
 
 _HALF, _F32 = torch.float16, torch.float32
 # NVIDIA apex does not initialise its weights, and a GPU multiplies zeros at a higher clock than random numbers. Made by
@@ -39,9 +39,10 @@ def _gelu_arguments(make: Make, rows: int, outer: int, inner: int, *, bias: bool
     return {"input": input, "weight1": weight1, "bias1": biases[0], "weight2": weight2, "bias2": biases[1]}
 
 
-def _gelu_torch(input: Tensor, weight1: Tensor, bias1: Any, weight2: Tensor, bias2: Any) -> Tensor:
-    hidden = functional.gelu(functional.linear(input, weight1, bias1), approximate="tanh")
-    return functional.linear(hidden, weight2, bias2)
+def _gelu_torch(
+    input: Tensor, weight1: Tensor, bias1: Any, weight2: Tensor, bias2: Any, activation: str = "gelu"
+) -> Tensor:
+    return functional.linear(activate(functional.linear(input, weight1, bias1), activation), weight2, bias2)
 
 
 def _mlp_arguments(make: Make, rows: int, *sizes: int, bias: bool = True) -> dict[str, Any]:
@@ -128,6 +129,7 @@ EXAMPLES = [
         sizes="rows x outer x inner",
         title="dense_gelu_dense {short} {shape}",
         small=[(70, 33, 100), (1, 1, 1)],
+        large=[(2048, 1024, 4096)],
         draw=lambda random: _draw(random, 2),
         listed=[Row("cuda", _HALF, (8192, 4096, 16384), note=_UNFILLED), Row("cpu", _F32, (256, 256, 1024))],
         public=[
@@ -146,11 +148,23 @@ EXAMPLES = [
         small=[(12, 8, 16)],
         draw=lambda random: _draw(random, 2),
     ),
+    *(
+        _example(
+            f"dense_{activation}_dense",
+            functools.partial(dense_gelu_dense, activation=activation),
+            _gelu_arguments,
+            torch=functools.partial(_gelu_torch, activation=activation),
+            sizes="rows x outer x inner",
+            small=[(12, 8, 16)],
+        )
+        for activation in ACTIVATIONS[4:]
+    ),
     _mlp_example(
         "mlp",
         "relu",
         title="mlp relu {short} {s[0]}x[{s[1]}]*4",
         small=[(40, 33, 48, 20, 7), (1, 5, 3)],
+        large=[(1500, 1024, 1000, 512, 256)],
         listed=[Row("cuda", _HALF, (4096, *[1024] * 4)), Row("cpu", _F32, (512, *[256] * 4))],
         public=[
             Public("mlp:mlp_function", True, 1, "input", *_MLP_PARAMETERS),

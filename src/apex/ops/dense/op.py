@@ -70,7 +70,7 @@ def dense_gelu_dense(
     arguments = _library.cast_for_autocast(input, weight1, bias1, weight2, bias2)
     if needs_graph:
         return FusedDenseGeluDenseFunc.apply(*arguments, activation)
-    return _infer_dense_gelu_dense(*arguments, activation)
+    return _infer_dense_gelu_dense(*arguments, activation=activation)
 
 
 def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), activation: str = "relu") -> Tensor:

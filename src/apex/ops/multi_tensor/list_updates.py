@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,12 +95,15 @@ def lamb_step(
     noop: Tensor | None = None,
     grad_scale: Tensor | None = None,
     seed: int | None = None,
+    over_shards: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
     """Take a step of LAMB; the first pass measures the step's length per tensor for the second.
 
-    FLAGS: decoupled decay.
+    `over_shards` adds up the measurements of tensors that are shards. FLAGS: decoupled decay.
     """
     lengths = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=noop, grad_scale=grad_scale)
+    if over_shards is not None and lengths is not None:
+        lengths = over_shards(lengths)
     lists.apply(rules.LAMB_STEP, hyper, flags, noop=noop, whole=lengths, seed=seed)
 
 

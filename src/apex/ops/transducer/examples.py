@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -125,12 +126,18 @@ def _loss_example(name: str, full: bool, packed: bool, **others: Any) -> Example
         }
         return {**arguments, "max_f_len": frames, "blank_idx": 0}
 
+    def moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
+        """Return the bytes of the logits, and of these with their gradient: to trace all diagonals takes seconds."""
+        logits = math.prod(sizes) * dtype.itemsize
+        return logits, 2 * logits
+
     return Example(
         name,
         _loss,
         arguments,
         torch=_loss_torch,
         sizes="batch x frames x tokens x words",
+        moved=moved,
         # Alpha and beta sum over as many nodes.
         terms=lambda batches, frames, tokens, words: frames * tokens,
         cancels=True,

@@ -27,13 +27,13 @@ def _ademamix(values, whole, scalars, FLAGS):
     return p - (update + shrink), g, fast, slow, v
 
 
-def _share(step: Any, over: float | None) -> Any:
+def _share(step: Any, over: Any) -> Any:
     """Return how much of a warm-up over so many steps is over, from 0 to 1."""
     if not over:
         return 1.0
     if isinstance(step, Tensor):
         return torch.clamp(step / over, max=1.0)
-    return lifted(lambda count: min(count / over, 1.0), step)
+    return lifted(lambda count, steps: min(count / steps, 1.0), step, over)
 
 
 def _slow_beta(beta1: Any, beta3: Any, share: Any) -> Any:
