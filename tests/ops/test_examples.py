@@ -236,7 +236,10 @@ def test_activation_checkpointing(example: Example, route: Route) -> None:
     call = call_of(example, route)
     with _library.implementation(route.implementation):
         again = call.results(functools.partial(checkpoint, example.function, use_reentrant=False))
-        assert_equal_bits(again, call.results())
+        if str(route) == "cuda-torch":  # some of PyTorch's operators add in any order there
+            assert call.worst_excess(again) <= 1
+        else:
+            assert_equal_bits(again, call.results())
 
 
 def launched(examples: Sequence[Example], route: Route, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, tuple]]:

@@ -240,7 +240,7 @@ def test_memory_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "FusedMuon":
         budget = 4 * 8 * config.peak_elements(1 << 10, 1 << 10)
         monkeypatch.setattr(config, "WORKSPACE", budget)
-        budget += 1 << 20
+        budget = budget * 5 // 4 + (1 << 20)  # frames of callers may hold the normalised matrices
     params = [torch.nn.Parameter(torch.randn(1 << 10, 1 << 10, device="cuda")) for _ in range(16)]
     optimizer = maker(name)(params)
     for param in params:

@@ -317,7 +317,8 @@ def test_memory_of_a_step_is_that_of_a_batch(beta2: float | None, monkeypatch: p
     train(optimizer, params, 2)
     with LiveElements() as live:
         optimizer.step()
-    assert 0.7 * budget < live.peak < budget + 4096
+    # Frames of callers hold the two normalised matrices once torch.compile has run in the process.
+    assert 0.7 * budget < live.peak < budget + 3 * 4096
 
 
 def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def demo(
         "apex-demo.png"
     ),
 ) -> None:
-    """Compare apex.boost and the opt levels of amp on two small models.
+    """Compare apex.boost and amp's opt levels on small models.
 
     Final loss and its distance to float32, time per step, peak memory and skipped steps.
     The data is made on the spot. The run takes less than a minute on two slow CPU cores.

@@ -125,7 +125,8 @@ class Example:
     - `kink(*arguments)` returns the values before a ReLU. Gradients near zero of these are not compared.
     - `strided`: sweeps draw the memory layout of the first tensor, too.
     - `differentiable_twice` is false if the op has a first derivative only.
-    - `builds` is false if the call launches no kernel of ours, so that `apex build` need not know it.
+    - `builds` is false if the call launches no kernel of ours, or one that depends on values, so that `apex build`
+      does not know it.
     - `usual` are the sizes that `apex build` takes if the user names none; default: the first row for a GPU.
     - `extensions` are the names of upstream's compiled extensions with this op, for `APEX_BUILD_<NAME>=1`.
     - `asks` maps a launch rule that `apex tune` can vary to a function from the rule's arguments to the sizes at which

@@ -54,7 +54,7 @@ def _decoded(state: Mapping[str, Any]) -> Mapping[str, Any]:
             new[name] = value.dequantize().to(torch.float32)
         elif name.endswith("::quantized"):
             plain = name.removesuffix("::quantized")
-            scales = state.get(f"{plain}::scales")
+            scales: Any = state.get(f"{plain}::scales")
             if _is_flash(value, scales):
                 codec = "root8" if value.dtype == torch.uint8 else "signed8"
                 new[plain] = _by_groups(codec, value, scales)

@@ -141,7 +141,9 @@ class FusedScheduleFreeAdamW(FusedOptimizer):
 
 
 def _on(value: Any, device: torch.device) -> Tensor:
-    """Return a number as a float64 tensor on a device."""
+    """Return a number as a float64 tensor on a device, without waiting for the device."""
     if isinstance(value, Number):
         return value.on(device)
-    return torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
+    if isinstance(value, Tensor) and not value.is_cpu:
+        return value.to(device, torch.float64).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)

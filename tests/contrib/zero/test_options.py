@@ -214,8 +214,9 @@ def test_as_fused_adam(options: dict[str, Any]) -> None:
             net(torch.full((2, 4), 10.0**-step)).square().sum().backward()
             optimizer.step()
         found.append(list(net.parameters()))
-    assert all(map(torch.equal, found[0], found[1]))
-    assert not torch.equal(found[0][0], found[2][0])
+    # On a CPU FusedAdam is PyTorch's, which rounds the decay and the rest of an update one after the other.
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(found[0][0], found[2][0], rtol=1e-5)
 
 
 def test_small_updates_are_not_lost() -> None:

@@ -138,7 +138,9 @@ def test_activations_like_gelu(activation: str, dtype: torch.dtype, route: Route
     assert_close(active, expected.detach())
     assert_close(dz, gradient)
     assert_equal_bits(dz, alone)
-    assert_close(dbias, (dz.double() if str(route) == "cuda-torch" else gradient).sum(0), reduction=70)
+    # PyTorch has an operator for the first alone, which rounds before anything is added.
+    is_rounded = str(route) == "cuda-torch" and activation == "gelu_erf"
+    assert_close(dbias, (dz.double() if is_rounded else gradient).sum(0), reduction=70)
     assert_close(reference.activation_backward(dy.double(), x.double(), activation), gradient)
 
 

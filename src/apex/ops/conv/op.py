@@ -75,10 +75,12 @@ def cudnn_does_it(input: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Return whether one call of cuDNN can compute bias and ReLU too, rounding once.
 
     On an H200 this takes 25 us, where convolution and kernel took 54. The call checks nothing, so tensors that do not
-    fit together are left to PyTorch's convolution, which refuses them.
+    fit together are left to PyTorch's convolution, which refuses them. PyTorch cannot trace the call with sizes that
+    vary, so compiled code does without it.
     """
     return (
         input.is_cuda
+        and not torch.compiler.is_compiling()
         and torch.version.hip is None
         and torch.backends.cudnn.enabled
         and weight.dtype == bias.dtype == input.dtype

@@ -1,6 +1,7 @@
 """Rules used only by compiled names and old optimizers: Adam's first form and its inverse, LAMB in two halves, LARC."""
 
 from ..rule import Rule, tl
+from . import adam
 from .adam import _adam, _adam_scalars, corrections
 from .lamb import _direction, _moments
 
@@ -11,7 +12,9 @@ def _adam_unscaling(values, whole, scalars, FLAGS):
     return p, values[1], m, v, peak
 
 
-ADAM_UNSCALING = Rule(_adam_unscaling, reads=(0, 1, 2, 3), writes=(0, 1, 2, 3), scalars=_adam_scalars, helpers=(_adam,))
+ADAM_UNSCALING = Rule(
+    _adam_unscaling, reads=(0, 1, 2, 3), writes=(0, 1, 2, 3), scalars=_adam_scalars, helpers=(adam._moments, _adam)
+)
 
 
 # Adam's first form in Apex: the second moment is not corrected under the root, and eps is beside or under the root. The

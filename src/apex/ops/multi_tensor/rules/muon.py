@@ -26,11 +26,11 @@ def _muon_update(values, whole, scalars, FLAGS):
     """Take the step. `whole[0]` multiplies the learning rate. FLAGS: decay only where it has the update's sign."""
     p, g, buffer, direction, b = values
     lr, decay = scalars[0], scalars[1]
-    update = lr * whole[0] * direction
+    update, kept = lr * whole[0] * direction, p
     if FLAGS[0]:
-        decay = tl.where(p * direction >= 0, decay, 0.0)
+        kept = tl.where(p * direction >= 0, p, 0.0)
     # In one subtraction: the rounding error of p - decay * p alone hardly changes from step to step, and adds up.
-    return p - tl.fma(p, decay, update), g, buffer, direction, b
+    return p - tl.fma(kept, decay, update), g, buffer, direction, b
 
 
 def _decoupled_scalars(*, lr, weight_decay):
@@ -46,11 +46,12 @@ def _lion(values, whole, scalars, FLAGS):
     p, g, m, a, b = values
     lr, decay, rest1, rest2 = scalars[0], scalars[1], scalars[2], scalars[3]
     average = m + (g - m) * rest1
-    sign = tl.where(average > 0, 1.0, 0.0) - tl.where(average < 0, 1.0, 0.0)
-    sign = tl.where(average == average, sign, average)  # NaN stays NaN
+    # Zeros and NaN stay. Between two numbers `where` would choose PyTorch's default dtype.
+    sign = tl.where(average < 0, -1.0, tl.where(average > 0, 1.0, average))
+    kept = p
     if FLAGS[0]:
-        decay = tl.where(p * sign >= 0, decay, 0.0)
-    return p - tl.fma(p, decay, lr * sign), g, m + (g - m) * rest2, a, b
+        kept = tl.where(p * sign >= 0, p, 0.0)
+    return p - tl.fma(kept, decay, lr * sign), g, m + (g - m) * rest2, a, b
 
 
 def _lion_scalars(*, lr, weight_decay, beta1, beta2):
