@@ -121,7 +121,10 @@ def test_pages_fit_and_ask_nobody_else(page: str, size: tuple[int, int], address
 
 
 def test_names_stay_whole_on_a_phone(address: str, browser: Any) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
     visit(browser, f"{address}/reference/apex.transformer.tensor_parallel.html", PHONE)
+    WebDriverWait(browser, 20).until(lambda here: here.find_elements("css selector", "h3 .doc-object-name"))
     lines = browser.execute_script(
         "return [...document.querySelectorAll('h3 .doc-object-name')].map(name => name.getClientRects().length)"
     )
