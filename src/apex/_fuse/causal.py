@@ -107,7 +107,7 @@ def _decoder_forward(original: Any) -> Any:
 
     @functools.wraps(method)  # callers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         mask = given.get("attention_mask")
         if self.fused_settings == "right" and self.training and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             # No token sees the padding behind it, and the loss ignores the padding's own rows.

@@ -219,7 +219,7 @@ def _head_forward(original: Any) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.training or kwargs.get("labels") is None or self.fused_settings is None or _obstacle(self):
             return method(self, *args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
             kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
         try:

@@ -192,7 +192,7 @@ def _fused_rotation(function: Callable[..., Any]) -> Callable[..., Any]:
     takes_half = _rotates_alike(function, 4, _doubled)
 
     def rotate(q: Any, k: Any = None, cos: Any = None, sin: Any = None, *rest: Any, **options: Any) -> Any:
-        further = {**dict(zip(names, rest, strict=False)), **options}
+        further = {**dict(zip(names[: len(rest)], rest, strict=True)), **options}
         dim = further.pop("unsqueeze_dim", usual_dim)
         if (
             all(value is None for value in further.values())
