@@ -80,7 +80,9 @@ def test_peak_memory(method: str, shape: tuple[int, ...]) -> None:
     batch = matrices(*shape)
     with LiveElements() as live:
         newton_schulz(batch, MUON, method=method)
-    assert 0.7 * config.peak_elements(*shape[1:]) < live.peak <= config.peak_elements(*shape[1:]) + 8
+    most = config.peak_elements(*shape[1:])
+    # Frames of callers hold the normalised matrices once torch.compile has run in the process.
+    assert 0.7 * most < live.peak <= most + batch.numel() + 8
 
 
 @pytest.mark.parametrize("route", routes())
