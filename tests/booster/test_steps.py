@@ -548,6 +548,16 @@ def test_torch_ddp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     Booster("cpu", "bf16", TorchDDPPlugin(ddp="torch"), capture="auto")
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_boost_refuses_a_missing_optimizer_or_model(precision: str) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(TypeError, match="optimizer must be the model's optimizer, got None"):
+        apex.boost(model, None, precision)  # type: ignore[arg-type]
+    assert model.weight.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got a SGD"):
+        apex.boost(torch.optim.SGD(model.parameters(), 0.1), model, precision)  # type: ignore[arg-type]
+
+
 def test_refused_steps() -> None:
     booster = Booster("cpu")
     with pytest.raises(RuntimeError, match="after boost"):

@@ -39,6 +39,10 @@ def boost(
     captured in a CUDA graph, or compiled and captured. `step.report()` says what was done and why something was not.
     Set `optimizer.measures_norm = True` if `optimizer.get_grad_norm()` is wanted in steps that do not clip gradients.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got a {type(model).__name__}: boost(model, optimizer)")
+    if optimizer is None:
+        raise TypeError("optimizer must be the model's optimizer, got None; Booster(...).boost(model) takes none")
     if mixed_precision == "bf16":
         mixed_precision = BF16MixedPrecision("O5")
     elif mixed_precision == "fp8":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._each import EachParameter
+
 __all__ = ["Lamb"]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachParameter):
     """LAMB without bounds of norms and ratios, and by default without bias correction.
 
     `adam=True` sets the trust ratio to 1. `apex.optimizers.FusedLAMB` is the fused one, `apex.optimizers.Lamb` bounds
@@ -35,17 +36,6 @@ class Lamb(torch.optim.Optimizer):
         self.adam = adam
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step and return the closure's loss."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(group, param)
-        return loss
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
         assert param.grad is not None

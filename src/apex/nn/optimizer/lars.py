@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ._each import EachParameter
+
 __all__ = ["Lars"]
 
 
-class Lars(torch.optim.Optimizer):
+class Lars(EachParameter):
     """LARS with trust ratios of 0 to 50 and gradients, weight decay included, of -10 to 10.
 
     `apex.optimizers.FusedLARS` is the fused one and has no such bounds.
@@ -31,17 +32,6 @@ class Lars(torch.optim.Optimizer):
                 accepted = "above 0 and at most 1" if name == "eeta" else "at least 0"
                 raise ValueError(f"{name}={value} must be {accepted}")
         super().__init__(params, {**options, "lars": True})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Perform one step and return the closure's loss."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(group, param)
-        return loss
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
         grad, rate, decay = param.grad, group["lr"], group["weight_decay"]

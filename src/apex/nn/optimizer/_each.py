@@ -1,0 +1,26 @@
+"""A base of optimizers that update one parameter after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class EachParameter(torch.optim.Optimizer):
+    """An optimizer whose step calls `_update` for each parameter that has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Perform one step and return the closure's loss."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(group, param)
+        return loss
+
+    def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
+        raise NotImplementedError
