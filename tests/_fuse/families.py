@@ -104,8 +104,7 @@ def _images(
     return Family(f"{prefix}ForConditionalGeneration", f"{prefix}Config", settings, rules, why)
 
 
-_NO_ROPE, _NO_MLP = ALL - {ROPE}, ALL - {MLP}
-_PAIRS, _EXPERTS_ALONE = "neighbouring channels are rotated", "its experts are batched"
+_NO_MLP, _EXPERTS_ALONE = ALL - {MLP}, "its experts are batched"
 
 FAMILIES: dict[str, Family] = {
     "llama": _text("Llama"),
@@ -124,13 +123,11 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": _text("HunYuanDenseV1"),
     "hunyuan_v1_moe": _text("HunYuanMoEV1", **_EXPERTS),
     "granite": _text("Granite", logits_scaling=8.0),
-    "cohere": _text(
-        "Cohere", ALL - {ROPE, ADD}, "neighbouring channels are rotated, and both branches start from one norm"
-    ),
+    "cohere": _text("Cohere", ALL - {ADD}, "both branches start from one norm"),
     "nemotron": _text("Nemotron", ALL - {ADD}, "its norms multiply by 1 + weight"),
-    "glm4": _text("Glm4", _NO_ROPE, _PAIRS),
+    "glm4": _text("Glm4"),
     "stablelm": _text("StableLm"),
-    "deepseek_v2": _text("DeepseekV2", _NO_ROPE, "complex numbers are multiplied", **_EXPERTS, **_LATENT),
+    "deepseek_v2": _text("DeepseekV2", **_EXPERTS, **_LATENT),
     "deepseek_v3": _text("DeepseekV3", **_EXPERTS, **_LATENT),
     "deepseek_v4": _text(
         "DeepseekV4", frozenset({NORM, HEAD}), "latent attention and clamped MLPs", **_EXPERTS, **_LATENT
@@ -152,15 +149,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "llama4_text": _text(
         "Llama4",
-        ALL - {MLP, ROPE},
-        "experts are batched, complex numbers rotate",
+        _NO_MLP,
+        _EXPERTS_ALONE,
         "Llama4TextConfig",
         intermediate_size_mlp=48,
         **_EXPERTS,
     ),
-    "gemma4_text": _text(
-        "Gemma4", frozenset({NORM, MLP, MASK}), "layers share keys, one tensor rotates", "Gemma4TextConfig"
-    ),
+    "gemma4_text": _text("Gemma4", frozenset({NORM, MLP, MASK, ROPE}), "layers share keys", "Gemma4TextConfig"),
     "llava": _images("Llava"),
     "pixtral": _images("Llava", vision={"model_type": "pixtral"}),
     "qwen2_vl": _images("Qwen2VL", **_SECTIONS),
@@ -171,7 +166,9 @@ FAMILIES: dict[str, Family] = {
     "mllama": _images("Mllama", cross_attention_layers=[1]),
     "paligemma": _images("PaliGemma"),
     "smolvlm": _images("SmolVLM"),
-    "glm4v": _images("Glm4v", _NO_ROPE, _PAIRS, **_SECTIONS),
+    "glm4v": _images("Glm4v", **_SECTIONS),
+    "glm4v_moe": _images("Glm4vMoe", **{**_SECTIONS, **_EXPERTS, "head_dim": 16}),
     "gemma3": _images("Gemma3"),
+    "gemma4": _images("Gemma4", ALL - {HEAD}, "layers share keys", {"head_dim": 8}),
     "muse_glimmer": _images("MuseGlimmer"),
 }

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, causal, head, language, layers, norms, optimizers, vision
+from . import attention, causal, head, language, layers, norms, optimizers, rotation, vision
 from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
-RULES += [*norms.RULES, *language.RULES, *head.RULES, *vision.RULES, *attention.RULES, *causal.RULES, *layers.RULES]
+_KINDS: tuple[Any, ...] = (norms, language, rotation, head, vision, attention, causal, layers)
+RULES += [rule for kind in _KINDS for rule in kind.RULES]
 
 
 class ReportRow(NamedTuple):

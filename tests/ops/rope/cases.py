@@ -26,6 +26,13 @@ def plain(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, edges: Sequence[i
     tables = [table.to(t.dtype) for table in tables]
     if len(tables) == 1:
         tables = [tables[0].cos(), tables[0].sin()]
+    if spec.pairs != "halves":
+        rotated = tables[0].shape[-1]
+        halves, neighbours = torch.arange(rotated), torch.arange(rotated).view(-1, 2).T.flatten()
+        source = neighbours if spec.pairs.startswith("neighbours") else halves
+        target = neighbours if spec.pairs.endswith("neighbours") else halves
+        inner = plain(torch.cat((t[..., source], t[..., rotated:]), -1), tables, RopeSpec(spec.layout))
+        return torch.cat((inner[..., :rotated][..., target.argsort()], inner[..., rotated:]), -1)
     if spec.layout == "sbhd":
         return turned(t, *tables)
     if spec.layout == "bshd":
@@ -82,6 +89,8 @@ class RopeCase:
 
 _SBHD, _BSHD, _THD = RopeSpec("sbhd"), RopeSpec("bshd"), RopeSpec("thd")
 _SWAPPED = RopeSpec("sbhd", swap_memory=True)
+_NEIGHBOURS = RopeSpec("bshd", pairs="neighbours")
+_TO_HALVES = RopeSpec("bshd", pairs="neighbours to halves")
 
 # Small enough for the interpreter; with and without masks of tokens, heads and channels.
 CASES = [
@@ -106,6 +115,13 @@ CASES = [
     RopeCase("bshd", _BSHD, (3, 9, 4, 32), 32, _BF16),
     RopeCase("bshd swapped memory", RopeSpec("bshd", swap_memory=True), (3, 8, 4, 32), 16, cached=True),
     RopeCase("bshd, one head", _BSHD, (3, 8, 1, 32), 32),
+    RopeCase("neighbours", _NEIGHBOURS, (3, 8, 4, 32), 32, _BF16, cached=True),
+    RopeCase("neighbours, part of the channels", _NEIGHBOURS, (2, 7, 3, 32), 16, cached=True),
+    RopeCase("neighbours, odd part of the channels", _NEIGHBOURS, (2, 7, 3, 23), 6, cached=True),
+    RopeCase("neighbours, not a power of two", _NEIGHBOURS, (2, 5, 3, 24), 24, _HALF, cached=True),
+    RopeCase("neighbours to halves", _TO_HALVES, (3, 8, 1, 32), 32, _BF16, cached=True),
+    RopeCase("neighbours to halves, part", _TO_HALVES, (2, 7, 3, 24), 8, cached=True, order=(0, 2, 1, 3)),
+    RopeCase("halves to neighbours", RopeSpec("sbhd", pairs="halves to neighbours"), (7, 2, 3, 12), 12),
     RopeCase("packed", _THD, (23, 4, 32), 32, _BF16, positions=(10,), edges=(0, 4, 14, 15, 23)),
     RopeCase("packed, empty sequences", _THD, (9, 3, 24), 16, positions=(9,), edges=(0, 0, 4, 4, 4, 9, 9)),
     RopeCase("packed, tokens of no sequence", _THD, (16, 2, 16), 16, positions=(7,), edges=(2, 5, 12)),

@@ -23,6 +23,14 @@ def record() -> None:
         # Masks for heads and channels, some of which are copied; strides that are multiples of 8.
         (RopeSpec("sbhd", True, True), (_empty(4097, 2, 7, 72, dtype=_HALF),), (_empty(4097, 1, 1, 40),), None),
         (RopeSpec("bshd"), (_empty(4, 4096, 8, 128, dtype=_BF16),), (_empty(4096, 1, 1, 64, dtype=_BF16),) * 2, None),
+        # Neighbours: all channels, and a part that is put into halves.
+        (RopeSpec("bshd", pairs="neighbours"), (_empty(4, 4096, 8, 128, dtype=_BF16),), (_empty(4096, 128),) * 2, None),
+        (
+            RopeSpec("bshd", pairs="neighbours to halves"),
+            (_empty(4, 4096, 8, 192, dtype=_BF16),),
+            (_empty(4096, 64, dtype=_BF16),) * 2,
+            None,
+        ),
         (RopeSpec("sbhd"), (_empty(512, 2, 128, 8).transpose(2, 3),), (_empty(512, 1, 1, 128),), None),
         (RopeSpec("thd"), (_empty(16384, 32, 128, dtype=_BF16),), (_empty(4096, 1, 1, 128),), edges),
         (RopeSpec("image", width=80), (_empty(2, 5120, 16, 128, dtype=_BF16),), image, None),

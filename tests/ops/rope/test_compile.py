@@ -16,11 +16,12 @@ def test_opcheck(route: Route) -> None:
     edges = torch.tensor([0, 3, 4], dtype=torch.int32, device=route.device)
     rotate = torch.ops.apex.rope.default
     with _library.implementation(route.implementation):
-        opcheck(route, rotate, ([t], [freqs], None, "sbhd", True, False, 0))
-        opcheck(route, rotate, ([swapped.detach()], [freqs, freqs], None, "sbhd", False, True, 0))
-        opcheck(route, rotate, ([t.detach()[:, 0]], [freqs], edges, "thd", False, False, 0))
-        opcheck(route, rotate, ([t.detach()[:2]], [table] * 4, None, "image", False, False, 2))
-        opcheck(route, rotate, ([t, swapped], [freqs], None, "sbhd", False, False, 0))
+        opcheck(route, rotate, ([t], [freqs], None, "sbhd", True, False, 0, "halves"))
+        opcheck(route, rotate, ([swapped.detach()], [freqs, freqs], None, "sbhd", False, True, 0, "halves"))
+        opcheck(route, rotate, ([t.detach()[:, 0]], [freqs], edges, "thd", False, False, 0, "halves"))
+        opcheck(route, rotate, ([t.detach()[:2]], [table] * 4, None, "image", False, False, 2, "halves"))
+        opcheck(route, rotate, ([t, swapped], [freqs], None, "sbhd", False, False, 0, "halves"))
+        opcheck(route, rotate, ([t], [freqs], None, "sbhd", False, False, 0, "neighbours to halves"))
 
 
 def test_compiling_autograd_functions_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:

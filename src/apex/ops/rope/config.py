@@ -47,7 +47,9 @@ def tile(tokens: int, heads: int, channels: int, element_size: int, is_image: bo
 
 
 @launch_rule
-def channel_constants(layout: str, tables: int, inverse: bool, channels: int, rotated: int) -> tuple[str | int, ...]:
+def channel_constants(
+    layout: str, tables: int, inverse: bool, channels: int, rotated: int, pairs: str = "halves"
+) -> tuple[str | int, ...]:
     """Return the CHANNELS constant of the kernels."""
     half, turned = rotated // 2, 4 if layout == "image" else 2
     # Copied channels are processed with the rotated ones if they come in chunks of the same size.
@@ -64,6 +66,8 @@ def channel_constants(layout: str, tables: int, inverse: bool, channels: int, ro
         next_power_of_2(half),
         rest,
         next_power_of_2(rest) if rest else 0,
+        pairs.startswith("neighbours"),
+        pairs.endswith("neighbours"),
     )
 
 

@@ -5,7 +5,8 @@ tile of TOKENS tokens of one batch entry and HEADS heads of each, so that a toke
 for all of these heads. Channels are CHUNKS chunks of HALF. The first ROTATED chunks are rotated, each even one against
 the odd one behind it; the others, and REST more channels, are copied. Every chunk is loaded twice, at its own position
 and at its partner's: threads then read and write whole rows, and the second load finds the first one's cache lines.
-All arithmetic is float32; offsets are 64-bit.
+All arithmetic is float32; offsets are 64-bit. The channels of a pair may also be neighbours, in the input, the output
+or both: chunk 0 is then the even channels and chunk 1 the odd ones, and chunks that are copied follow.
 
 POSITIONS selects the table row of a token: "index" the row of its index, "packed" of its index in its sequence, "image"
 of its row in the image in one table and of its column in another.
@@ -41,6 +42,16 @@ def _look_up(table, table_across, offset, known, chunk, POSITIONS: tl.constexpr)
 
 
 @triton.jit
+def _channel(chunk, column, NEIGHBOURS: tl.constexpr, HALF: tl.constexpr, CHUNKS_BLOCK: tl.constexpr):
+    """Return the channel of a column of a chunk; chunks 0 and 1 alternate if NEIGHBOURS."""
+    if not NEIGHBOURS:
+        return chunk * HALF + column
+    if CHUNKS_BLOCK == 2:
+        return chunk + 2 * column
+    return tl.where(chunk < 2, chunk + 2 * column, chunk * HALF + column)
+
+
+@triton.jit
 def _rotate(
     input, output, tables, sizes, first_program, own_sizes, strides, out_strides,
     CHANNELS: tl.constexpr, TILE: tl.constexpr,
@@ -61,6 +72,8 @@ def _rotate(
     BLOCK: tl.constexpr = CHANNELS[7]
     REST: tl.constexpr = CHANNELS[8]
     REST_BLOCK: tl.constexpr = CHANNELS[9]
+    INPUT_NEIGHBOURS: tl.constexpr = CHANNELS[10]
+    OUTPUT_NEIGHBOURS: tl.constexpr = CHANNELS[11]
     TOKENS: tl.constexpr = TILE[0]
     HEADS: tl.constexpr = TILE[1]
     FULL: tl.constexpr = TILE[2]  # no token and no head needs a mask
@@ -88,8 +101,8 @@ def _rotate(
         mask = rows & (column < HALF) & (chunk < CHUNKS)
 
     # The tile's loads are issued before the angles are waited for.
-    here = chunk * HALF + column
-    there = (chunk ^ 1) * HALF + column
+    here = _channel(chunk, column, INPUT_NEIGHBOURS, HALF, CHUNKS_BLOCK)
+    there = _channel(chunk ^ 1, column, INPUT_NEIGHBOURS, HALF, CHUNKS_BLOCK)
     own = tl.load(source + here.to(tl.int64) * channel_stride, mask=mask)
     if ROTATED == CHUNKS_BLOCK:
         partner = tl.load(source + there.to(tl.int64) * channel_stride, mask=mask)
@@ -150,7 +163,8 @@ def _rotate(
     if POSITIONS == "packed":
         turned = tl.where(outside[:, None, None, None], 0.0, turned)  # also over NaN
     result = own.to(tl.float32) * cos[:, None] + turned
-    tl.store(target + here, result.to(output.dtype.element_ty), mask=mask)
+    goal = _channel(chunk, column, OUTPUT_NEIGHBOURS, HALF, CHUNKS_BLOCK)
+    tl.store(target + goal, result.to(output.dtype.element_ty), mask=mask)
 
 
 @kernel

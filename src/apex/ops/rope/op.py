@@ -19,7 +19,7 @@ from .. import _library
 from .._checks import check_floats, check_optional_tensors, check_tensors, values_at_hand
 from .._device import DeviceFacts, contiguous_strides, empty_on, facts, launch_rule
 from . import config, reference
-from .reference import RopeSpec
+from .reference import TRANSPOSED_PAIRS, RopeSpec
 
 kernels = _library.LazyModule(f"{__package__}.kernels")
 
@@ -64,9 +64,18 @@ def rotary_embedding_pair(
     tensor_format: str = "sbhd",
     cu_seqlens: Tensor | None = None,
     transpose_output_memory: bool = False,
+    pairs: str = "halves",
 ) -> tuple[Tensor, Tensor]:
-    """Return `rotary_embedding` of a query and a key, which may differ in heads, with one launch for both."""
+    """Return `rotary_embedding` of a query and a key, which may differ in heads, with one launch for both.
+
+    `pairs` says how the two channels of a pair lie: "halves", "neighbours", or "neighbours to halves" (neighbours in
+    the input, halves in the result). Tables are in halves. Packed sequences are in halves.
+    """
+    if pairs not in TRANSPOSED_PAIRS or (cu_seqlens is not None and pairs != "halves"):
+        expected = list(TRANSPOSED_PAIRS)[: 1 if cu_seqlens is not None else None]
+        raise ValueError(f"pairs={pairs!r} is not known here; use one of {', '.join(expected)}")
     tables, spec = _arguments(freqs, tensor_format, cu_seqlens, transpose_output_memory)
+    spec = RopeSpec(spec.layout, spec.swap_memory, pairs=pairs)
     check_floats(query=query, key=key)
     dimensions = 4 if cu_seqlens is None else 3
     if query.dim() != dimensions or key.dim() != dimensions:
@@ -276,7 +285,7 @@ def _prepared_launch(
     results = [(tuple(shape), _result_strides(tuple(shape), spec.swap_memory)) for shape, _ in given]
     sides: list[Side] = [(*each, strides) for each, (_, strides) in zip(given, results, strict=True)]
     shape = sides[0][0]
-    constants = config.channel_constants(layout, len(dtypes) - 2, spec.inverse, shape[-1], table[-1])
+    constants = config.channel_constants(layout, len(dtypes) - 2, spec.inverse, shape[-1], table[-1], spec.pairs)
     sizes = (shape[DIMENSIONS[layout][0]], math.prod(table[:-1]), edges, edges.bit_length())
     programs, side, tile, num_warps = _side(sides[0], layout, itemsize, here)
     key_programs, key_side, key_tile, key_warps = 0, (1,) * len(side), tile, num_warps
@@ -360,7 +369,8 @@ def forward_and_save(
         )
     ctx.save_for_backward(cu_seqlens, *tables)
     # Specs of the gradients, which get the tensors' memory layout. PyTorch 2.6 cannot compile `_replace`.
-    ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width) for t in tensors]
+    pairs = TRANSPOSED_PAIRS[spec.pairs]
+    ctx.specs = [RopeSpec(spec.layout, _memory_is_swapped(t), not spec.inverse, spec.width, pairs) for t in tensors]
     if compiling:
         return _as_operator(tensors, tables, spec, cu_seqlens)
     return _run(tensors, tables, spec, cu_seqlens, checked=False)
@@ -398,26 +408,26 @@ def _library_rope(tensors, tables, cu_seqlens, *spec):  # type: ignore[no-untype
     return _run(tensors, tables, RopeSpec(*spec), cu_seqlens, checked=False)
 
 
-def _library_fake(tensors, tables, cu_seqlens, layout, swap_memory, inverse, width):  # type: ignore[no-untyped-def]
+def _library_fake(tensors, tables, cu_seqlens, layout, swap_memory, inverse, width, pairs):  # type: ignore[no-untyped-def]
     return [_empty_result(t, swap_memory) for t in tensors]
 
 
 def _setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    tensors, tables, cu_seqlens, layout, _, inverse, width = inputs
+    tensors, tables, cu_seqlens, layout, _, inverse, width, pairs = inputs
     ctx.save_for_backward(cu_seqlens, *tables)
-    ctx.spec = (layout, all(_memory_is_swapped(t) for t in tensors), not inverse, width)
+    ctx.spec = (layout, all(_memory_is_swapped(t) for t in tensors), not inverse, width, TRANSPOSED_PAIRS[pairs])
 
 
 def _library_backward(ctx, gradients):  # type: ignore[no-untyped-def]
     cu_seqlens, *tables = ctx.saved_tensors
     results = torch.ops.apex.rope(gradients, tables, cu_seqlens, *ctx.spec)
-    return results, [None] * len(tables), None, None, None, None, None
+    return results, [None] * len(tables), None, None, None, None, None, None
 
 
 # The operator that torch.compile sees.
 _library.register_op(
-    "rope(Tensor[] tensors, Tensor[] tables, Tensor? cu_seqlens, str layout, bool swap_memory, bool inverse, int width)"
-    " -> Tensor[]",
+    "rope(Tensor[] tensors, Tensor[] tables, Tensor? cu_seqlens, str layout, bool swap_memory, bool inverse, int width,"
+    " str pairs) -> Tensor[]",
     _library_rope,
     _library_fake,
     backward=_library_backward,

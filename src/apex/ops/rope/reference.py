@@ -1,7 +1,7 @@
 """Rotary position embeddings in PyTorch operators: the definition that other implementations are tested against.
 
 Runs on any device in any floating dtype; half precision is computed in float32, float64 in float64. Channel i of the
-first half is paired with channel i of the second half, each with an angle of its own:
+first half is paired with channel i of the second half, or channel 2i with its neighbour, each with an angle of its own:
 
     first' = first cos(a) - second sin(a)        second' = second cos(b) + first sin(b)
 
@@ -26,13 +26,25 @@ class RopeSpec(NamedTuple):
 
     `layout`: "sbhd", "bshd", "thd" (packed sequences) or "image" [b, rows * columns, h, d]. `swap_memory`: the first
     two dimensions of the result are swapped in memory. `inverse`: the transpose of the rotation, which takes gradients
-    back. `width`: the width of an image, in tokens.
+    back. `width`: the width of an image, in tokens. `pairs`: how the two channels of a pair lie in the input and in the
+    result, one of the keys of `TRANSPOSED_PAIRS`; tables are always in halves. Images and packed sequences are in
+    halves.
     """
 
     layout: str
     swap_memory: bool = False
     inverse: bool = False
     width: int = 0
+    pairs: str = "halves"
+
+
+# The `pairs` of a rotation, and those of its transpose.
+TRANSPOSED_PAIRS = {
+    "halves": "halves",
+    "neighbours": "neighbours",
+    "neighbours to halves": "halves to neighbours",
+    "halves to neighbours": "neighbours to halves",
+}
 
 
 def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -42,10 +54,15 @@ def rotate(t: Tensor, tables: Sequence[Tensor], spec: RopeSpec, cu_seqlens: Tens
     rotated = cos.shape[-1]
     if spec.layout == "image":
         result = _turned(wide.unflatten(-1, (2, rotated)), cos, sin, spec.inverse).flatten(-2)
-    elif rotated == t.shape[-1]:
-        result = _turned(wide, cos, sin, spec.inverse)
     else:
-        result = torch.cat((_turned(wide[..., :rotated], cos, sin, spec.inverse), wide[..., rotated:]), -1)
+        result = wide if rotated == t.shape[-1] else wide[..., :rotated]
+        if spec.pairs.startswith("neighbours"):
+            result = result.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        result = _turned(result, cos, sin, spec.inverse)
+        if spec.pairs.endswith("neighbours"):
+            result = result.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        if rotated != t.shape[-1]:
+            result = torch.cat((result, wide[..., rotated:]), -1)
     if cu_seqlens is not None:
         # Tokens outside all sequences are copied: by the formula infinity and NaN would spread between channels.
         token = torch.arange(t.shape[0], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
