@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import apex
-from apex.integrations.transformers import FuseCallback
+from apex.integrations.transformers import CapturedStepMixin, FuseCallback
+from tests.graphs.recorder import CpuGraphs
 
 VOCABULARY = 32
 
@@ -25,15 +26,22 @@ def counting() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(**options: Any) -> tuple[list[float], Trainer]:
-    """Return the losses of three steps, with clipping and two accumulated batches a step, and the trainer."""
+class CapturedTrainer(CapturedStepMixin, Trainer):
+    """A trainer whose graphs are recorded operators, which a CPU can replay."""
+
+    graphs = CpuGraphs
+
+
+def train(kind: type[Trainer] = Trainer, steps: int = 3, **options: Any) -> tuple[list[float], Trainer]:
+    """Return the losses of some steps, with clipping and two accumulated batches a step, and the trainer."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            folder, use_cpu=True, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            folder, use_cpu=True, max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-2, logging_steps=1, max_grad_norm=0.5, save_strategy="no", report_to=[], disable_tqdm=True,
             seed=0,
         )  # fmt: skip
-        trainer = Trainer(llama(), arguments, train_dataset=counting(), **options)
+        options = {"train_dataset": counting(), **options}
+        trainer = kind(llama(), arguments, **options)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
@@ -60,3 +68,17 @@ def check_optimizer_class() -> str:
     expected, _ = train(optimizer_cls_and_kwargs=(torch.optim.AdamW, options))
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-4)
     return "losses equal to those with `torch.optim.AdamW`"
+
+
+def check_captured_trainer() -> str:
+    """`CapturedStepMixin`: 14 steps of two batches, the last of an epoch shorter; graphs are recorded operators"""
+    data = counting()[:15]
+    losses, trainer = train(CapturedTrainer, 14, train_dataset=data)
+    expected, plain = train(Trainer, 14, train_dataset=data)
+    assert trainer.captured_step.reason is None, trainer.captured_step.reason
+    replays = int(trainer.captured_step.report().split(", ")[-1].split()[0])
+    assert replays >= 8, trainer.captured_step.report()
+    assert losses == expected, (losses, expected)
+    for found, wanted in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    return f"losses and weights equal, bit for bit; {trainer.captured_step.report()}"

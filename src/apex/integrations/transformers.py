@@ -1,19 +1,22 @@
-"""`FuseCallback` puts fused modules and a fused optimizer into the model of a Hugging Face `Trainer`."""
+"""For the `Trainer` of Hugging Face transformers: fused modules and optimizers, and steps captured in CUDA graphs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, nn
 
 from .._fuse import Report, fuse
+from ..graphs import CapturedStep
+from ..ops._graph import CudaGraphs
 
 try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError("apex.integrations.transformers needs transformers: pip install transformers") from error
 
-__all__ = ["FuseCallback"]
+__all__ = ["CapturedStepMixin", "FuseCallback"]
 
 
 class FuseCallback(TrainerCallback):
@@ -41,3 +44,42 @@ class FuseCallback(TrainerCallback):
         inner = getattr(optimizer, "optimizer", optimizer)
         if self._fuses_optimizer and isinstance(inner, torch.optim.Optimizer):
             self.optimizer_report = fuse(inner, verbose=self._verbose)
+
+
+class CapturedStepMixin:
+    """A base class, before `Trainer`, that captures the forward and backward pass of each batch in a CUDA graph.
+
+        class CapturedTrainer(CapturedStepMixin, Trainer):
+            pass
+
+    The first batches of each shape run as they are, later ones are replays (`apex.graphs.capture`). Clipping, the
+    optimizer and the scheduler stay outside. `captured_step` is the captured function: its `report()` counts graphs and
+    replays, and its `reason` says why a step cannot be captured. Python code of `compute_loss` does not run in a
+    replay. With several processes or GPUs, batches run as they are.
+    """
+
+    graphs: ClassVar[Any] = CudaGraphs  # makes the backend of captures; tests replace it
+    captured_step: CapturedStep | None = None
+    _captured_model: nn.Module | None = None
+
+    def training_step(self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of a batch, and add to the gradients."""
+        if self.args.world_size > 1 or self.args.n_gpu > 1:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if self.captured_step is None or self._captured_model is not model:
+            self._captured_model, self.captured_step = model, self._capture(model)
+        model.train()  # no replay does it
+        device_inputs = dict(self._prepare_inputs(inputs))
+        if isinstance(num_items_in_batch, int):  # a number would be frozen in the graph
+            num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
+        parts = getattr(self, "current_gradient_accumulation_steps", None)
+        return self.captured_step(device_inputs, num_items_in_batch, parts).clone()
+
+    def _capture(self, model: nn.Module) -> CapturedStep:
+        plain_step = super().training_step  # type: ignore[misc]
+
+        def training_step(inputs: Any, num_items_in_batch: Any, parts: int | None) -> Tensor:
+            # Each number of accumulated batches, by which the loss may be divided, is another kind of arguments.
+            return plain_step(model, inputs, num_items_in_batch)
+
+        return CapturedStep(training_step, backend=self.graphs())
