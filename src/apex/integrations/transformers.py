@@ -71,7 +71,7 @@ class CapturedStepMixin:
         model.train()  # no replay does it
         device_inputs = dict(self._prepare_inputs(inputs))
         if isinstance(num_items_in_batch, int):  # a number would be frozen in the graph
-            num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
+            num_items_in_batch = torch.tensor(num_items_in_batch, dtype=torch.int64, device=self.args.device)
         parts = getattr(self, "current_gradient_accumulation_steps", None)
         return self.captured_step(device_inputs, num_items_in_batch, parts).clone()
 
