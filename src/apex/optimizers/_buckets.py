@@ -232,6 +232,7 @@ class GroupBuckets:
             key = (
                 tuple(codecs.items()),
                 kind,
+                optimizer._bucket_type(param),
                 tuple(map(id, shard_groups(param))) if optimizer._measures else (),
                 position if position in shared else None,
                 MASTER in state,
@@ -244,10 +245,10 @@ class GroupBuckets:
             members[0].append(param)
             members[1].append(state)
         self.buckets = []
-        for (codecs, kind, *_), (params, states) in kinds.items():
+        for (codecs, kind, make_bucket, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
             make = optimizer._make_lists
-            self.buckets.append(UpdateBucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
+            self.buckets.append(make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""
