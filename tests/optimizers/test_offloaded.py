@@ -41,19 +41,33 @@ def make_params(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> lis
     ]
 
 
+class Pretended:
+    """CPU tensors that count as tensors of a device; kept, so that their memory cannot come to hold others."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def add(self, params: list[Tensor]) -> None:
+        """Let parameters and their gradients count as tensors of a device."""
+        tensors = [tensor for param in params for tensor in (param, param.grad) if tensor is not None]
+        self._kept.update((tensor.data_ptr(), tensor.detach()) for tensor in tensors)
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor.data_ptr() in self._kept
+
+
 @pytest.fixture(autouse=True)
-def pretended_device(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Addresses of CPU tensors that count as tensors of a device."""
-    addresses: set[int] = set()
-    monkeypatch.setattr(offloaded, "on_host", lambda tensor: tensor.is_cpu and tensor.data_ptr() not in addresses)
-    return addresses
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    device = Pretended()
+    monkeypatch.setattr(offloaded, "on_host", lambda tensor: tensor.is_cpu and not device.has(tensor))
+    return device
 
 
-def train(optimizer: Any, params: list[Tensor], steps: range, addresses: set[int]) -> None:
+def train(optimizer: Any, params: list[Tensor], steps: range, pretended: Pretended | None) -> None:
     for step in steps:
         set_gradients(params, step)
-        # Gradients keep their memory, so that an address cannot come to mean another tensor.
-        addresses.update(tensor.data_ptr() for param in params for tensor in (param, param.grad) if tensor is not None)
+        if pretended is not None:
+            pretended.add(params)
         optimizer.step()
 
 
@@ -65,9 +79,7 @@ def tensors_of(optimizer: Any) -> list[Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 @pytest.mark.parametrize("case", CASES)
-def test_bits_are_those_of_the_resident_optimizer(
-    case: str, where: str, device: str, pretended_device: set[int]
-) -> None:
+def test_bits_are_those_of_the_resident_optimizer(case: str, where: str, device: str, pretended: Pretended) -> None:
     """On a real GPU `where="cpu"` has the CPU's bits, if the CPU updates all parameters."""
     cls, options = CASES[case]
     least = 0 if where == "cpu" else 4096
@@ -76,8 +88,8 @@ def test_bits_are_those_of_the_resident_optimizer(
     resident = cls(resident_params, **options)
     optimizer = OffloadedOptimizer(params, cls, where=where, minimal_size=least, **options)
     assert isinstance(optimizer, cls)
-    train(resident, resident_params, range(4), set())
-    train(optimizer, params, range(4), pretended_device)
+    train(resident, resident_params, range(4), None)
+    train(optimizer, params, range(4), pretended)
     assert_equal_bits([param.cpu() for param in resident_params], [param.cpu() for param in params])
     assert_equal_bits(tensors_of(resident), tensors_of(optimizer))
     for param in (param for param in params if param.numel() >= least):
@@ -93,25 +105,25 @@ def test_bits_are_those_of_the_resident_optimizer(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
-def test_skipped_steps_change_nothing(where: str, device: str, pretended_device: set[int]) -> None:
+def test_skipped_steps_change_nothing(where: str, device: str, pretended: Pretended) -> None:
     params = make_params(device)
     optimizer = OffloadedOptimizer(params, lr=0.1, master_weights=True, where=where)
-    train(optimizer, params, range(1), pretended_device)
+    train(optimizer, params, range(1), pretended)
     before = [value.clone() for value in (*params, *tensors_of(optimizer))]
     optimizer.found_inf = torch.ones(1, device=device)  # as torch.amp.GradScaler sets it
     optimizer.grad_scale = torch.full((1,), 4.0, device=device)
-    train(optimizer, params, range(1, 2), pretended_device)
+    train(optimizer, params, range(1, 2), pretended)
     assert_equal_bits([value.cpu() for value in before], [value.cpu() for value in (*params, *tensors_of(optimizer))])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 @pytest.mark.parametrize("way", ["state dict", "of the resident", "pickle", "deepcopy"])
-def test_resumed_runs_go_on_alike(way: str, where: str, device: str, pretended_device: set[int]) -> None:
+def test_resumed_runs_go_on_alike(way: str, where: str, device: str, pretended: Pretended) -> None:
     options: dict[str, Any] = {"lr": 0.01, "state_format": "int8", "master_bits": 24}
     params = make_params(device)
     optimizer = OffloadedOptimizer(params, where=where, **options)
-    train(optimizer, params, range(2), pretended_device)
+    train(optimizer, params, range(2), pretended)
     if way in ("pickle", "deepcopy"):
         twin = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
         others = [param for group in twin.param_groups for param in group["params"]]
@@ -119,7 +131,7 @@ def test_resumed_runs_go_on_alike(way: str, where: str, device: str, pretended_d
         assert twin.where == where
     else:
         others = [torch.nn.Parameter(param.detach().clone()) for param in params]
-        pretended_device.update(param.data_ptr() for param in others)
+        pretended.add(others)
         twin = OffloadedOptimizer(others, where=where, **options)
         if way == "of the resident":
             resident = FusedAdam([torch.nn.Parameter(param.detach().clone()) for param in params], **options)
@@ -129,23 +141,23 @@ def test_resumed_runs_go_on_alike(way: str, where: str, device: str, pretended_d
             twin.load_state_dict(optimizer.state_dict())
         state = twin.state[others[0]]["exp_avg::quantized"]
         assert state.is_cpu if where == "cpu" else twin._memory(others[0].device).moved(state) is state
-    train(optimizer, params, range(2, 4), pretended_device)
-    train(twin, others, range(2, 4), pretended_device)
+    train(optimizer, params, range(2, 4), pretended)
+    train(twin, others, range(2, 4), pretended)
     assert_equal_bits([param.cpu() for param in params], [param.cpu() for param in others])
     assert_equal_bits(tensors_of(optimizer), tensors_of(twin))
 
 
-def test_fraction_and_minimal_size_choose_parameters(pretended_device: set[int]) -> None:
+def test_fraction_and_minimal_size_choose_parameters(pretended: Pretended) -> None:
     params = [torch.nn.Parameter(torch.ones(size)) for size in (5000, 4095, 5000, 5000, 5000)]
     optimizer = OffloadedOptimizer(params, fraction=0.5)
-    train(optimizer, params, range(1), pretended_device)
+    train(optimizer, params, range(1), pretended)
     assert [optimizer._is_offloaded(param) for param in params] == [False, False, True, False, True]
     all_of_them = OffloadedOptimizer(params, minimal_size=0)
     assert all(map(all_of_them._is_offloaded, params))
     assert not any(map(OffloadedOptimizer(params, fraction=0)._is_offloaded, params))
 
 
-def test_schedulers_groups_and_clipping(pretended_device: set[int]) -> None:
+def test_schedulers_groups_and_clipping(pretended: Pretended) -> None:
     params = make_params(dtype=torch.float32)
     resident_params = make_params(dtype=torch.float32)
     runs = []
@@ -156,8 +168,7 @@ def test_schedulers_groups_and_clipping(pretended_device: set[int]) -> None:
         for step in range(3):
             set_gradients(members, step)
             torch.nn.utils.clip_grad_norm_(members, 0.1)
-            pretended_device.update(tensor.data_ptr() for param in params for tensor in (param, param.grad)
-                                    if tensor is not None)  # fmt: skip
+            pretended.add(params)
             optimizer.step()
             scheduler.step()
         optimizer.zero_grad()
