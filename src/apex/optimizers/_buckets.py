@@ -110,7 +110,7 @@ class UpdateBucket:
     @property
     def _keys(self) -> tuple[str, ...]:
         companions = (key for _, key in self._codecs.values() if key is not None)
-        return (*self.names, MASTER) if self.has_masters else (*self.names, *companions)
+        return (*self.names, *companions, MASTER) if self.has_masters else (*self.names, *companions)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients without a change of layout; of distributed gradients, this process's shard."""
@@ -131,7 +131,10 @@ class UpdateBucket:
         """Return the lists for each slot of a rule and the list for copies; and encodings, if slots have codecs."""
         if self._codecs:
             slots: list[Any] = [self.params, gradients, *self._state_lists[: len(self.names)]]
-            return [*slots, *(None for _ in range(SLOTS - len(slots)))], self._models, self._encodings()
+            copy = self._models
+            if self.has_masters:
+                slots[0], copy = self._state_lists[-1], self.params
+            return [*slots, *(None for _ in range(SLOTS - len(slots)))], copy, self._encodings()
         lists = [self.params, gradients, *self._state_lists]
         params, grads, *state = (
             ([local(tensor) for tensor in tensors] for tensors in lists) if self._distributed else lists
@@ -141,9 +144,10 @@ class UpdateBucket:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
 
-    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
-        """Return the lists for each slot of a rule, with the gradients of this step, and the list for copies."""
-        return self._slots(self._gradients())[:2]  # type: ignore[return-value]
+    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None, Encodings]:
+        """Return the lists for each slot of a rule, with this step's gradients, the list for copies, and encodings."""
+        slots, copy, *encodings = self._slots(self._gradients())
+        return slots, copy, encodings[0] if encodings else {}
 
     def _local_tensors(self) -> list[Tensor]:
         return list(map(local, self._located)) if self._distributed else self._located
