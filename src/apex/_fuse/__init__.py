@@ -90,8 +90,10 @@ def fuse(
                 row = _fuse_module(name, module, choose)
                 report += [] if row is None else [row]
             report.reverse()
-            causal.set_padding(target, padding)
-            report = report if arguments is None else _checked(target, arguments, report)
+            causal.configure(target, padding)
+            if arguments is not None:
+                report = _checked(target, arguments, report)
+                causal.configure(target, padding)  # the check may have undone replacements
         except BaseException:  # raised by `choose` or by the model: leave the model as it was
             for row in report:
                 if not row.reason:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..ops.norm.reference import is_exporting
+from .packed import has_edges, packed_mask, takes_packed
 from .rule import FusedModule, FusionRule, names_used, with_functions
 
 NAME = "causal attention without a mask"
@@ -70,6 +71,24 @@ def _unless_plain(function: Callable[..., Any], limit: str, has_positions: bool)
     return create_mask
 
 
+def _packed_if_plain(function: Callable[..., Any], limit: str) -> Callable[..., Any]:
+    """Return a mask function that marks packed batches, and calls `function` if the mask is not a plain one."""
+
+    def create_mask(*args: Any, **options: Any) -> Any:
+        embeds = options.get("inputs_embeds", options.get("input_embeds"))
+        is_plain = not args and embeds is not None and _is_plain(options, limit, False)
+        return packed_mask(embeds.device) if is_plain else function(*args, **options)
+
+    return create_mask
+
+
+class DecoderSettings(NamedTuple):
+    """Settings of a fused decoder: where its padding is, "" or "right", and whether its attention reads edges."""
+
+    padding: str = ""
+    takes_packed: bool = False
+
+
 def _mask_functions(kind: Any) -> dict[str, Callable[..., Any]]:
     """Return the mask functions of transformers that the forward of a class calls, by name."""
     forward = inspect.unwrap(kind.forward)
@@ -103,28 +122,36 @@ def _decoder_forward(original: Any) -> Any:
         without_mask[has_positions] = with_functions(method, changes)
     if without_mask[False] is None:
         return None
+    of_packed = with_functions(method, {name: _packed_if_plain(made, _MASKS[name]) for name, made in functions.items()})
     names = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)  # callers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
         mask = given.get("attention_mask")
-        if self.fused_settings == "right" and self.training and isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        settings = self.fused_settings
+        if settings.padding == "right" and self.training and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             # No token sees the padding behind it, and the loss ignores the padding's own rows.
             args, kwargs, given = (), {**given, "attention_mask": None}, {**given, "attention_mask": None}
         # An exported program may be called with other sizes, for which no mask means another attention.
         is_plain = all(given.get(name) is None for name in _DECISIVE) and not is_exporting()
+        if is_plain and functions and settings.takes_packed and has_edges(given):
+            return of_packed(self, *args, **kwargs)
         chosen = without_mask[given.get("position_ids") is not None] if is_plain else method
         return chosen(self, *args, **kwargs)
 
     return forward
 
 
-def set_padding(model: nn.Module, padding: str | None) -> None:
-    """Tell all fused decoders of a model where their padding is, unless `padding` is None."""
+def configure(model: nn.Module, padding: str | None) -> None:
+    """Tell all fused decoders of a model where their padding is, unless `padding` is None, and about their attention.
+
+    Called when all modules are fused.
+    """
     for module in model.modules():
-        if padding is not None and isinstance(module, FusedModule) and module.fused_rule.name == NAME:
-            module.fused_settings = padding
+        if isinstance(module, FusedModule) and module.fused_rule.name == NAME:
+            known = module.fused_settings.padding if padding is None else padding
+            module.fused_settings = DecoderSettings(known, takes_packed(module))
 
 
-RULES = [FusionRule(NAME, _is_decoder, _reason, _decoder_forward, settings=lambda module: "")]
+RULES = [FusionRule(NAME, _is_decoder, _reason, _decoder_forward, settings=lambda module: DecoderSettings())]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.rope import RopeSpec, rotary_embedding_pair, rotate
+from .packed import changed_interface
 from .rule import FusionRule, names_used, random_input, with_functions
 
 # Names of functions of transformers that rotate.
@@ -239,7 +240,8 @@ def _forward(original: type) -> Callable[..., Any]:
     """Return the forward of an attention class with fused rotations instead of its global functions."""
     fused = {name: _fused_function(function) for name, function in _functions(original).items()}
     method: Any = original.forward  # type: ignore[attr-defined]
-    return with_functions(method, {name: function for name, function in fused.items() if function is not None})
+    changes = {name: function for name, function in fused.items() if function is not None}
+    return with_functions(method, changes | changed_interface(method))
 
 
 RULES = [FusionRule("rotary embedding", lambda module: bool(_functions(type(module))), _reason, _forward)]
