@@ -75,7 +75,7 @@ def _packed_if_plain(function: Callable[..., Any], limit: str) -> Callable[..., 
     """Return a mask function that marks packed batches, and calls `function` if the mask is not a plain one."""
 
     def create_mask(*args: Any, **options: Any) -> Any:
-        embeds = options.get("inputs_embeds", options.get("input_embeds"))
+        embeds: Any = options.get("inputs_embeds", options.get("input_embeds"))
         is_plain = not args and embeds is not None and _is_plain(options, limit, False)
         return packed_mask(embeds.device) if is_plain else function(*args, **options)
 
