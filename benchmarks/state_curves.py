@@ -4,8 +4,8 @@
     python benchmarks/state_curves.py --tiny --device cpu  # to try the script
 
 Each run trains on the bytes of PyTorch's Python files; all runs of a seed have the same weights at the start and see
-the same bytes. In "float32, perturbed" one weight in a thousand was moved to a neighbouring number: how far its losses are
-from those of "float32" says which differences are chance. Steps are captured.
+the same bytes. In "float32, perturbed" one weight in a thousand was moved to a neighbouring number: how far its losses
+are from those of "float32" says which differences are chance. Steps are captured.
 """
 
 from __future__ import annotations
