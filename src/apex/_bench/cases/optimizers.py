@@ -166,7 +166,7 @@ def _torch_muon(params: list[nn.Parameter]) -> Running:
 
 
 # Bytes: LAMB reads gradients for their norm, then takes a step of two passes, like AdamP; NovoGrad reads them twice.
-ALGORITHMS = (
+ALGORITHMS: tuple[Algorithm, ...] = (
     _against_torch("adamw fp32", 28, "FusedAdam", "AdamW", "fused", "foreach", **_ADAMW),
     Algorithm(
         "adamw bf16+master",
