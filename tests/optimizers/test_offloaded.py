@@ -195,6 +195,15 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
         OffloadedOptimizer(make_params(), **options)
 
 
+def test_sharded_parameters_are_refused(pretended: Pretended) -> None:
+    param = torch.nn.Parameter(torch.ones(5000))
+    param._local_tensor = torch.ones(2500)  # as a DTensor has it
+    optimizer = OffloadedOptimizer([param])
+    with pytest.raises(NotImplementedError, match="DTensor"):
+        train(optimizer, [param], range(1), pretended)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_host_memory(device: str) -> None:
     memory = HostMemory(torch.device(device))
