@@ -57,7 +57,7 @@ def test_memory_efficient_needs_less_memory():
     assert peak(FusedRMSNorm, memory_efficient=True) < ours <= theirs * 1.01
 
 
-@pytest.mark.parametrize("words", ["fp32 resnet50", "bf16+master resnet50", "overflow resnet50", "norm resnet50"])
+@pytest.mark.parametrize("words", ["fp32 resnet50", "bf16", "overflow resnet50", "norm resnet50"])
 def test_every_optimizer_is_right_and_measured(words, tmp_path):
     path = tmp_path / "r.json"
     options = {"output": path, "quick": True, "device": "cuda", "filter": words, "list_only": False}
@@ -71,6 +71,8 @@ def test_every_optimizer_is_right_and_measured(words, tmp_path):
 
 def test_a_fused_step_needs_no_memory_of_the_size_of_the_parameters():
     for algorithm in optimizers.ALGORITHMS:
+        if algorithm.name.startswith("muon"):
+            continue  # its directions are as large as its matrices
         params = make_parameters(resnet50(), torch.device("cuda"), algorithm.dtype)
         # Sums of 26,560 rows, in the case of AdamP.
         assert peak_bytes(algorithm.ours(params).step) < 2**21, algorithm.name

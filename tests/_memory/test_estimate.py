@@ -24,7 +24,7 @@ from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
 
 CPU = torch.device("cpu")
 # FusedMuon takes matrices alone, and `Network` has other parameters.
-OPTIMIZERS = sorted(set(optimizers.__all__) - {"FP16_Optimizer", "FusedMuon", "muon_groups"})
+OPTIMIZERS = sorted(set(optimizers.__all__) - {"FP16_Optimizer", "FusedMuon", "OffloadedOptimizer", "muon_groups"})
 OF_STATE = ("parameters", "buffers", "gradients", "masters", "state")
 
 
@@ -273,6 +273,7 @@ def test_numbers_that_are_read_are_zero() -> None:
         (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "Adam"}, "FusedAdam"),
         (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "muon_groups"}, "'muon_groups' is not known"),
         (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "FusedSGD,momentum"}, "'momentum'"),
+        (lambda: nn.Linear(8, 4), ["8"], {"optimizer": "OffloadedOptimizer"}, "host memory"),
         (lambda: nn.Linear(8, 4), ["8"], {"batch": 0}, "batch must be .* got 0"),
         (lambda: nn.Linear(8, 4), ["8"], {"zero": True, "world": 2, "optimizer": "FusedSGD"}, "no ZeRO counterpart"),
         (lambda: nn.Linear(8, 4), ["8"], {"tensor_parallel": 2, "world": 3}, "no multiple"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apex import optimizers
+from apex import amp, optimizers
 from apex.ops._host_memory import HostMemory
 from apex.optimizers import FusedAdam, FusedMuon, FusedSGD, OffloadedOptimizer, offloaded
 from tests.optimizers.helpers import set_gradients
@@ -178,6 +178,29 @@ def test_schedulers_groups_and_clipping(pretended: Pretended) -> None:
     assert_equal_bits(resident_params, params)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_dynamic_loss_scales_and_masters_of_amp(where: str, device: str, pretended: Pretended) -> None:
+    """The first scale overflows float16, so that a step is skipped."""
+    runs = []
+    for make in (FusedAdam, lambda params, **options: OffloadedOptimizer(params, where=where, **options)):
+        torch.manual_seed(0)
+        # With `where="cpu"` a real GPU's bits are not those of the CPU, so that the model is on the CPU.
+        model = torch.nn.Linear(96, 64).to("cpu" if where == "cpu" else device)
+        model, optimizer = amp.initialize(model, make(model.parameters(), lr=0.01), opt_level="O2", verbosity=0)
+        for _ in range(4):
+            inputs = torch.ones(8, 96, device=next(model.parameters()).device)
+            with amp.scale_loss(model(inputs).float().square().sum(), optimizer) as scaled:
+                scaled.backward()
+            if make is not FusedAdam:
+                pretended.add([*model.parameters(), *amp.master_params(optimizer)])
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([param.detach().cpu().clone() for param in (*model.parameters(), *amp.master_params(optimizer))])
+        amp.shutdown()
+    assert_equal_bits(*runs)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -193,6 +216,15 @@ def test_schedulers_groups_and_clipping(pretended: Pretended) -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         OffloadedOptimizer(make_params(), **options)
+
+
+def test_sharded_parameters_are_refused(pretended: Pretended) -> None:
+    param = torch.nn.Parameter(torch.ones(5000))
+    param._local_tensor = torch.ones(2500)  # as a DTensor has it
+    optimizer = OffloadedOptimizer([param])
+    with pytest.raises(NotImplementedError, match="DTensor"):
+        train(optimizer, [param], range(1), pretended)
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -32,7 +32,8 @@ Maker = Callable[[list[nn.Parameter]], Running]
 class Algorithm:
     """An algorithm with a row per parameter set; a step moves `bytes_per_element`, and `exact` runs in float64.
 
-    `result_dtypes` has one dtype for each list of results.
+    `result_dtypes` has one dtype for each list of results. `slack` is an absolute error allowed beyond the tolerance.
+    An algorithm that is `gpu_only` would take PyTorch's operators minutes on a CPU.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Algorithm:
     cpu_peers: Mapping[str, Maker] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     result_dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    slack: float = 0.0
+    gpu_only: bool = False
 
     def implementations(self, device: torch.device) -> dict[str, Maker]:
         """Return all implementations, ours first."""
@@ -95,10 +98,12 @@ def prepared_steps(
     checked: Sequence[nn.Parameter],
     timed: Callable[[], list[nn.Parameter]],
     dtypes: Sequence[torch.dtype],
+    slack: float = 0.0,
 ) -> Prepared:
     """Prepare a case of optimizers, checked on some parameters and timed on others, which all of them share and change.
 
     `exact` is the optimizer in float64, which may have one list of results for all; `dtypes` are the lists' dtypes.
+    `slack` is an absolute error allowed beyond the tolerance.
     """
     lists = [values.double() for values in results_of_steps(exact, checked, torch.float64)]
     lists += lists[-1:] * (len(dtypes) - len(lists))
@@ -121,6 +126,6 @@ def prepared_steps(
 
     return Prepared(
         {name: functools.partial(check, make) for name, make in ours_and_peers.items()},
-        [Expected(*each) for each in zip(lists, dtypes, terms, strict=True)],
+        [Expected(*each, slack) for each in zip(lists, dtypes, terms, strict=True)],
         {name: functools.partial(time, make) for name, make in ours_and_peers.items()},
     )

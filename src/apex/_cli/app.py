@@ -202,8 +202,8 @@ def compare(
 @app.command(rich_help_panel="Prepare")
 def memory(
     model: Annotated[
-        str, Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
-    ],
+        str | None, Argument(metavar="MODULE:FACTORY | CONFIG", help="Or FILE.py:FACTORY; CONFIG is a config.json.")
+    ] = None,
     opt_levels: Annotated[str | None, Option("--opt-level", help="O0 to O5, with commas; all by default.")] = None,
     optimizer: Annotated[
         str, Option(help="Of apex.optimizers, or MODULE:CLASS; with options: FusedSGD,momentum=0.9.")
@@ -224,6 +224,9 @@ def memory(
         str | None, Option(help="Find the largest batch that fits, with a unit: 80GiB; this GPU's by default.")
     ] = None,
     measured: Annotated[bool, Option("--measure", help="Run the step on this GPU as well.")] = False,
+    states: Annotated[
+        bool, Option("--states", help="Print the bytes per parameter of every optimizer; needs no model.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Estimate the GPU memory that a training step needs.

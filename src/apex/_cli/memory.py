@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
+from .._memory.optimizer_states import state_bytes
 from .._memory.tasks import find_task, parse_shape
 from .._memory.training import OPT_LEVELS, Settings
 from .console import make_console, make_table, print_json_document, print_table
@@ -20,8 +21,9 @@ _ROWS = ("parameters", "buffers", "gradients", "masters", "state", "buckets", "f
 
 
 def run_memory(
-    model: str,
+    model: str | None,
     *,
+    states: bool = False,
     opt_levels: str | None,
     shapes: Sequence[str] | None,
     device_limit: str | None,
@@ -29,8 +31,13 @@ def run_memory(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Print the estimates, and measurements if asked for, as a table or as JSON."""
+    """Print the estimates, and measurements if asked for, or the bytes of optimizers, as a table or as JSON."""
+    if states:
+        _print_states(as_json)
+        return
     with as_bad_parameter(ValueError, TypeError, RuntimeError):
+        if model is None:
+            raise ValueError("a model is needed, as MODULE:FACTORY, FILE.py:FACTORY or a config.json; or --states")
         limit = parse_size(device_limit) if device_limit else gpu_memory()
         if measured and not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU, and PyTorch finds none here")
@@ -47,6 +54,20 @@ def run_memory(
         print_json_document({"model": model, "limit": limit, "levels": [_as_dict(*row) for row in rows]})
     else:
         _print(rows, limit)
+
+
+def _print_states(as_json: bool) -> None:
+    """Print the bytes per parameter of every optimizer and format of state."""
+    rows = state_bytes()
+    if as_json:
+        print_json_document({"states": [row._asdict() for row in rows]})
+        return
+    console = make_console()
+    console.print("bytes per bfloat16 parameter: state with masters; total with the parameter and its gradient\n")
+    table = make_table(console, None, "optimizer", "options", "state", "total", right=("state", "total"))
+    for row in rows:
+        table.add_row(row.optimizer, row.options, f"{row.state:.2f}", f"{row.total:.2f}")
+    print_table(console, table)
 
 
 def parse_size(text: str) -> int:

@@ -295,4 +295,9 @@ def make_optimizer(settings: Settings, model: nn.Module) -> Any:
         kind = getattr(importlib.import_module(module) if module else optimizers, attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"optimizer={name!r} is not MODULE:CLASS of something installed: {error}") from error
+    if kind is optimizers.OffloadedOptimizer:
+        raise ValueError(
+            "optimizer='OffloadedOptimizer' keeps its state in host memory; estimate the optimizer that it offloads "
+            "and subtract `state`"
+        )
     return kind(params, **options)

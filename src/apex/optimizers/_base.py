@@ -37,7 +37,7 @@ _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 # Attributes that a copy of an optimizer makes anew.
 _NOT_COPIED = {
     *("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads", "_workspaces"),
-    *("_memories", "_choices"),
+    *("_memories", "_choices", "_counts"),
 }
 
 
@@ -460,8 +460,9 @@ class EncodingOptimizer(FusedOptimizer):
 def _unscale_gradients(gradients: list[Tensor], scaling: LossScaling) -> None:
     """Remove the loss scale from the gradients after a step; the step used more digits than gradients may have."""
     noop, _, factor = scaling.on(gradients[0].device)
+    assert factor is not None
     if noop is not None:
-        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)  # type: ignore[arg-type]
+        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
     ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
 

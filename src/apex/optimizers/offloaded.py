@@ -101,6 +101,7 @@ class OffloadedOptimizer(FusedOptimizer):
         return choices[param]
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        self._is_offloaded(param)  # refuses a sharded parameter before state is made for it
         state, kind = super()._prepare(param, group, names)
         self._place_state(state, param)
         return state, kind
