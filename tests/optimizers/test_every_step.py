@@ -201,16 +201,6 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
     assert (table.moving is not moving) == (name in NOT_COMBINED)
 
 
-@pytest.mark.parametrize("name", ["FusedMuon", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
-def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
-    param = parameters()[0]
-    param._local_tensor = param.detach()  # what a DTensor has
-    optimizer = maker(name)([param])
-    set_gradients([param], 0)
-    with pytest.raises(NotImplementedError, match=f"{name} needs norms of whole parameters"):
-        optimizer.step()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_grad_scaler_does_not_wait_for_the_gpu(name: str) -> None:

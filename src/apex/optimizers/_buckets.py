@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._distributed.shards import all_shard_groups, like_parameter, local, reduce_over, shard_groups
 from ..ops.multi_tensor import Lists
 from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
@@ -36,26 +37,6 @@ _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _data_ptr = Tensor.data_ptr
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a distributed tensor; return any other tensor unchanged."""
-    shard = getattr(tensor, "_local_tensor", None)
-    return tensor if shard is None else shard
-
-
-def shard_groups(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the process groups over which a distributed tensor is cut, one per dimension of its mesh; () if none.
-
-    Sums over the local shard, added up over these groups, are sums over the whole tensor: replicas count once.
-    """
-    if local(tensor) is tensor:
-        return ()
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"a parameter is distributed as {placements}; sums of shards that are partial are not taken")
-    cut = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
-    return () if mesh is None else tuple(mesh.get_group(dimension) for dimension in cut)
 
 
 class UpdateBucket:
@@ -91,6 +72,8 @@ class UpdateBucket:
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
         self._distributed = any(local(param) is not param for param in params)
+        # Every process group that a parameter is cut over. If the update measures parameters, all have the same.
+        self.shard_groups = all_shard_groups(params) if self._distributed else []
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._strides = list(map(Tensor.stride, self._sources))
@@ -117,8 +100,11 @@ class UpdateBucket:
         return [local(source.grad) for source in self._sources if source.grad is not None]
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients, laid out like their parameters."""
-        return list(map(with_strides_of, self._sources, map(_grad_of, self._sources)))
+        """Return the gradients, laid out and distributed like their parameters."""
+        gradients = map(_grad_of, self._sources)
+        if self._distributed:
+            gradients = map(like_parameter, self._sources, gradients)
+        return list(map(with_strides_of, self._sources, gradients))
 
     def _encodings(self) -> Encodings:
         """Return the codec and the companions of every slot that has a codec."""
@@ -192,11 +178,9 @@ class UpdateBucket:
         is_plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
         return is_plain or list(map(Tensor.stride, gradients)) == self._strides
 
-    def over_shards(self, sums: Tensor) -> Tensor:
-        """Return sums over this process's shards, added up over all shards of the parameters."""
-        for group in shard_groups(self.params[0]):
-            torch.distributed.all_reduce(sums, group=group)
-        return sums
+    def over_shards(self, values: Tensor, *, maximum: bool = False) -> Tensor:
+        """Return measurements of this process's shards, added up (or maximised) over all shards of the parameters."""
+        return reduce_over(values, self.shard_groups, maximum=maximum) if self.shard_groups else values
 
     def release(self) -> None:
         """Drop the references to the gradients, so that their owner can free them."""
@@ -256,6 +240,17 @@ class GroupBuckets:
         if self._absent and any(param.grad is not None for param in self._absent):
             return False
         return all(bucket.refresh() for bucket in self.buckets)
+
+
+def agreed(found_inf: Tensor | None, buckets: Sequence[UpdateBucket]) -> Tensor | None:
+    """Return an overflow flag that is set if it is set in any process that holds shards of the buckets' parameters.
+
+    torch.amp.GradScaler asks only the processes that share the first gradient.
+    """
+    groups = {id(group): group for bucket in buckets for group in bucket.shard_groups}
+    if found_inf is None or not groups:
+        return found_inf
+    return reduce_over(found_inf.clone(), groups.values(), maximum=True)
 
 
 def check_parameter(param: Tensor, index: int) -> None:

@@ -5,7 +5,7 @@ On a CPU PyTorch's fused optimizers replace the rules that they can compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -295,13 +295,28 @@ class TorchLists:
         factor = torch.clamp(limit / (norm + margin), max=1.0)
         return norm, factor if grad_scale is None else factor * grad_scale
 
-    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
+    def measured_average(
+        self,
+        rule: Rule,
+        averages: Tensor,
+        share: float,
+        over_shards: Callable[[Tensor], Tensor] | None = None,
+        **scaling: Any,
+    ) -> None:
         """Move `averages` towards the rule's measurement of each tensor, as `TritonLists.measured_average`."""
-        measured, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
+        measured = self.apply(rule, {}, **scaling)
         assert measured is not None
-        now, before = measured[:, 0], averages[:, 0]
-        after = torch.where(before < 0, now, before.lerp(now, share))
-        before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
+        move_averages(averages, measured if over_shards is None else over_shards(measured), share, scaling.get("noop"))
+
+
+def move_averages(averages: Tensor, measured: Tensor, share: float, noop: Tensor | None) -> None:
+    """Move column 0 of `averages` by `share` towards that of `measured`, unless `noop` is set.
+
+    A negative average means that there is none yet; it becomes the measurement.
+    """
+    now, before = measured[:, 0], averages[:, 0]
+    after = torch.where(before < 0, now, before.lerp(now, share))
+    before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 
 
 def _flag_nonfinite(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:

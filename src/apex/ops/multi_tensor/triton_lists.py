@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from . import config
 from .codecs import NUMBERS, REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
-from .torch_lists import StateSeed
+from .torch_lists import StateSeed, move_averages
 
 # Imported at first use: importing apex needs no Triton.
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -145,11 +145,24 @@ class TritonLists:
         total = Sum(norm, root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
         return self._measured(rule, {}, (), total, scaling), factor
 
-    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
+    def measured_average(
+        self,
+        rule: Rule,
+        averages: Tensor,
+        share: float,
+        over_shards: Callable[[Tensor], Tensor] | None = None,
+        **scaling: Any,
+    ) -> None:
         """Move column 0 of `averages`, float32 [tensors, 2], by `share` towards the rule's measurement of each tensor.
 
-        A negative average means that there is none yet; it becomes the measurement.
+        A negative average means that there is none yet; it becomes the measurement. `over_shards` adds up (or
+        maximises) the measurements of tensors that are shards.
         """
+        if over_shards is not None:
+            measured = self.apply(rule, {}, **scaling)
+            assert measured is not None
+            move_averages(averages, over_shards(measured), share, scaling.get("noop"))
+            return
         total = Sum(averages, per_tensor=True, average=True, numbers=(0.0, 0.0, share))
         self._measured(rule, {}, (), total, scaling)
 
