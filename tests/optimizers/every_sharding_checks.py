@@ -7,15 +7,29 @@ FSDP2. The last bias has one element, so that most of its shards are empty; no n
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from apex import optimizers
+from apex._distributed import collectives
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.parallel.LARC import LARC
 from apex.transformer.amp import GradScaler
@@ -182,8 +196,90 @@ def clipping(rank: int) -> None:
                     torch.testing.assert_close(whole([one.grad])[0], other.grad, **CLOSE)
 
 
+def matrices_of_muon(rank: int) -> None:
+    """Matrices cut in every way; shards of whole matrices are not sent, others by one all-to-all each way."""
+    mesh = init_device_mesh("cpu", (4,))
+    cases: list[tuple[list[tuple[int, ...]], dict[str, Any], int, int]] = [
+        ([(7, 5), (2, 6), (7, 5), (6, 9), (1, 3)], {}, 0, 2),  # uneven and empty shards
+        ([(5, 4, 6), (2, 3, 3)], {}, 0, 0),  # experts
+        ([(16, 6)], {"num_heads": 8}, 0, 0),
+        ([(9, 6)], {"num_heads": 3}, 0, 0),  # a shard is one head, and one process has none
+        ([(12, 6)], {"num_heads": 3}, 0, 2),  # heads that shards cut
+        ([(12, 6), (12, 6)], {"split_sizes": (6, 3, 3)}, 0, 2),
+        ([(6, 2, 3, 3)], {"flatten": True}, 0, 2),
+        ([(4, 8, 3)], {"flatten": True}, 0, 2),
+        ([(6, 5), (5, 6, 4)], {}, 1, 0),  # columns, or rows of every expert
+    ]
+    sent = mock.Mock(side_effect=collectives.all_to_all)
+    for shapes, options, dimension, exchanges in cases:
+        generator = torch.Generator().manual_seed(0)
+        values = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(3)]
+        shards = [[distribute_tensor(each, mesh, [Shard(dimension)]) for each in some] for some in values]
+        found, exact = made(shards[0]), made(values[0])
+        options = {"lr": 0.1, "ns_dtype": torch.float32, "adjust_lr_fn": "match_rms_adamw", **options}
+        with mock.patch.object(collectives, "all_to_all", sent):
+            train(found, shards[1:], optimizers.FusedMuon([{"params": found, **options}]))
+        train(exact, values[1:], optimizers.FusedMuon([{"params": exact, **options}]))
+        assert_like_whole(found, exact)
+        assert sent.call_count == 2 * exchanges, (shapes, options)
+        sent.reset_mock()
+    with pytest.raises(NotImplementedError, match=r"beta2=0.9 .* sharded"):
+        train(found, shards[1:], optimizers.FusedMuon([{"params": found, "beta2": 0.9}]))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 18).view(3, 6) + step).square().sum().backward()
+        optimizer.step()
+
+
+def checkpoints(rank: int) -> None:
+    """All optimizers through torch.distributed.checkpoint, saved by two processes and loaded by four."""
+    names: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(names)
+    meshes = {2: DeviceMesh("cpu", [0, 1]), 4: init_device_mesh("cpu", (4,))}
+
+    def made_for(name: str, processes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Model()
+        if processes > 1:
+            fully_shard(model, mesh=meshes[processes])
+        return model, getattr(optimizers, name)(model.parameters(), **OPTIONS[name])
+
+    def states(pairs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            for name, (model, optimizer) in pairs.items()
+        }
+
+    if rank < 2:
+        pairs = {name: made_for(name, 2) for name in OPTIONS}
+        for model, optimizer in pairs.values():
+            take_steps(model, optimizer, range(2))
+        save(states(pairs), checkpoint_id=names[0], process_group=meshes[2].get_group())
+    dist.barrier()
+    pairs = {name: made_for(name, 4) for name in OPTIONS}
+    loaded = states(pairs)
+    load(loaded, checkpoint_id=names[0])
+    for name, (model, optimizer) in pairs.items():
+        set_model_state_dict(model, loaded[name]["model"])
+        set_optimizer_state_dict(model, optimizer, loaded[name]["optimizer"])
+        assert len(optimizer.state) == len(list(model.parameters())), name  # also of empty shards
+        take_steps(model, optimizer, range(2, STEPS))
+        expected, reference = made_for(name, 1)
+        take_steps(expected, reference, range(STEPS))
+        for found, exact in zip(whole(list(model.parameters())), expected.parameters(), strict=True):
+            torch.testing.assert_close(found, exact.detach(), **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(names[0])
+
+
 CHECKS: dict[str, Check] = {
     **{name: like_one_process(name) for name in OPTIONS},
     "larc": larc,
     "clipping": clipping,
+    "checkpoints": checkpoints,
+    "matrices_of_muon": matrices_of_muon,
 }

@@ -25,17 +25,17 @@ _WHAT = "exchanging Muon's directions"
 
 
 def divided(
-    params: Sequence[Tensor], costs: Sequence[int], rows: Sequence[int], first: int
+    params: Sequence[Tensor], blocks: Sequence[Sequence[Any]], first: int
 ) -> tuple[list[int], list[RowExchange | FullMatrices]]:
     """Return the indices of parameters whose matrices are whole in every shard, and exchanges for the others.
 
-    `costs` are the work for each parameter, and `rows` the rows of its matrices. `first` is the rank that is preferred
-    if several have equal work.
+    `blocks` are the blocks of each parameter, see `fused_muon.Block`. `first` is the rank that is preferred if several
+    have equal work.
     """
     whole: list[int] = []
     exchanged: dict[int, tuple[Any, list[int]]] = {}
     for index, param in enumerate(params):
-        if has_whole_matrices(param, rows[index]):
+        if has_whole_matrices(param, blocks[index][0].rows, blocks[index][0].columns):
             whole.append(index)
             continue
         if not local(param).is_contiguous():
@@ -52,16 +52,18 @@ def divided(
         if group is None:
             exchanges.append(FullMatrices(indices, chosen))
         else:
-            exchanges.append(RowExchange(indices, chosen, [costs[index] for index in indices], group, first))
+            work = [sum(block.work for block in blocks[index]) for index in indices]
+            exchanges.append(RowExchange(indices, chosen, work, group, first))
     return whole, exchanges
 
 
-def has_whole_matrices(param: Tensor, rows: int) -> bool:
-    """Return whether no matrix of a parameter, of so many `rows`, is cut; True for a plain tensor."""
+def has_whole_matrices(param: Tensor, rows: int, columns: int) -> bool:
+    """Return whether no matrix of a parameter, of `rows` x `columns`, is cut; True for a plain tensor."""
     cut = cut_dimensions(param)
     if any(dimension for _, dimension in cut):
         return False
-    if not cut or (param.dim() == 3 and rows <= param.shape[1]):  # a stack, such as of experts
+    is_stack = param.dim() == 3 and rows <= param.shape[1] and columns == param.shape[2]  # such as of experts
+    if not cut or is_stack:
         return True
     # Heads lie one after the other, so a shard has whole ones if its number of rows is a multiple of a head's.
     ranks = dist.get_world_size(cut[0][0])

@@ -292,8 +292,7 @@ class Directions:
             raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
         blocks = [blocks_of(param.shape, group) for param in params]
         rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in each] for each in blocks]
-        work = [sum(block.work for block in each) for each in blocks]
-        own, self._exchanges = divided(params, work, [each[0].rows for each in blocks], bucket.kind)
+        own, self._exchanges = divided(params, blocks, bucket.kind)
         by_shape: dict[Any, list[int]] = {}
         for index in own:
             shard = local(params[index])
