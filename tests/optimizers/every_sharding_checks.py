@@ -33,10 +33,12 @@ from apex._distributed import collectives
 from apex.contrib.clip_grad import clip_grad_norm_
 from apex.parallel.LARC import LARC
 from apex.transformer.amp import GradScaler
-from tests.optimizers.test_every_step import OPTIONS
+from tests.optimizers.test_every_step import OPTIONS as ALL_OPTIONS
 from tests.parallel.processes import Check
 
 STEPS = 4
+REFUSES = "OffloadedOptimizer"  # says that it does not take sharded parameters
+OPTIONS = {name: options for name, options in ALL_OPTIONS.items() if name != REFUSES}
 OVERFLOW = 2  # the step with an infinite gradient in one process's shard, if losses are scaled
 # Processes that hold the infinite element; replicas have the same gradients.
 OVERFLOWS = {"hsdp": (1, 3)}
@@ -167,6 +169,13 @@ def like_one_process(name: str) -> Check:
     return check
 
 
+def refuses(rank: int) -> None:
+    params, gradients, *_ = sharded("fsdp")
+    found = made(params)
+    with pytest.raises(NotImplementedError, match=f"{REFUSES} does not take sharded parameters"):
+        train(found, gradients, getattr(optimizers, REFUSES)(found))
+
+
 def larc(rank: int) -> None:
     for case in SHARDINGS:
         params, gradients, wholes, grads = sharded(case)
@@ -278,6 +287,7 @@ def checkpoints(rank: int) -> None:
 
 CHECKS: dict[str, Check] = {
     **{name: like_one_process(name) for name in OPTIONS},
+    REFUSES: refuses,
     "larc": larc,
     "clipping": clipping,
     "checkpoints": checkpoints,

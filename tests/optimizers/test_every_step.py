@@ -40,9 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NpuFusedRMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
     "NpuFusedRMSpropTF": {"lr": 0.01, "momentum": 0.9},
     "NpuFusedSGD": {"lr": 0.1, "momentum": 0.9},
+    "OffloadedOptimizer": {"lr": 0.01, "minimal_size": 0},
 }
 # On a combined buffer gradients have one memory order.
-NOT_COMBINED = [name for name in OPTIONS if name.startswith("Fused")]
+NOT_COMBINED = [name for name in OPTIONS if name.startswith(("Fused", "Offloaded"))]
 
 
 def maker(name: str) -> Factory:
