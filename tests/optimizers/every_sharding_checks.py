@@ -205,6 +205,26 @@ def clipping(rank: int) -> None:
                     torch.testing.assert_close(whole([one.grad])[0], other.grad, **CLOSE)
 
 
+def stochastic_rounding(rank: int) -> None:
+    """bfloat16 shards are rounded to the bits of whole parameters; with masters they follow these."""
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("FusedAdam", {"lr": 0.01}),
+        ("FusedSGD", {"lr": 0.1, "momentum": 0.9}),
+        ("NpuFusedRMSprop", {"lr": 0.01}),
+        ("NpuFusedAdamP", {"lr": 0.01, "delta": 0.0}),  # rounds by rows
+    ]
+    for case in SHARDINGS:
+        half = [[each.bfloat16() for each in step] for step in (sharded(case).params, *sharded(case).gradients)]
+        wholes = [[each.bfloat16() for each in step] for step in (sharded(case)[2], *sharded(case)[3])]
+        for name, options in cases:
+            for rounding in ({"stochastic_rounding": True}, {"master_weights": True}):
+                found, exact = made(half[0]), made(wholes[0])
+                for params, steps in ((found, half[1:]), (exact, wholes[1:])):
+                    train(params, steps, getattr(optimizers, name)(params, **options, **rounding))
+                for one, other in zip(whole(found), exact, strict=True):
+                    assert torch.equal(one, other.detach()), (case, name, rounding)
+
+
 def matrices_of_muon(rank: int) -> None:
     """Matrices cut in every way; shards of whole matrices are not sent, others by one all-to-all each way."""
     mesh = init_device_mesh("cpu", (4,))
@@ -292,4 +312,5 @@ CHECKS: dict[str, Check] = {
     "clipping": clipping,
     "checkpoints": checkpoints,
     "matrices_of_muon": matrices_of_muon,
+    "stochastic_rounding": stochastic_rounding,
 }

@@ -6,6 +6,7 @@ A DTensor is known by its attribute `_local_tensor`, so that programs without sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,6 +57,24 @@ def shard_groups(tensor: Tensor) -> tuple[Any, ...]:
 def all_shard_groups(tensors: Iterable[Tensor]) -> list[Any]:
     """Return every process group over which one of the tensors is cut, once each, in the order of the tensors."""
     return list({id(group): group for tensor in tensors for group in shard_groups(tensor)}.values())
+
+
+def place_of(tensor: Tensor) -> tuple[int, int, int, list[int]]:
+    """Return the place of the local shard in a distributed tensor: start, run, stride and the first index by dimension.
+
+    Element i of the contiguous shard is element start + (i // run) * stride + i % run of the contiguous tensor. This
+    holds if at most one dimension besides the first is cut.
+    """
+    shape, shard = tuple(tensor.shape), local(tensor)
+    first = [0] * len(shape)
+    if is_sharded(tensor) and hasattr(tensor, "placements"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        found = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+        first = list(found[1])
+    inner = max((dimension for _, dimension in cut_dimensions(tensor)), default=0)
+    start = sum(index * math.prod(shape[dimension + 1 :]) for dimension, index in enumerate(first))
+    return start, max(1, math.prod(shard.shape[inner:])), math.prod(shape[inner:]), first
 
 
 def by_shard_groups(tensors: Sequence[Tensor]) -> list[tuple[tuple[Any, ...], list[int]]]:

@@ -8,6 +8,7 @@ again only if something moved.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._distributed.shards import all_shard_groups, like_parameter, local, reduce_over, shard_groups
+from .._distributed.shards import all_shard_groups, like_parameter, local, place_of, reduce_over, shard_groups
 from ..ops.multi_tensor import Lists
-from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings
+from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings, NoisePlace
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.flat import laid_out_alike, overlapping, with_strides_of
+from ..ops.multi_tensor.rows import RowLists, row_count
 from ..ops.multi_tensor.rule import SLOTS
-from ..ops.multi_tensor.tables import lie_at
+from ..ops.multi_tensor.tables import lie_at, upload
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists
 
@@ -205,7 +207,9 @@ class GroupBuckets:
         for index, source in enumerate(sources):
             check_parameter(source, index)
         self.names = names
-        kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
+        kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]], list[tuple[int, int]]]] = {}
+        # Tensors, and rows of them, before each parameter, however parameters are sharded.
+        counts: dict[Any, tuple[int, int]] = {}
         # Parameters that share memory must not be updated concurrently.
         shared = overlapping([local(params[index]) for index, _ in present])
         for position, (index, gradient_dtype) in enumerate(present):
@@ -229,14 +233,22 @@ class GroupBuckets:
                 tensors[0].device,
                 *(tensor.dtype for tensor in tensors),
             )
-            members = kinds.setdefault(key, ([], []))
+            members = kinds.setdefault(key, ([], [], []))
             members[0].append(param)
             members[1].append(state)
+            family = (tuple(codecs.items()), MASTER in state, gradient_dtype, tensors[0].device, tensors[0].dtype)
+            number, row = counts.setdefault(family, (0, 0))
+            members[2].append((number, row))
+            counts[family] = number + 1, row + row_count(param)
         self.buckets = []
-        for (codecs, kind, make_bucket, *_), (params, states) in kinds.items():
+        for (codecs, kind, make_bucket, *_), (params, states, numbers) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
             make = optimizer._make_lists
-            self.buckets.append(make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
+            bucket = make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs))
+            if bucket.shard_groups and optimizer.stochastic_rounding:
+                places = noise_places(params, numbers, by_row=isinstance(bucket.lists, RowLists))
+                bucket.lists.noise_places = upload(places, torch.int64, bucket.device)
+            self.buckets.append(bucket)
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""
@@ -245,6 +257,25 @@ class GroupBuckets:
         if self._absent and any(param.grad is not None for param in self._absent):
             return False
         return all(bucket.refresh() for bucket in self.buckets)
+
+
+def noise_places(
+    params: Sequence[Tensor], numbers: Sequence[tuple[int, int]], *, by_row: bool
+) -> list[tuple[int, int, int, int]]:
+    """Return a `NoisePlace` for every shard, or for every row of every shard.
+
+    `numbers` has the number of each parameter and of its first row.
+    """
+    places: list[tuple[int, int, int, int]] = []
+    for param, (number, row) in zip(params, numbers, strict=True):
+        start, run, stride, first = place_of(param)
+        if not by_row:
+            places.append(NoisePlace(number, start, run, stride))
+            continue
+        in_row = start - first[0] * math.prod(param.shape[1:]) if param.dim() > 1 else start
+        top = first[0] if param.dim() > 1 else 0
+        places += [NoisePlace(row + top + index, in_row, run, stride) for index in range(row_count(local(param)))]
+    return places
 
 
 def agreed(found_inf: Tensor | None, buckets: Sequence[UpdateBucket]) -> Tensor | None:

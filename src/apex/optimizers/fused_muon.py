@@ -216,6 +216,7 @@ class FusedMuon(EncodingOptimizer):
             directions = bucket.cache["directions"] = Directions(self, own, bucket)
         current = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
         lists = directions.lists(*current)
+        lists.noise_places = bucket.lists.noise_places
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
         directions.orthogonalize(group, scaling.found_inf)

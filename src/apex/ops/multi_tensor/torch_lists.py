@@ -50,6 +50,8 @@ class TorchLists:
         self.sizes = tuple(map(Tensor.numel, first))
         self.row_counts = [self._row_count(tensor) for tensor in first]
         self.results = sum(self.row_counts)
+        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        self.noise_places: Tensor | None = None
         self.point_to(slots, copy, encodings)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
@@ -270,6 +272,9 @@ class TorchLists:
         end = piece.start + value.shape[1]
         index = torch.arange(piece.start, end, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)
+        if slot == 0 and self.noise_places is not None:
+            row, start, run, stride = self.noise_places[piece.rows].to(value.device).split(1, 1)
+            index = start + torch.div(index, run, rounding_mode="floor") * stride + index % run
         return noise(seed, row, index, slot)
 
     @torch.no_grad()

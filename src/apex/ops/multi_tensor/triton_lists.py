@@ -70,6 +70,8 @@ class TritonLists:
             self._columns += sum(each.companions is not None for each in encodings.values())
             self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
+        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        self.noise_places: Tensor | None = None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
         # Keys: a rule, or a block size and blocks per program.
@@ -202,7 +204,8 @@ class TritonLists:
             (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
             at_once = config.sum_block(layout.most if per_tensor else layout.count)
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
-        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
+        places = self.noise_places if rounds else None
+        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts, places)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
         rounds = rounds and not self._has_remainders
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
