@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from apex import optimizers
-from apex.optimizers import FusedAdam, FusedLAMB, FusedLARS, FusedNovoGrad
+from apex.optimizers import FusedAdam, FusedLAMB, FusedLARS
 from tests.parallel.processes import Check
 
 LIKE_TORCH: list[tuple[str, str, dict[str, Any]]] = [
@@ -85,16 +84,8 @@ def norms_of_whole_parameters(rank: int) -> None:
                 torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-5, atol=1e-6)
 
 
-def novograd_refuses(rank: int) -> None:
-    model = sharded_model()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(NotImplementedError, match="sharded"):
-        FusedNovoGrad(model.parameters()).step()
-
-
 CHECKS: dict[str, Check] = {
     "adam_and_its_state": adam_and_its_state,
     **{case[0]: like_torch(*case) for case in LIKE_TORCH},
     "norms_of_whole_parameters": norms_of_whole_parameters,
-    "novograd_refuses": novograd_refuses,
 }

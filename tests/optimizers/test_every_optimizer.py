@@ -175,13 +175,3 @@ def test_float64_parameters(make: Factory) -> None:
         train(make(params), range(5))
     assert {p.dtype for p in double} == {torch.float64}
     assert helpers.relative_error(single, double) <= helpers.LIMIT
-
-
-@pytest.mark.parametrize("name", ["FusedNovoGrad"])
-def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
-    param = parameters()[0]
-    param._local_tensor = param.detach()  # what a DTensor has
-    optimizer = MAKERS[name]([param])
-    set_gradients([param], 0)
-    with pytest.raises(NotImplementedError, match=f"{name} needs norms of whole parameters"):
-        optimizer.step()

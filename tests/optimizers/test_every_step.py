@@ -40,9 +40,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NpuFusedRMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True},
     "NpuFusedRMSpropTF": {"lr": 0.01, "momentum": 0.9},
     "NpuFusedSGD": {"lr": 0.1, "momentum": 0.9},
+    "OffloadedOptimizer": {"lr": 0.01, "minimal_size": 0},
 }
 # On a combined buffer gradients have one memory order.
-NOT_COMBINED = [name for name in OPTIONS if name.startswith("Fused")]
+NOT_COMBINED = [name for name in OPTIONS if name.startswith(("Fused", "Offloaded"))]
 
 
 def maker(name: str) -> Factory:
@@ -199,16 +200,6 @@ def test_only_what_moved_is_uploaded(name: str, route: Route) -> None:
     assert table.fixed is fixed
     # Combined gradients are copied back to where they were.
     assert (table.moving is not moving) == (name in NOT_COMBINED)
-
-
-@pytest.mark.parametrize("name", ["FusedMuon", "FusedNovoGrad", "Lamb", "NpuFusedAdamP", "NpuFusedLamb"])
-def test_shards_are_refused_where_norms_of_whole_parameters_are_needed(name: str) -> None:
-    param = parameters()[0]
-    param._local_tensor = param.detach()  # what a DTensor has
-    optimizer = maker(name)([param])
-    set_gradients([param], 0)
-    with pytest.raises(NotImplementedError, match=f"{name} needs norms of whole parameters"):
-        optimizer.step()
 
 
 @pytest.mark.gpu

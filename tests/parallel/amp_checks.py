@@ -255,41 +255,61 @@ def amp_wants_to_be_first(rank: int) -> None:
     assert [each.item() for each in local] == [0.0, 1.0]
 
 
-def sharded(rank: int) -> None:
-    """Models of fully_shard are refused unchanged if amp would cast or scale shards.
-
-    Otherwise they train in float32.
-    """
+def _sharded_model(dtype: torch.dtype | None = None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    return fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), mesh=mesh, mp_policy=policy)
 
-    def made() -> tuple[Any, Any]:
-        torch.manual_seed(0)
-        model = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), mesh=mesh)
-        return model, FusedAdam(model.parameters(), lr=0.01)
 
-    losses = {}
-    for level, options in (("O0", {}), ("O1", {"loss_scale": 1.0}), ("O4", {})):
-        model, optimizer = quiet(*made(), opt_level=level, **options)
-        losses[level] = []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = loss_of(model, 2 * step + rank)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            losses[level].append(loss.item())
-        amp.shutdown()
-    assert losses["O1"] == pytest.approx(losses["O0"], rel=0.01)
-    assert losses["O4"] == pytest.approx(losses["O0"], rel=0.02)
-    assert losses["O0"][-1] < losses["O0"][0] or rank
-    refused: list[dict[str, Any]] = [{"opt_level": level} for level in ("O1", "O2", "O3", "O5")]
-    for options in (*refused, {"opt_level": "O4", "combine_grad": True}):
-        model, optimizer = made()
+def sharded(rank: int) -> None:
+    """Models of fully_shard train like in float32, with the loss scales of one process that sees every overflow."""
+    losses: dict[str, list[float]] = {}
+    for level, dtype in (("O0", None), ("O1", None), ("O4", None), ("O2", torch.float16), ("O5", torch.bfloat16)):
+        for make in (FusedAdam, torch.optim.Adam):
+            name = f"{level} {make.__name__}"
+            model = _sharded_model(dtype)
+            options = {} if level == "O0" else {"loss_scale": "dynamic"}
+            model, optimizer = quiet(model, make(model.parameters(), lr=0.01), opt_level=level, **options)
+            assert {param.dtype for param in model.parameters()} == {torch.float32}
+            losses[name], scales = [], []
+            for step in range(5):
+                optimizer.zero_grad()
+                before = [param.full_tensor() for param in model.parameters()]
+                loss = loss_of(model, 2 * step + rank)
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                    if step == 2 and rank == 1 and level != "O0":
+                        model[0].weight.grad._local_tensor[0, 0] = torch.inf  # in the shard of one process
+                optimizer.step()
+                after = [param.full_tensor() for param in model.parameters()]
+                assert any(not torch.equal(*pair) for pair in zip(before, after, strict=True)) == (
+                    step != 2 or level == "O0"
+                ), (name, step)
+                losses[name].append(loss.item())
+                scales.append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+            assert scales == ([1.0] * 5 if level == "O0" else [2.0**16] * 2 + [2.0**15] * 3), name
+            amp.shutdown()
+    for name, found in losses.items():
+        assert found[:3] == pytest.approx(losses["O0 FusedAdam"][:3], rel=0.02), name
+
+
+def sharded_refusals(rank: int) -> None:
+    """A refused call leaves model and optimizer as they were, and the error names the remedy."""
+    policy = r"mp_policy=MixedPrecisionPolicy\(param_dtype=torch.{}\)"
+    for options, message in (
+        ({"opt_level": "O2"}, policy.format("float16")),
+        ({"opt_level": "O5"}, policy.format("bfloat16")),
+        ({"opt_level": "O3"}, "use opt_level='O2' or 'O5'"),
+        ({"opt_level": "O4", "combine_grad": True}, "combine_grad"),
+    ):
+        model = _sharded_model()
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
         kind = type(model)
-        with pytest.raises(RuntimeError, match=r"parameter 0.weight is sharded .* opt_level='O4'"):
+        with pytest.raises(RuntimeError, match=rf"parameter 0.weight is sharded .*{message}"):
             quiet(model, optimizer, **options)
         assert type(model) is kind
         assert {param.dtype for param in model.parameters()} == {torch.float32}
@@ -319,7 +339,8 @@ def other_settings_are_an_error(rank: int) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    **({"sharded": sharded} if torch.__version__ >= "2.7" else {}),  # 2.6 has no FSDP2 for a CPU
+    # PyTorch 2.6 has no FSDP2 for a CPU.
+    **({"sharded": sharded, "sharded_refusals": sharded_refusals} if torch.__version__ >= "2.7" else {}),
     "overflow_O1": overflow("O1", "SGD", False),
     "overflow_O2": overflow("O2", "SGD", False),
     "overflow_O2_fused": overflow("O2", "FusedAdam", False, message_size=1),

@@ -49,7 +49,7 @@ WITHOUT_EFFECT: dict[tuple[str, str, str], str] = {
         "for member, view, has in zip(self.members, self.views, has_gradient, strict=False):",
     ): "the three lists are made from the same parameters",
     (
-        "src/apex/booster/_norm.py",
+        "src/apex/_distributed/norms.py",
         "first = norms[0]",
         "first = norms[1]",
     ): "the device of another of the norms that are added, of equal dtype or made so",

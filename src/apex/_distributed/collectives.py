@@ -1,4 +1,4 @@
-"""Asynchronous all-reduce, reduce-scatter and all-gather on any backend.
+"""Asynchronous all-reduce, reduce-scatter, all-gather and all-to-all on any backend.
 
 On devices these are torch.distributed's collectives. For host tensors Gloo lacks averages and, depending on the
 version, reduce-scatter and bfloat16. There, bytes are exchanged and added here, in float32 and in rank order, so the
@@ -11,7 +11,7 @@ through host memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -167,6 +167,27 @@ def all_reduce(
     received = torch.empty(dist.get_world_size(group), tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     work = start(description, dist.all_gather, list(_bits(received).unbind()), _bits(inputs.reshape(-1)), group=group)
     return _host_sum(work, received, tensor.view(-1), average)
+
+
+def all_to_all(
+    output: Tensor,
+    inputs: Tensor,
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
+    group: Any,
+    description: str,
+) -> Work:
+    """Send parts of the vector `inputs` to all ranks, in rank order, and write the parts that they send to `output`."""
+    if _through_host(inputs, group):
+        result = torch.empty_like(output, device=HOST)
+        work = all_to_all(result, inputs.cpu(), output_sizes, input_sizes, group, description)
+        return _WorkWithCallback(work, lambda: output.copy_(result))
+    if on_host(inputs):  # as bytes, because not every version of Gloo takes bfloat16
+        width = inputs.element_size()
+        output_sizes, input_sizes = ([size * width for size in sizes] for sizes in (output_sizes, input_sizes))
+        output, inputs = _bits(output), _bits(inputs)
+    sizes = (list(output_sizes), list(input_sizes))
+    return start(description, dist.all_to_all_single, output, inputs, *sizes, group=group)
 
 
 def reduce_scatter_all_reduce(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._distributed.shards import is_sharded
 from . import _autocast
 from ._amp_state import HALF, _amp_state, float32_values, warn_or_err
 from ._checks import checked_optimizers
@@ -33,8 +34,7 @@ def initialize_models_and_optimizers(
     """
     model_list, optimizer_list = as_lists(models, optimizers)
     _check_models(model_list, properties)
-    if properties.cast_model_type in HALF or properties.loss_scale != 1.0 or combine is not None:
-        _check_whole(model_list)
+    _check_sharded(model_list, properties, combine is not None)
     _check_optimizers(model_list, optimizer_list, properties, combine is not None)
     with unchanged_on_failure(model_list, optimizer_list):
         release(model_list, optimizer_list)
@@ -126,17 +126,41 @@ def _check_models(models: list[nn.Module], properties: Any) -> None:
                 )
 
 
-def _check_whole(models: list[nn.Module]) -> None:
-    """Raise an error for sharded models: shards cannot be cast, and an overflow in one is not known to all ranks."""
+def _check_sharded(models: list[nn.Module], properties: Any, combines: bool) -> None:
+    """Raise an error for models that are sharded over processes in a way that the opt level cannot handle."""
+    cast_type = properties.cast_model_type if properties.cast_model_type in HALF else None
+    scales = properties.loss_scale != 1.0
     for model in models:
         wrapped = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
-        for name, param in model.named_parameters():
-            if wrapped or hasattr(param, "_local_tensor"):
-                raise RuntimeError(
-                    f"parameter {name} is sharded over processes (FullyShardedDataParallel, fully_shard or another "
-                    "DTensor); for such models amp neither casts weights nor scales losses nor combines gradients. Use "
-                    "opt_level='O4', or 'O1' with loss_scale=1.0, or the sharding's own mixed precision without amp"
-                )
+        names = [name for name, param in model.named_parameters() if wrapped or is_sharded(param)]
+        if not names:
+            continue
+        who = f"parameter {names[0]} is sharded over processes"
+        if combines:
+            raise RuntimeError(f"{who}; combine_grad and check_combined_tensors need parameters that are whole")
+        if wrapped and (cast_type is not None or scales):
+            raise RuntimeError(
+                f"{who} by FullyShardedDataParallel, whose weights amp cannot cast and whose overflows stay unknown to "
+                "other processes; use fully_shard, or opt_level='O4', or 'O1' with loss_scale=1.0"
+            )
+        if cast_type is None:
+            continue
+        if not properties.master_weights:
+            raise RuntimeError(
+                f"{who}, as float32 master weights, which {properties.opt_level} is without; use opt_level='O2' or 'O5'"
+            )
+        if any(policy != cast_type for policy in _policies(model)) or not _policies(model):
+            raise RuntimeError(
+                f"{who}; with {properties.opt_level} shards stay float32, as master weights, and the sharding casts "
+                f"them: give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype={cast_type}) for every module. Or "
+                "use opt_level='O4' or 'O1', which cast inside of the forward pass"
+            )
+
+
+def _policies(model: nn.Module) -> list[torch.dtype | None]:
+    """Return the dtype that each module of `fully_shard` casts its weights to for the forward pass."""
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]  # type: ignore[operator]
+    return [state._mp_policy.param_dtype for state in states]
 
 
 def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties: Any, combines: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._distributed.shards import all_shard_groups, is_sharded, reduce_over
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier
 
@@ -68,6 +69,9 @@ class AmpOptimizerState:
         self.takes_gradients = takes_gradients(optimizer)
         # The optimizer's combined gradient buffers, `_combine_grad.CombinedGradients`, which imports this module.
         self.combined: Any = None
+        # Process groups over which parameters are cut: their processes must agree on an overflow.
+        self.shard_groups: list[Any] = []
+        self.has_shards = False
         # The optimizer's own attributes that amp replaced.
         self.replaced: dict[str, Any] = {}
 
@@ -170,8 +174,20 @@ def cast_states(optimizer: Any, params: list[Tensor]) -> None:
             optimizer.state[param] = cast_state(optimizer.state[param], param.dtype, others)
 
 
+def agree(found_inf: Tensor, stashes: list[AmpOptimizerState]) -> None:
+    """Set an overflow flag that is set in any process that holds shards of the optimizers' parameters."""
+    groups = {id(group): group for stash in stashes for group in stash.shard_groups}
+    if groups:
+        reduce_over(found_inf, groups.values(), maximum=True)
+
+
 def note_model_params(stash: AmpOptimizerState) -> None:
-    """Make a fused optimizer write a model's parameters in the pass that updates their masters."""
+    """Make a fused optimizer write a model's parameters in the pass that updates their masters.
+
+    Also notes which processes hold shards of the parameters.
+    """
+    stash.has_shards = any(map(is_sharded, stash.model_params))
+    stash.shard_groups = all_shard_groups(stash.model_params)
     if hasattr(stash.inner, "_model_params"):
         stash.inner._model_params = dict(zip(stash.all_fp32_from_fp16_params, stash.all_fp16_params, strict=True))
         stash.inner._takes_model_grads = stash.optimizer_unscales

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._distributed.shards import is_sharded
 from . import _autocast
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier, to_type
@@ -100,6 +101,8 @@ def floats_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
     """Cast parameters and buffers in place; with `keep_batchnorm` leave out batch norms that have parameters.
 
+    Sharded parameters stay as they are, because their sharding casts them for the forward pass.
+
     The frequencies of rotary embeddings of transformers stay in float32, as after its own `from_pretrained`: rounded to
     bfloat16, they are wrong by a whole turn after some thousand tokens.
     """
@@ -110,7 +113,7 @@ def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> N
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if of_transformers and name.endswith("inv_freq"):
                 continue
-            if tensor is not None and tensor.is_floating_point():
+            if tensor is not None and tensor.is_floating_point() and not is_sharded(tensor):
                 _cast_tensor(tensor, dtype)
     _flatten_rnns(model)
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._distributed.shards import like_parameter, local
 from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_loss, checked_optimizers
-from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen
+from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
 from .scaler import LossScaler, NonfiniteCounts, _overflow_messages, names_of_parameters
@@ -133,6 +134,7 @@ def _after_backward(optimizers: list[Any], scaler: LossScaler, loss_id: int | No
     counts: list[NonfiniteCounts] = []
     for optimizer in optimizers:
         counts += optimizer._post_amp_backward(scaler) or ()  # a client's own function returns None
+    agree(scaler.found_inf, [optimizer._amp_stash for optimizer in optimizers])
     if loss_id is not None:
         _update_scale(scaler, loss_id, [optimizer._amp_stash for optimizer in optimizers], counts)
 
@@ -256,6 +258,8 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     not_renewed: list[Tensor] = []
     for param, target in zip(halves + own, masters + own, strict=True):
         grad = param.grad
+        if stash.has_shards and grad is not None:
+            grad = param.grad = like_parameter(param, grad)
         if target is not param:
             earlier = target.grad
         else:
@@ -263,7 +267,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
         if grad is None:
             if target is param and earlier is not None:
                 param.grad = earlier
-                not_renewed.append(earlier)
+                not_renewed.append(local(earlier))
             continue
         if grad.layout != torch.strided:
             copied = _sparse_copy(grad, target.dtype)
@@ -285,6 +289,8 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
         if scales is not None and scales.earlier is scales.new and not adds and not scaler.dynamic:
             continue
         params, grads, outputs, earlier_grads = map(list, zip(*members, strict=True))
+        if stash.has_shards:
+            grads, outputs, earlier_grads = (list(map(local, each)) for each in (grads, outputs, earlier_grads))
         counts = torch.zeros(len(params), 2, dtype=torch.int32, device=device) if scaler.dynamic else None
         if adds:
             options: Any = {"nonfinite_counts": counts, "checks_sum": scales is not None}

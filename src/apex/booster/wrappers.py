@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._delegation import delegated
 from .._distributed.comparison import check_settings, optimizer_settings
-from ._norm import total_norm
+from .._distributed.norms import total_norm
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 

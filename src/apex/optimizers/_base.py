@@ -23,7 +23,7 @@ from ..ops import _graph_numbers
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, zero
 from ..ops.multi_tensor.torch_lists import StateSeed
-from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, local
+from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
 from ._checkpoints import load_state, saved_state
 from ._checks import check_options
 from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
@@ -115,8 +115,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Whether an update depends on the number of earlier updates: then a graph needs the count on the device.
     _counts_steps = True
-    # Whether a shard of a parameter can be updated by its process.
-    _takes_shards = True
     # Whether an update needs sums over whole parameters: shards then add theirs up (`UpdateBucket.over_shards`).
     _measures = False
     # Names of state that a saved parameter may lack although it has other state.
@@ -217,6 +215,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._before_step()
         ready = [(index, group, self._buckets_of(index, group)) for index, group in enumerate(self.param_groups)]
         self._ready = [(group, bucket) for _, group, buckets in ready for bucket in buckets]
+        flag = agreed(scaling.found_inf, [bucket for _, bucket in self._ready])
+        scaling = scaling._replace(found_inf=flag)
         self._before_update(scaling)
         capture = _graph_numbers.current
         for index, group, buckets in ready:
@@ -271,10 +271,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """Return a parameter's state, with missing tensors created, and its kind."""
-        if not self._takes_shards and local(param) is not param:
-            raise NotImplementedError(
-                f"{type(self).__name__} needs norms of whole parameters and does not take sharded ones (DTensor)"
-            )
         state = self.state[param]
         kind = self._kind(param, state)
         if self._encodes:

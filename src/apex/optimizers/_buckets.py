@@ -8,6 +8,7 @@ again only if something moved.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._distributed.shards import all_shard_groups, like_parameter, local, place_of, reduce_over, shard_groups
 from ..ops.multi_tensor import Lists
-from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings
+from ..ops.multi_tensor.codecs import STOCHASTIC, Encoded, Encodings, NoisePlace
 from ..ops.multi_tensor.dispatch import DTYPES, kernel_fits, looks_like
 from ..ops.multi_tensor.flat import laid_out_alike, overlapping, with_strides_of
+from ..ops.multi_tensor.rows import RowLists, row_count
 from ..ops.multi_tensor.rule import SLOTS
-from ..ops.multi_tensor.tables import lie_at
+from ..ops.multi_tensor.tables import lie_at, upload
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.multi_tensor.triton_lists import TritonLists
 
@@ -36,26 +39,6 @@ _grad_of = operator.attrgetter("grad")
 _shape = operator.attrgetter("shape")
 _dtype = operator.attrgetter("dtype")
 _data_ptr = Tensor.data_ptr
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a distributed tensor; return any other tensor unchanged."""
-    shard = getattr(tensor, "_local_tensor", None)
-    return tensor if shard is None else shard
-
-
-def shard_groups(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the process groups over which a distributed tensor is cut, one per dimension of its mesh; () if none.
-
-    Sums over the local shard, added up over these groups, are sums over the whole tensor: replicas count once.
-    """
-    if local(tensor) is tensor:
-        return ()
-    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
-    if any(placement.is_partial() for placement in placements):
-        raise ValueError(f"a parameter is distributed as {placements}; sums of shards that are partial are not taken")
-    cut = [dimension for dimension, placement in enumerate(placements) if not placement.is_replicate()]
-    return () if mesh is None else tuple(mesh.get_group(dimension) for dimension in cut)
 
 
 class UpdateBucket:
@@ -91,6 +74,8 @@ class UpdateBucket:
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
         self._distributed = any(local(param) is not param for param in params)
+        # Every process group that a parameter is cut over. If the update measures parameters, all have the same.
+        self.shard_groups = all_shard_groups(params) if self._distributed else []
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
         self._strides = list(map(Tensor.stride, self._sources))
@@ -117,8 +102,11 @@ class UpdateBucket:
         return [local(source.grad) for source in self._sources if source.grad is not None]
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients, laid out like their parameters."""
-        return list(map(with_strides_of, self._sources, map(_grad_of, self._sources)))
+        """Return the gradients, laid out and distributed like their parameters."""
+        gradients = map(_grad_of, self._sources)
+        if self._distributed:
+            gradients = map(like_parameter, self._sources, gradients)
+        return list(map(with_strides_of, self._sources, gradients))
 
     def _encodings(self) -> Encodings:
         """Return the codec and the companions of every slot that has a codec."""
@@ -196,11 +184,9 @@ class UpdateBucket:
         is_plain = self._contiguous and all(map(Tensor.is_contiguous, gradients))
         return is_plain or list(map(Tensor.stride, gradients)) == self._strides
 
-    def over_shards(self, sums: Tensor) -> Tensor:
-        """Return sums over this process's shards, added up over all shards of the parameters."""
-        for group in shard_groups(self.params[0]):
-            torch.distributed.all_reduce(sums, group=group)
-        return sums
+    def over_shards(self, values: Tensor, *, maximum: bool = False) -> Tensor:
+        """Return measurements of this process's shards, added up (or maximised) over all shards of the parameters."""
+        return reduce_over(values, self.shard_groups, maximum=maximum) if self.shard_groups else values
 
     def release(self) -> None:
         """Drop the references to the gradients, so that their owner can free them."""
@@ -221,7 +207,9 @@ class GroupBuckets:
         for index, source in enumerate(sources):
             check_parameter(source, index)
         self.names = names
-        kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]]]] = {}
+        kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]], list[tuple[int, int]]]] = {}
+        # Tensors, and rows of them, before each parameter, however parameters are sharded.
+        counts: dict[Any, tuple[int, int]] = {}
         # Parameters that share memory must not be updated concurrently.
         shared = overlapping([local(params[index]) for index, _ in present])
         for position, (index, gradient_dtype) in enumerate(present):
@@ -245,14 +233,22 @@ class GroupBuckets:
                 tensors[0].device,
                 *(tensor.dtype for tensor in tensors),
             )
-            members = kinds.setdefault(key, ([], []))
+            members = kinds.setdefault(key, ([], [], []))
             members[0].append(param)
             members[1].append(state)
+            family = (tuple(codecs.items()), MASTER in state, gradient_dtype, tensors[0].device, tensors[0].dtype)
+            number, row = counts.setdefault(family, (0, 0))
+            members[2].append((number, row))
+            counts[family] = number + 1, row + row_count(param)
         self.buckets = []
-        for (codecs, kind, make_bucket, *_), (params, states) in kinds.items():
+        for (codecs, kind, make_bucket, *_), (params, states, numbers) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
             make = optimizer._make_lists
-            self.buckets.append(make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
+            bucket = make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs))
+            if bucket.shard_groups and optimizer.stochastic_rounding:
+                places = noise_places(params, numbers, by_row=isinstance(bucket.lists, RowLists))
+                bucket.lists.noise_places = upload(places, torch.int64, bucket.device)
+            self.buckets.append(bucket)
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""
@@ -261,6 +257,36 @@ class GroupBuckets:
         if self._absent and any(param.grad is not None for param in self._absent):
             return False
         return all(bucket.refresh() for bucket in self.buckets)
+
+
+def noise_places(
+    params: Sequence[Tensor], numbers: Sequence[tuple[int, int]], *, by_row: bool
+) -> list[tuple[int, int, int, int]]:
+    """Return a `NoisePlace` for every shard, or for every row of every shard.
+
+    `numbers` has the number of each parameter and of its first row.
+    """
+    places: list[tuple[int, int, int, int]] = []
+    for param, (number, row) in zip(params, numbers, strict=True):
+        start, run, stride, first = place_of(param)
+        if not by_row:
+            places.append(NoisePlace(number, start, run, stride))
+            continue
+        in_row = start - first[0] * math.prod(param.shape[1:]) if param.dim() > 1 else start
+        top = first[0] if param.dim() > 1 else 0
+        places += [NoisePlace(row + top + index, in_row, run, stride) for index in range(row_count(local(param)))]
+    return places
+
+
+def agreed(found_inf: Tensor | None, buckets: Sequence[UpdateBucket]) -> Tensor | None:
+    """Return an overflow flag that is set if it is set in any process that holds shards of the buckets' parameters.
+
+    torch.amp.GradScaler asks only the processes that share the first gradient.
+    """
+    groups = {id(group): group for bucket in buckets for group in bucket.shard_groups}
+    if found_inf is None or not groups:
+        return found_inf
+    return reduce_over(found_inf.clone(), groups.values(), maximum=True)
 
 
 def check_parameter(param: Tensor, index: int) -> None:

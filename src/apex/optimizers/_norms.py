@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.multi_tensor import rules
 from ._base import LossScaling
-from ._buckets import UpdateBucket, shard_groups
+from ._buckets import UpdateBucket
 
 
 def global_norm(buckets: Sequence[UpdateBucket], scaling: LossScaling) -> Tensor | None:
@@ -36,7 +36,7 @@ def clipped(scaling: LossScaling, norm: Tensor | None, limit: float) -> LossScal
 
 def clipped_together(buckets: Sequence[UpdateBucket], scaling: LossScaling, limit: float) -> LossScaling:
     """Return `scaling` such that it also scales the gradients of all buckets down to a joint norm of `limit`."""
-    if len(buckets) != 1 or shard_groups(buckets[0].params[0]):
+    if len(buckets) != 1 or buckets[0].shard_groups:
         return clipped(scaling, global_norm(buckets, scaling), limit)
     (bucket,) = buckets
     bucket_scaling = scaling.on(bucket.device)

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._distributed.norms import total_norm
+from .._distributed.shards import local
 from ..ops._host import HOST
 from ..ops.multi_tensor import flat
 from ..ops.multi_tensor.dispatch import DTYPES
 from ..ops.multi_tensor.flat_gradients import FlatGradients
 from ..ops.multi_tensor.tables import lie_at
 from ._base import FusedOptimizer
-from ._buckets import local
 
 logger = logging.getLogger("apex.optimizers")
 
@@ -254,8 +255,8 @@ class NpuFusedOptimizerBase(FusedOptimizer):
 
     def _all_gradients(self) -> list[Tensor]:
         """Return the buffers of the gradients and the gradients outside of them."""
-        loose = [param.grad for param in self._combined.loose if param.grad is not None]
-        return self.get_optimizer_combined_grads() + loose
+        combined = self.get_optimizer_combined_grads()  # the first call finds the parameters outside
+        return combined + [param.grad for param in self._combined.loose if param.grad is not None]
 
     @torch.no_grad()
     def clip_optimizer_grad_norm_fused(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -266,13 +267,9 @@ class NpuFusedOptimizerBase(FusedOptimizer):
         gradients = self._all_gradients()
         if not gradients:
             return torch.zeros((), dtype=torch.float32, device=HOST)
-        norms = [
-            torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
-            for gradient in gradients
-        ]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), norm_type)
+        total = total_norm(gradients, norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for gradient in gradients:
+        for gradient in map(local, gradients):
             gradient.mul_(factor.to(gradient.device))
         return total
 

@@ -9,9 +9,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from .._distributed.shards import local, shard_groups
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, rules
 from ..ops.multi_tensor.codecs import Encodings
@@ -21,7 +23,8 @@ from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ..ops.newton_schulz.config import matrices_at_once
 from ._base import CommonOptions, EncodingOptimizer, LossScaling, StateOptions
-from ._buckets import Group, UpdateBucket, local
+from ._buckets import Group, UpdateBucket
+from ._muon_shards import divided
 
 ALGORITHMS = ("muon", "adamw", "lion")
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -64,6 +67,9 @@ class FusedMuon(EncodingOptimizer):
     - `beta2`: NorMuon (https://arxiv.org/abs/2510.05491). Rows of a direction are divided by the root of an average of
       their mean squares, with this decay, and the direction gets its norm back; None (the default) is plain Muon.
 
+    Matrices that `fully_shard` cuts are sent to one process each, made orthogonal there, and sent back. Shards that
+    consist of whole matrices (experts, heads) stay where they are. `beta2` takes no sharded matrices.
+
     A parameter of three dimensions is a stack of matrices, such as experts. `muon_groups(model)` makes the groups.
     `FusedOptimizer` describes the keyword options, docs/state_formats.md `state_format` and `master_bits`.
     """
@@ -71,8 +77,6 @@ class FusedMuon(EncodingOptimizer):
     _encodable: Mapping[str, str] = MappingProxyType(
         {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
     )
-
-    _takes_shards = False
 
     def __init__(
         self,
@@ -176,7 +180,8 @@ class FusedMuon(EncodingOptimizer):
         """Return the number of the bucket, so that each fits into the workspace."""
         if not self._is_muon:
             return None
-        self._elements += local(param).numel()
+        # The number of elements without regard to this process, because all must make the same buckets.
+        self._elements += param.numel() // math.prod(map(dist.get_world_size, shard_groups(param)))
         return self._elements // WORKSPACE
 
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
@@ -211,6 +216,7 @@ class FusedMuon(EncodingOptimizer):
             directions = bucket.cache["directions"] = Directions(self, own, bucket)
         current = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
         lists = directions.lists(*current)
+        lists.noise_places = bucket.lists.noise_places
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
         directions.orthogonalize(group, scaling.found_inf)
@@ -234,6 +240,11 @@ class Block(NamedTuple):
     matrices: int
     rows: int
     columns: int
+
+    @property
+    def work(self) -> int:
+        """Return the work of an iteration, up to a factor: max min^2 for each matrix."""
+        return self.matrices * max(self.rows, self.columns) * min(self.rows, self.columns) ** 2
 
 
 def blocks_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[Block]:
@@ -290,35 +301,52 @@ class Directions:
 
     def __init__(self, optimizer: FusedMuon, group: dict[str, Any], bucket: UpdateBucket) -> None:
         params = bucket.params
+        if group["beta2"] is not None and bucket.shard_groups:
+            raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
+        blocks = [blocks_of(param.shape, group) for param in params]
+        rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in each] for each in blocks]
+        own, self._exchanges = divided(params, blocks, bucket.kind)
         by_shape: dict[Any, list[int]] = {}
-        for index, param in enumerate(params):
-            by_shape.setdefault((param.shape, param.stride()), []).append(index)
+        for index in own:
+            shard = local(params[index])
+            by_shape.setdefault((params[index].shape, shard.shape, shard.stride()), []).append(index)
+        sizes = [exchange.elements for exchange in self._exchanges]
+        size = sum(local(params[index]).numel() for index in own)
         dtype = _direction_dtype(params[0], group["ns_dtype"])
-        workspace = optimizer._workspace(sum(map(Tensor.numel, params)), dtype, bucket.device)
+        workspace, *exchanged = optimizer._workspace(size + sum(sizes), dtype, bucket.device).split([size, *sizes])
         self._views: list[Tensor] = [workspace] * len(params)
         # Directions of equal shape, their blocks with the factor of each, and averages of squares of rows or None.
         self._stacks: list[tuple[Tensor, list[tuple[Block, float]], Tensor | None]] = []
-        factors = torch.zeros(len(params), 2, dtype=torch.float32, device=HOST)
+        # If all blocks of a parameter have the same factor, the update pass multiplies, in float32.
+        common = [each[0] if len(set(each)) == 1 else 1.0 for each in rates]
+        factors = torch.tensor([[factor, 0.0] for factor in common], dtype=torch.float32, device=HOST)
         start = 0
-        for (shape, stride), indices in by_shape.items():
-            blocks = _blocks_in_memory(params[indices[0]], group)
-            rates = [factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in blocks_of(shape, group)]
-            are_equal = len(set(rates)) == 1  # then the update pass multiplies, in float32
-            size = math.prod(shape)
-            rows = sum(block.matrices * block.rows for block in blocks)
-            stack = workspace[start : start + size * len(indices)].view(len(indices), rows, blocks[0].columns)
+        for (_, shape, stride), indices in by_shape.items():
+            in_memory = _blocks_in_memory(params[indices[0]], group)
+            stack = workspace[start : start + math.prod(shape) * len(indices)].view(len(indices), math.prod(shape))
             start += stack.numel()
             for position, index in enumerate(indices):
                 self._views[index] = stack[position].as_strided(shape, stride)
-                factors[index, 0] = rates[0] if are_equal else 1.0
-            squares = None if group["beta2"] is None else _squares_of_rows(bucket, indices, blocks[0], shape)
-            factors_of = zip(blocks, [1.0] * len(rates) if are_equal else rates, strict=True)
-            self._stacks.append((stack, list(factors_of), squares))
+            squares = None if group["beta2"] is None else _squares_of_rows(bucket, indices, in_memory[0], shape)
+            self._add(stack, in_memory, rates[indices[0]], squares)
+        for exchange, memory in zip(self._exchanges, exchanged, strict=True):
+            exchange.bind(memory)
+            for index, view in zip(exchange.indices, exchange.views, strict=True):
+                self._views[index] = view.view(local(params[index]).shape)
+            for place, stack in exchange.stacks:
+                self._add(stack, blocks[exchange.indices[place]], rates[exchange.indices[place]], None)
         if group["beta2"] is not None:
             bucket.watch(SQUARES)
         self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
         self._lists: Any = None
         self._addresses: list[int] = []
+
+    def _add(self, stack: Tensor, blocks: list[Block], rates: list[float], squares: Tensor | None) -> None:
+        """Add directions, [parameters, elements], whose blocks have these factors of the learning rate."""
+        rows = sum(block.matrices * block.rows for block in blocks)
+        factors = [1.0] * len(rates) if len(set(rates)) == 1 else rates
+        matrices = stack.view(len(stack), rows, blocks[0].columns)
+        self._stacks.append((matrices, list(zip(blocks, factors, strict=True)), squares))
 
     def lists(self, slots: list[list[Tensor] | None], copy: list[Tensor] | None, encodings: Encodings) -> Any:
         """Return lists of a bucket's slots with the directions in slot 3."""
@@ -333,6 +361,8 @@ class Directions:
 
     def orthogonalize(self, group: dict[str, Any], noop: Tensor | None) -> None:
         """Replace the singular values of every direction by numbers near 1, in batches that bound the memory."""
+        for exchange in self._exchanges:
+            exchange.gather()
         steps = triples(group["ns_coefficients"], group["ns_steps"])
         options: tuple[Any, ...] = (steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
         for stack, blocks, squares in self._stacks:
@@ -348,6 +378,8 @@ class Directions:
                         result = _with_even_rows(result, seen[place], group["beta2"], noop)
                     batch.copy_(result if factor == 1.0 else result.mul_(factor))
                     del result  # before the next batch
+        for exchange in self._exchanges:
+            exchange.scatter()
 
 
 def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[tuple[slice, slice]]:
@@ -410,8 +442,11 @@ def _with_even_rows(directions: Tensor, squares: Tensor, beta2: Any, noop: Tenso
 
 def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
     """Return the blocks of a parameter as they lie in memory; a transposed matrix is orthogonal if the matrix is."""
-    blocks = blocks_of(param.shape, group)
+    blocks, param = blocks_of(param.shape, group), local(param)
     if param.is_contiguous():
+        first = blocks[0]
+        if len(blocks) == 1:  # of a shard, which may have fewer matrices
+            return [first._replace(matrices=param.numel() // max(1, first.rows * first.columns))]
         return blocks
     # With channels last, the columns of a flattened weight are permuted, which changes no singular value.
     if group["flatten"] and param.stride(0) == param[0].numel() and is_dense(param):

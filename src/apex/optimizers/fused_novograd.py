@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class FusedNovoGrad(FusedOptimizer):
     can be exchanged. `FusedOptimizer` describes the keyword options.
     """
 
-    _takes_shards = False
+    _measures = True
 
     def __init__(
         self,
@@ -74,7 +75,8 @@ class FusedNovoGrad(FusedOptimizer):
         inside = self.moment_mode == 0
         averages = self._averages(group, bucket)
         rule, share = rules.SQUARE_SUM if squares else rules.MAXIMUM, float(1 - group["betas"][1])
-        bucket.lists.measured_average(rule, averages, share, **scaling.arguments)
+        over_shards = functools.partial(bucket.over_shards, maximum=not squares) if bucket.shard_groups else None
+        bucket.lists.measured_average(rule, averages, share, over_shards, **scaling.arguments)
         hyper = adam_hyperparameters(group, step, grad_averaging=bool(group["grad_averaging"]), inside=inside)
         bucket.lists.apply(rules.NOVOGRAD, hyper, (inside, squares), whole=averages, seed=seed, **scaling.arguments)
 

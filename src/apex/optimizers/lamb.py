@@ -27,8 +27,7 @@ class Lamb(NpuFusedOptimizerBase):
     """
 
     _counts_steps = False
-
-    _takes_shards = False
+    _measures = True
 
     def __init__(
         self,
@@ -63,5 +62,6 @@ class Lamb(NpuFusedOptimizerBase):
             return
         squares = lists.apply(rules.LAMB_MOMENTS, hyper, flags, noop=scaling.found_inf, grad_scale=factor)
         assert squares is not None
+        squares = bucket.over_shards(squares)
         squares[:, 0].clamp_(max=LONGEST_WEIGHT**2)
         lists.apply(rules.LAMB_STEP, hyper, flags, noop=scaling.found_inf, whole=squares, seed=seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -9,15 +10,23 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .._distributed.shards import cut_dimensions, local, reduce_over
 from ..ops.multi_tensor import rules
-from ..ops.multi_tensor.rows import RowLists, make_row_lists, projection_thresholds, rows_are_stretches
+from ..ops.multi_tensor.rows import (
+    RowLists,
+    ShardedRows,
+    make_row_lists,
+    project_shards,
+    projection_thresholds,
+    rows_are_stretches,
+)
 from ._base import LossScaling, Options
 from ._buckets import Group, UpdateBucket
 from ._npu_base import NpuFusedOptimizerBase
 from ._parameter_steps import ParameterSteps
 from .fused_adam import FusedAdam
 
-_THRESHOLDS = "thresholds"
+_THRESHOLDS, _ROWS = "thresholds", "rows"
 
 
 class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):  # type: ignore[misc]
@@ -73,7 +82,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
     whole parameter, and the decoupled `weight_decay` is multiplied by `wd_ratio`.
     """
 
-    _takes_shards = False
+    _measures = True
     _make_lists = staticmethod(make_row_lists)
 
     def __init__(
@@ -97,8 +106,10 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         return "exp_avg", "exp_avg_sq"
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
-        # A kernel can process a row only if it is a contiguous stretch of memory.
-        return super()._kind(param, state), rows_are_stretches(param)
+        # A kernel can process a row only if it is a contiguous stretch of memory. Shards may consist of whole rows, or
+        # of parts of rows.
+        cuts_rows = tuple(dimension > 0 for _, dimension in cut_dimensions(param))
+        return super()._kind(param, state), rows_are_stretches(local(param)), cuts_rows
 
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         rows = bucket.lists
@@ -112,13 +123,28 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
         nesterov = bool(group["nesterov"])
         measured = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling.arguments)
         assert measured is not None
-        whole = rows.project(
-            measured,
-            limits,
-            eps=group["eps"],
-            delta=group["delta"],
-            decay=group["lr"] * group["weight_decay"],
-            ratio=group["wd_ratio"],
-        )
+        options = dict(eps=group["eps"], delta=group["delta"], ratio=group["wd_ratio"])
+        options["decay"] = group["lr"] * group["weight_decay"]
+        if bucket.shard_groups:
+            whole = project_shards(measured, limits, self._sharded_rows(bucket), **options)
+        else:
+            whole = rows.project(measured, limits, **options)
         rule = rules.ADAMP_NESTEROV if nesterov else rules.ADAMP
         rows.apply(rule, hyper, (nesterov,), whole=whole, seed=seed, **scaling.arguments)
+
+    @staticmethod
+    def _sharded_rows(bucket: UpdateBucket) -> ShardedRows:
+        """Return the rows of a bucket of shards, with the sums over the processes that hold the others."""
+        rows = bucket.cache.get(_ROWS)
+        if rows is None:
+            cut = cut_dimensions(bucket.params[0])
+            columns = [group for group, dimension in cut if dimension > 0]
+            others = [group for group, dimension in cut if dimension == 0]
+            rows = bucket.cache[_ROWS] = ShardedRows(
+                [local(param) for param in bucket.params],
+                bucket.device,
+                functools.partial(reduce_over, groups=columns),
+                functools.partial(reduce_over, groups=others),
+                functools.partial(reduce_over, groups=others, maximum=True),
+            )
+        return rows

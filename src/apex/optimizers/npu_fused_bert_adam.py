@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
+from .._distributed.norms import total_norm
 from ..ops._graph_numbers import lifted
-from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import LossScaling, Options
 from ._buckets import Group, UpdateBucket
@@ -113,8 +113,8 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
         return any(group["max_grad_norm"] > 0 for group in self.param_groups)
 
     @property
-    def _takes_shards(self) -> bool:  # type: ignore[override]
-        return not self._clips
+    def _measures(self) -> bool:  # type: ignore[override]
+        return self._clips
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq"
@@ -122,11 +122,7 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
     @torch.no_grad()
     def get_global_grad_norm(self) -> Tensor:
         """Return the norm of all gradients in `.grad`, float32 [1]; also stored as `global_grad_norm`."""
-        norms = [torch.linalg.vector_norm(grad.float()) for grad in self._all_gradients()]
-        total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms])) if norms else None
-        if total is None:
-            total = torch.zeros(1, dtype=torch.float32, device=HOST)
-        self.global_grad_norm = total.reshape(1)
+        self.global_grad_norm = total_norm(self._all_gradients(), 2.0).to(torch.float32).reshape(1)
         return self.global_grad_norm
 
     def _before_update(self, scaling: LossScaling) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .._delegation import delegated
+from .._distributed.shards import by_shard_groups, like_parameter, local, reduce_over
 from ..ops import _graph_numbers
 from ..ops.multi_tensor import rules
 from ..ops.multi_tensor.dispatch import check, groups_of
 from ..optimizers._base import FusedOptimizer, run_closure
-from ..optimizers._buckets import local
 
 _NAMES = ("params", "gradients")
 
@@ -23,7 +23,8 @@ class LARC:
     A parameter's rate is trust_coefficient * |p| / (|g| + weight_decay * |p| + eps). With `clip` the effective learning
     rate is the smaller of this rate and the optimizer's lr, otherwise their product. LARC reaches it by scaling the
     gradient, with the weight decay included; the optimizer runs with a weight decay of 0. If |p| or |g| is 0 the
-    gradient is unchanged. The host never waits for the device.
+    gradient is unchanged. The host never waits for the device. Norms of sharded parameters (DTensor) are those of the
+    whole parameters.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
@@ -81,11 +82,9 @@ class LARC:
         ready = []
         for group in self.optim.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
+            for param in params:  # a gradient that is distributed in another way is replaced, not scaled in vain
+                param.grad = like_parameter(param, param.grad)
             gradients = [param.grad for param in params]
-            if any(local(param) is not param for param in params):
-                raise NotImplementedError(
-                    "LARC needs norms of whole parameters and does not take sharded ones (DTensor)"
-                )
             check((params, gradients), _NAMES)
             ready.append((group, params, gradients))
         for index, (group, params, gradients) in enumerate(ready):
@@ -97,9 +96,12 @@ class LARC:
                 "eps": self.eps,
                 "weight_decay": group.get("weight_decay", 0),
             }
-            for _, lists in groups_of((params, gradients), _NAMES):
-                norms = lists.apply(rules.LARS_NORMS, {})
-                lists.apply(rules.LARC, hyper, (bool(self.clip),), whole=norms)
+            for shard_groups, indices in by_shard_groups(params):
+                shards = [[local(tensors[place]) for place in indices] for tensors in (params, gradients)]
+                for _, lists in groups_of(shards, _NAMES):
+                    norms = lists.apply(rules.LARS_NORMS, {})
+                    assert norms is not None
+                    lists.apply(rules.LARC, hyper, (bool(self.clip),), whole=reduce_over(norms, shard_groups))
 
 
 # Some clients use `apex.parallel.LARC` as a module, others as the class. Both find `apex.parallel.LARC.LARC`.

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 
 from apex.ops import _library
 from apex.ops.multi_tensor import Lists, make_lists, rules, scale
+from apex.ops.multi_tensor.codecs import NoisePlace
 from apex.ops.multi_tensor.dispatch import groups_of, known_groups
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from apex.ops.multi_tensor.triton_lists import TritonLists
@@ -93,6 +94,31 @@ def test_stochastic_rounding_is_right_on_average_and_repeatable(route: Route) ->
     assert runs[0].unique().numel() > 3
     nearest = torch.ones(3, dtype=torch.bfloat16) - 1 / 1024
     assert nearest.eq(1).all()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_stochastic_rounding_of_shards_has_the_bits_of_the_whole(route: Route) -> None:
+    """Rows, columns, and columns of rows."""
+    torch.manual_seed(3)
+    values, gradients = torch.randn(12, 20).bfloat16(), torch.randn(12, 20).bfloat16()
+
+    def rounded(places: list[NoisePlace], *cut: slice) -> torch.Tensor:
+        param, gradient = (each[cut].clone(memory_format=torch.contiguous_format) for each in (values, gradients))
+        others = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(2)]
+        params, grads = (
+            [each.to(route.device) for each in some] for some in zip(others, (param, gradient), strict=True)
+        )
+        with _library.implementation(route.implementation):
+            lists = make_lists([params, grads, None, None, None])
+            lists.noise_places = torch.tensor(places, device=route.device) if places else None
+            lists.apply(rules.PLAIN_SGD, {"lr": 0.125}, seed=77)
+        return params[1]
+
+    other, everything = NoisePlace(0, 0, 3, 3), rounded([], slice(None))
+    for rows, columns in ((slice(5, 12), slice(0, 20)), (slice(0, 12), slice(7, 11)), (slice(3, 4), slice(10, 20))):
+        run = columns.stop - columns.start
+        place = NoisePlace(1, rows.start * 20 + columns.start, run, 20)
+        assert_equal_bits([rounded([other, place], rows, columns)], [everything[rows, columns].contiguous()])
 
 
 def test_stochastic_rounding_has_the_same_bits_on_both_paths() -> None:

@@ -48,6 +48,18 @@ class Encoded(NamedTuple):
 Encodings = Mapping[int, Encoded]  # by slot
 
 
+class NoisePlace(NamedTuple):
+    """The place of a shard in its tensor, so that noise of stochastic rounding does not depend on how it is cut.
+
+    Element i of the shard is element start + (i // run) * stride + i % run of tensor (or row) `number`.
+    """
+
+    number: int
+    start: int
+    run: int
+    stride: int
+
+
 def has_scales(codec: str) -> bool:
     """Return whether groups of 64 numbers have a scale."""
     return codec in ("signed8", "root8", "float8")

@@ -11,6 +11,7 @@ whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   results of a measuring rule in each block
 overflow    number [1]                       becomes 1 if a checked value is infinite or NaN
 nonfinite_counts  int32 [tensors, 2]         how many elements of checked slots 0 and 1 are infinite, and how many NaN
+noise_places  int64 [tensors, 4]             places of shards in whole tensors, see `codecs.NoisePlace`; or None
 bounds      int32 [tensors + 1]              the programs of each tensor
 tickets     int32 [tensors] or [1]           0; they count the programs that have stored their measurements
 out         float32 [tensors, COLUMNS]       the sums of the measurements
@@ -173,6 +174,18 @@ def _number(value, scalars, POSITION: tl.constexpr):
 
 
 @triton.jit
+def _noise_place(noise_places, tensor, index):
+    """Return the number of the tensor, and the places of its elements in the whole tensor, that choose the noise."""
+    number = tensor
+    if noise_places is not None:
+        at = noise_places + 4 * tensor
+        number = tl.load(at)
+        run = tl.load(at + 2)
+        index = tl.load(at + 1) + index // run * tl.load(at + 3) + index % run
+    return number, index
+
+
+@triton.jit
 def _has_nonfinite(x):
     return tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, axis=0)
 
@@ -222,7 +235,7 @@ def _block(
     ALIGNED: tl.constexpr = CONSTANTS[8]
     STOCHASTIC: tl.constexpr = CONSTANTS[9]
     CODECS: tl.constexpr = CONSTANTS[10]
-    table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts = tensors
+    table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places = tensors
     s0, s1, s2, s3, s4, s5, s6, s7 = numbers
     s0 = _number(s0, scalars, ON_DEVICE[0])
     s1 = _number(s1, scalars, ON_DEVICE[1])
@@ -277,7 +290,8 @@ def _block(
             p5 = _pointer(table + place, TYPES[5], ALIGNED)
             _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
         if STOCHASTIC:
-            x0 = round_stochastically(x0, noise_bits(seed, tensor, offset + tl.arange(0, BLOCK), 0))
+            number, index = _noise_place(noise_places, tensor, offset + tl.arange(0, BLOCK))
+            x0 = round_stochastically(x0, noise_bits(seed, number, index, 0))
     at = (offset, size)
     _store_slot(p0, c0, at, x0, mask, seed, tensor, 0, TYPES[0], CODECS[0], WRITES[0], MASKED, BLOCK)
     _store(p1, offset, x1, mask, TYPES[1], WRITES[1], MASKED, BLOCK)
@@ -325,8 +339,8 @@ def _store_sums(partials, program, found, overflow, CONSTANTS: tl.constexpr):
 @kernel
 @triton.jit
 def apply_rule(
-    table, moving, programs, noop, grad_scale, scalars, whole, overflow, nonfinite_counts, partials, bounds, tickets,
-    out, factor, s0, s1, s2, s3, s4, s5, s6, s7, seed, limit, margin, share,
+    table, moving, programs, noop, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places, partials,
+    bounds, tickets, out, factor, s0, s1, s2, s3, s4, s5, s6, s7, seed, limit, margin, share,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, FINISH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -339,7 +353,7 @@ def apply_rule(
     if noop is not None:
         if tl.load(noop) != 0:
             return
-    tensors = (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts)
+    tensors = (table, moving, grad_scale, scalars, whole, overflow, nonfinite_counts, noise_places)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.program_id(0)

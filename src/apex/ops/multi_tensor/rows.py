@@ -6,7 +6,7 @@ parameters has half a million of them, too many for a loop in Python.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,52 @@ class TorchRowLists(TorchLists):
             out[:, 0] = share
             out[:, 1] = torch.where(by_row | at_once, decay * ratio, decay)
         return whole
+
+
+class ShardedRows:
+    """Rows of tensors that are shards: sums over the parts of a row, and over the rows of a whole tensor.
+
+    `add_columns` adds up values over the processes that hold other parts of the same rows, `add_rows` over those that
+    hold other rows of the same tensors, and `largest_of_rows` returns maxima over the latter.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Tensor],
+        device: torch.device,
+        add_columns: Callable[[Tensor], Tensor],
+        add_rows: Callable[[Tensor], Tensor],
+        largest_of_rows: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.add_columns, self.add_rows, self.largest_of_rows = add_columns, add_rows, largest_of_rows
+        # Processes whose parts of the rows are empty take part in the sums, so they count these rows too.
+        counts = torch.tensor([shard.shape[0] if shard.ndim > 1 else 1 for shard in shards], **INDICES)
+        owner = torch.repeat_interleave(torch.arange(len(shards), **INDICES), counts)
+        present = torch.tensor([shard.numel() > 0 for shard in shards], dtype=torch.bool, device=INDICES["device"])
+        self.counts = upload(counts, torch.int64, device)
+        self.owner = upload(owner, torch.int64, device)
+        self.present = upload(present[owner].nonzero().reshape(-1), torch.int64, device)
+
+    def of_tensors(self, values: Tensor, operation: str) -> Tensor:
+        """Return the sum or the maximum of values of rows, [rows, ...], for each tensor, in a fixed order."""
+        return torch.segment_reduce(values, operation, lengths=self.counts, axis=0, unsafe=True, initial=0)
+
+
+def project_shards(
+    found: Tensor, limits: Tensor, rows: ShardedRows, eps: float, delta: float, decay: float | Tensor, ratio: float
+) -> Tensor:
+    """Decide which tensors AdamP projects, as `TritonRowLists.project` does, if the tensors are shards."""
+    sums = torch.zeros((len(rows.owner), 4), dtype=torch.float32, device=found.device)
+    sums[rows.present] = found[:, :4]
+    sums = rows.add_columns(sums)
+    total = rows.add_rows(rows.of_tensors(sums, "sum"))
+    largest = rows.largest_of_rows(rows.of_tensors(_cosine(sums, eps), "max"))
+    decay, ratio = (each.on(found.device) if isinstance(each, Number) else each for each in (decay, ratio))
+    by_row, at_once = largest < limits[0] * delta, _cosine(total, eps) < limits[1] * delta
+    whole = torch.where(at_once, _parallel(total, eps), 0.0)[rows.owner]
+    share = torch.where(by_row[rows.owner], _parallel(sums, eps), whole)
+    shrink = torch.where((by_row | at_once)[rows.owner], decay * ratio, decay)
+    return torch.stack((share, shrink.to(torch.float32)), 1)[rows.present].contiguous()
 
 
 def _cosine(sums: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ On a CPU PyTorch's fused optimizers replace the rules that they can compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,8 @@ class TorchLists:
         self.sizes = tuple(map(Tensor.numel, first))
         self.row_counts = [self._row_count(tensor) for tensor in first]
         self.results = sum(self.row_counts)
+        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        self.noise_places: Tensor | None = None
         self.point_to(slots, copy, encodings)
         used = [tensors for tensors in (*slots, copy) if tensors]
         self._compute = torch.float64 if any(tensors[0].dtype == torch.float64 for tensors in used) else torch.float32
@@ -270,6 +272,9 @@ class TorchLists:
         end = piece.start + value.shape[1]
         index = torch.arange(piece.start, end, dtype=torch.int64, device=value.device)
         row = torch.arange(piece.rows.start, piece.rows.stop, dtype=torch.int64, device=value.device).unsqueeze(1)
+        if slot == 0 and self.noise_places is not None:
+            row, start, run, stride = self.noise_places[piece.rows].to(value.device).split(1, 1)
+            index = start + torch.div(index, run, rounding_mode="floor") * stride + index % run
         return noise(seed, row, index, slot)
 
     @torch.no_grad()
@@ -295,13 +300,28 @@ class TorchLists:
         factor = torch.clamp(limit / (norm + margin), max=1.0)
         return norm, factor if grad_scale is None else factor * grad_scale
 
-    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
+    def measured_average(
+        self,
+        rule: Rule,
+        averages: Tensor,
+        share: float,
+        over_shards: Callable[[Tensor], Tensor] | None = None,
+        **scaling: Any,
+    ) -> None:
         """Move `averages` towards the rule's measurement of each tensor, as `TritonLists.measured_average`."""
-        measured, noop = self.apply(rule, {}, **scaling), scaling.get("noop")
+        measured = self.apply(rule, {}, **scaling)
         assert measured is not None
-        now, before = measured[:, 0], averages[:, 0]
-        after = torch.where(before < 0, now, before.lerp(now, share))
-        before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
+        move_averages(averages, measured if over_shards is None else over_shards(measured), share, scaling.get("noop"))
+
+
+def move_averages(averages: Tensor, measured: Tensor, share: float, noop: Tensor | None) -> None:
+    """Move column 0 of `averages` by `share` towards that of `measured`, unless `noop` is set.
+
+    A negative average means that there is none yet; it becomes the measurement.
+    """
+    now, before = measured[:, 0], averages[:, 0]
+    after = torch.where(before < 0, now, before.lerp(now, share))
+    before.copy_(after if noop is None else torch.where(noop.reshape(()) != 0, before, after))
 
 
 def _flag_nonfinite(values: Tensor, overflow: Tensor, nonfinite_counts: Tensor | None, index: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from . import config
 from .codecs import QUICK, REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
-from .torch_lists import StateSeed
+from .torch_lists import StateSeed, move_averages
 
 # Imported at first use: importing apex needs no Triton.
 kernels = _library.LazyModule(f"{__package__}.kernels")
@@ -71,6 +71,8 @@ class TritonLists:
             numbers = config.codec_numbers(_device.facts(self.device))
             self._codecs = tuple(numbers[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
+        # Set by the owner of lists of shards, see `codecs.NoisePlace`.
+        self.noise_places: Tensor | None = None
         self.table = self._make_table(slots, copy)
         self.sizes = tuple(self.table.sizes)
         # Keys: a rule, or a block size and blocks per program.
@@ -146,11 +148,24 @@ class TritonLists:
         total = Sum(norm, root=not rule.maximum, factor=factor, numbers=(limit, margin, 0.0))
         return self._measured(rule, {}, (), total, scaling), factor
 
-    def measured_average(self, rule: Rule, averages: Tensor, share: float, **scaling: Any) -> None:
+    def measured_average(
+        self,
+        rule: Rule,
+        averages: Tensor,
+        share: float,
+        over_shards: Callable[[Tensor], Tensor] | None = None,
+        **scaling: Any,
+    ) -> None:
         """Move column 0 of `averages`, float32 [tensors, 2], by `share` towards the rule's measurement of each tensor.
 
-        A negative average means that there is none yet; it becomes the measurement.
+        A negative average means that there is none yet; it becomes the measurement. `over_shards` adds up (or
+        maximises) the measurements of tensors that are shards.
         """
+        if over_shards is not None:
+            measured = self.apply(rule, {}, **scaling)
+            assert measured is not None
+            move_averages(averages, over_shards(measured), share, scaling.get("noop"))
+            return
         total = Sum(averages, per_tensor=True, average=True, numbers=(0.0, 0.0, share))
         self._measured(rule, {}, (), total, scaling)
 
@@ -190,7 +205,8 @@ class TritonLists:
             (out, per_tensor, root, average, factor, by), bounds = total, layout.bounds
             at_once = config.sum_block(layout.most if per_tensor else layout.count)
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
-        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts)
+        places = self.noise_places if rounds else None
+        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts, places)
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
         rounds = rounds and not self._has_remainders
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)

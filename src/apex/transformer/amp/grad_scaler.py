@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ..._distributed import collectives
+from ..._distributed.shards import all_shard_groups, local, reduce_over
 from ...amp._checks import check_count, check_flags, checked_number, checked_scale
 from ...ops._host import HOST, on_host
 from .. import parallel_state
@@ -21,7 +23,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Overflow flags are summed on the device over the model-parallel group and over the replicas, because their optimizer
     may have divided the gradients among them (ZeRO). The host waits for the device only if the optimizer reads the
-    flag. The arguments are PyTorch's without the device.
+    flag. Gradients may be DTensors of any meshes, beside plain tensors; all processes that hold a shard agree. The
+    arguments are PyTorch's without the device.
     """
 
     def __init__(
@@ -51,18 +54,25 @@ class GradScaler(torch.amp.GradScaler):
 
         `unscale_` calls this method; so does `step` for optimizers that unscale themselves.
         """
+        shard_groups: list[Any] = []
         if getattr(optimizer, "_custom_amp_unscale_grads", False):
             flags = optimizer.unscale_grads(inv_scale, found_inf, allow_fp16)
         else:
             # PyTorch copies both flags to host gradients (FSDP2 with offload) without waiting for the copy.
-            gradients = (param.grad for group in optimizer.param_groups for param in group["params"])
-            waits = any(gradient is not None and on_host(gradient) for gradient in gradients)
+            gradients = [param.grad for group in optimizer.param_groups for param in group["params"]]
+            gradients = [gradient for gradient in gradients if gradient is not None]
+            waits = any(map(on_host, gradients))
             arguments = (inv_scale.to(HOST), found_inf.to(HOST)) if waits else (inv_scale, found_inf)
-            flags = super()._unscale_grads_(optimizer, *arguments, allow_fp16)
+            shard_groups = all_shard_groups(gradients)
+            if any(local(gradient) is not gradient for gradient in gradients):
+                flags = _unscale_shards(gradients, *arguments, allow_fp16)
+            else:
+                flags = super()._unscale_grads_(optimizer, *arguments, allow_fp16)
         # One flag for all devices. A frozen pipeline stage has no gradients and still takes part in the sum.
         total = torch.zeros_like(found_inf)
         for flag in flags.values():
             total += flag.to(total.device).reshape(total.shape)
+        reduce_over(total, shard_groups, maximum=True)
         sum_over_model(total)
         return {device: total.to(device) for device in flags or [total.device]}
 
@@ -88,6 +98,25 @@ class GradScaler(torch.amp.GradScaler):
         finally:
             optimizer.found_inf = None
             state["stage"] = OptState.STEPPED
+
+
+def _unscale_shards(
+    gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor]:
+    """Unscale this process's parts of gradients, of which some are DTensors, and return its overflow flags.
+
+    PyTorch refuses DTensors of different meshes, and DTensors beside plain tensors.
+    """
+    parts: dict[Any, list[Tensor]] = {}
+    for gradient in map(local, gradients):
+        if gradient.dtype == torch.float16 and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        parts.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    flags: dict[torch.device, Tensor] = {}
+    for (device, _), tensors in parts.items():
+        flag = flags.setdefault(device, found_inf.to(device, copy=True))
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inv_scale.to(device))
+    return flags
 
 
 def sum_over_model(flag: torch.Tensor) -> torch.Tensor:

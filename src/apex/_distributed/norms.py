@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
-from ..amp._amp_state import HALF
 from ..ops._host import HOST
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -41,7 +42,7 @@ def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
     norms: list[Tensor] = []
     for (_, dtype), group in groups.items():
         # The norm of scaled gradients overflows float16 long before the gradients do.
-        norms += torch._foreach_norm(group, order, dtype=torch.float32 if dtype in HALF else None)
+        norms += torch._foreach_norm(group, order, dtype=torch.float32 if dtype in _HALF else None)
     local = _joined(norms, order)
     if layout is None:
         return local
