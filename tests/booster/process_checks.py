@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 import weakref
@@ -37,6 +38,7 @@ from tests.booster.problem import (
     train,
 )
 from tests.booster.problem import booster as make
+from tests.lazy import lazy_checks
 from tests.parallel.processes import Check, assert_same_everywhere
 from tests.zero import zero_checks
 
@@ -585,6 +587,11 @@ for plugin in PLUGINS:
         CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
 if needs_fsdp:
     CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
+    CHECKS |= lazy_checks.CHECKS
+for index, plugin in enumerate(PLUGINS):
+    boosters = functools.partial(PLUGINS[plugin], "fp32")
+    optimizer = ("adam", "sgd")[index % 2]
+    CHECKS[f"lazy {plugin}"] = lazy_checks.starts_and_trains(boosters, weights_of, ended, optimizer)
 CHECKS |= {
     "goes on elsewhere": checkpoints_load_in_other_plugins,
     "is refused": is_refused,
