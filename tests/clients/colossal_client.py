@@ -65,7 +65,16 @@ SCRIPTS = {
     "bert/benchmark": Script("examples/language/bert/benchmark.py", steps=8),
     "tutorial/glue_bert": Script(f"{TUTORIAL}/glue_bert/finetune.py", links="bert-base-uncased=bert"),
     "images/vit": Script(
-        "examples/images/vit/vit_train_demo.py", "--model_name_or_path vit --plugin torch_ddp --num_epoch 2"
+        "examples/images/vit/vit_train_demo.py",
+        "--model_name_or_path vit --plugin torch_ddp --num_epoch 2 --batch_size 8 --learning_rate 1e-3",
+    ),
+    "images/dreambooth": Script(
+        "examples/images/dreambooth/train_dreambooth_colossalai.py",
+        "--pretrained_model_name_or_path diffusion --instance_data_dir photos --output_dir out --seed 0 "
+        "--plugin gemini --resolution 16 --train_batch_size 2 --max_train_steps 6 --learning_rate 1e-3 "
+        "--lr_warmup_steps 0",
+        "fp16",
+        stand_ins="vision",
     ),
     "gpt/finetune": Script(f"{GPT}/hybridparallelism/finetune.py", links="gpt2=gpt2"),
     "gpt/benchmark": Script(
@@ -73,12 +82,13 @@ SCRIPTS = {
     ),
     "gpt/gemini": Script(
         f"{GPT}/gemini/train_gpt_demo.py",
-        "--distplan CAI_ZeRO2 --batch_size 2 --train_step 4 --model_type gpt2_medium",
+        "--distplan CAI_Gemini --batch_size 2 --train_step 4 --model_type gpt2_medium",
         "fp16",
     ),
     "opt": Script(
         "examples/language/opt/opt_benchmark.py",
-        "--model_name_or_path opt --plugin torch_ddp --batch_size 2 --max_train_steps 6",
+        "--model_name_or_path opt --plugin gemini --batch_size 1 --max_train_steps 4",
+        "fp16",
     ),
     "ColossalChat/sft": chat("sft", "--dataset sft --max_len 32"),
     "ColossalChat/dpo": chat("dpo", "--dataset dpo --max_length 32 --save_dir out"),

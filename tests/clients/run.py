@@ -52,7 +52,7 @@ CLIENTS = {
     "megatron": Client("packaging", "megatron-core"),
     "colossal": Client(
         "transformers<5 accelerate datasets peft tqdm jsonlines psutil sentencepiece tensorboard pytest einops pyyaml "
-        "wandb loralib"
+        "wandb loralib diffusers<0.36"
     ),
     "nemo": Client(
         "setuptools<81 numpy<1.27 omegaconf<2.4 hydra-core<1.4 torchmetrics<1 lightning-utilities transformers<4.40 "
