@@ -65,7 +65,7 @@ class ArenaState:
         self.arena = arena
         self.names = tuple(names)
         self.weights = weights
-        self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
+        self.moments = {name: arena.new_state(arena.dtypes.state) for name in names}
         # The units of each parameter group.
         self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
