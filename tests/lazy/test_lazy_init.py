@@ -36,6 +36,8 @@ class Various(nn.Module):
         with torch.no_grad():
             self.linear.bias[2:4] = 3.0
             self.linear.bias.mul_(torch.tensor(2.0))
+            torch._foreach_add_([self.norm.bias[:3], self.norm.bias[2:]], 1.0)
+            self.norm.bias[0].copy_(self.norm.bias[1] + self.norm.bias.sum())
         self.rates = [*torch.linspace(0, 1, 4).tolist(), *(x.item() for x in torch.linspace(0, 1, 3))]
         self.rates += torch.linspace(0, 1, 2).numpy().tolist()
         self.drawn = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(5)))
@@ -133,6 +135,16 @@ def test_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(model.bias, expected.bias)
 
 
+def test_values_are_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 2)
+    torch.manual_seed(0)
+    with LazyInitContext():
+        model = nn.Linear(3, 2)
+    torch.save(model.state_dict(), tmp_path / "weights")
+    assert torch.equal(torch.load(tmp_path / "weights")["weight"], expected.weight)
+
+
 def test_what_cannot_be_recorded_is_refused() -> None:
     source = torch.ones(3)
     with LazyInitContext():
@@ -140,6 +152,8 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         weight.copy_(source)
         with pytest.raises(NotImplementedError, match=r"LazyInitContext cannot record aten\.resize_"):
             torch.zeros(3).resize_(9)
+        with pytest.raises(NotImplementedError, match=r"LazyInitContext cannot record prims\.copy_to.*materialize"):
+            torch.ops.prims.copy_to.default(weight, source)
     model = nn.ParameterList([nn.Parameter(weight)])
     source.add_(1)
     with pytest.raises(RuntimeError, match=r"took a tensor of shape \(3,\) that has been changed"):

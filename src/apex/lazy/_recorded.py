@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,18 +108,18 @@ class Operation:
 
         `uses` counts how often the states are needed still. The last operation that needs a storage may change it.
         """
-        leaves = list(self.leaves)
-        written = {index for index, _ in self.results}
-        for index, leaf in enumerate(self.leaves):
-            if isinstance(leaf, View):
-                state = leaf.state
-                if state.operation is None and state not in storages:
-                    storages[state] = state.empty()
-                uses[state] -= 1
-                storage = storages[state] if uses[state] else storages.pop(state)
-                leaves[index] = leaf.of(storage.clone() if uses[state] and index in written else storage)
-            elif isinstance(leaf, Constant):
-                leaves[index] = leaf.value(self.function)
+        views = {index: leaf for index, leaf in enumerate(self.leaves) if isinstance(leaf, View)}
+        uses.subtract(leaf.state for leaf in views.values())
+        written = {views[index].state for index, _ in self.results if index in views}
+        taken: dict[State, torch.UntypedStorage] = {}
+        for state in {leaf.state for leaf in views.values()}:
+            if state not in storages:
+                storages[state] = state.empty()
+            storage = storages[state] if uses[state] else storages.pop(state)
+            taken[state] = storage.clone() if uses[state] and state in written else storage
+        leaves = [leaf.value(self.function) if isinstance(leaf, Constant) else leaf for leaf in self.leaves]
+        for index, leaf in views.items():
+            leaves[index] = leaf.of(taken[leaf.state])
         with self.random.repeated() if self.random is not None else contextlib.nullcontext():
             outputs = _pytree.tree_leaves(self.call(leaves))
         places = [*leaves, *outputs]
@@ -131,29 +131,25 @@ class Randomness:
     """The state of the random generator that an operation draws from, before it does."""
 
     def __init__(self, leaves: list[Any], device: torch.device) -> None:
-        self.own = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
-        self.device = device
-        self.state = self._generator().get_state()
-
-    def _generator(self) -> torch.Generator:
-        if self.own is not None:
-            return self.own
-        module = torch.get_device_module(self.device)
-        if hasattr(module, "default_generators"):
-            index = self.device.index if self.device.index is not None else module.current_device()
-            return module.default_generators[index]
-        return torch.default_generator
+        own = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), None)
+        module = torch.get_device_module(device)
+        self._read: Callable[[], Tensor] = torch.get_rng_state
+        self._write: Callable[[Tensor], Any] = torch.set_rng_state
+        if own is not None:
+            self._read, self._write = own.get_state, own.set_state
+        elif hasattr(module, "get_rng_state"):
+            self._read, self._write = lambda: module.get_rng_state(device), lambda s: module.set_rng_state(s, device)
+        self.state = self._read()
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Draw the same numbers again inside; generators are as before afterwards."""
-        generator = self._generator()
-        now = generator.get_state()
-        generator.set_state(self.state)
+        now = self._read()
+        self._write(self.state)
         try:
             yield
         finally:
-            generator.set_state(now)
+            self._write(now)
 
 
 @torch.no_grad()
@@ -246,6 +242,10 @@ class LazyTensor(Tensor):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to pickle the tensor's values: a file has no use for operations."""
+        return replay([self])[0].__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
@@ -259,7 +259,9 @@ class LazyTensor(Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return record(func, args, kwargs or {})
 
 
@@ -296,6 +298,13 @@ def record(function: Any, args: Any, kwargs: Any) -> Any:
     written = _written(schema, args, kwargs)
     if any(not isinstance(tensor, LazyTensor) for tensor in written):
         return _run_now(function, leaves, structure)
+    if function.namespace != "aten":  # of collectives, kernels of others and the like only the values are known
+        if written:
+            raise NotImplementedError(
+                f"LazyInitContext cannot record {function}, which writes to a tensor without data: call "
+                "LazyInitContext.materialize(model) or boost the model before"
+            )
+        return _run_now(function, leaves, structure)
     operation = Operation(function, list(map(_noted, leaves)), structure)
     try:
         outputs = operation.call(list(map(_without_data, leaves)))
@@ -315,16 +324,16 @@ def record(function: Any, args: Any, kwargs: Any) -> Any:
         return outputs
     device = named[0] if named else next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device
     by_storage = {lazy._meta.untyped_storage()._cdata: lazy for lazy in lazies}
-    changes = []
+    changes: dict[Contents, tuple[int, State]] = {}
     for tensor in written:
         index, storage = next(i for i, leaf in enumerate(leaves) if leaf is tensor), tensor._meta.untyped_storage()
         if schema.name.rpartition("::")[2] in _FILLS and tensor._meta.nbytes == storage.nbytes():
             operation.leaves[index].state = State(None, storage, tensor.device)
-        changes.append((index, tensor._contents, State(operation, storage, tensor.device)))
+        changes[tensor._contents] = index, State(operation, storage, tensor.device)
     if torch.Tag.nondeterministic_seeded in function.tags:
         _draw(operation, leaves, device)
-    for index, contents, state in changes:
-        contents.state = state
+    for changed, (index, state) in changes.items():
+        changed.state = state
         operation.results.append((index, state))
     position = itertools.count(len(leaves))
 

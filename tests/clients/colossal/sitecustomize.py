@@ -64,6 +64,7 @@ def make_plain(booster: type) -> type:
     import torch
     import torch.distributed as dist
 
+    import apex.lazy
     import apex.nn.optimizer
     from apex.booster import ModelWrapper, OptimizerWrapper
 
@@ -107,6 +108,8 @@ def make_plain(booster: type) -> type:
     for name in ("save_model", "save_optimizer", "save_lr_scheduler"):
         setattr(booster, name, lambda self, *args, **kwargs: None)
     apex.nn.optimizer.HybridAdam = adam
+    # Models are built at once, on the device.
+    apex.lazy.LazyInitContext = lambda tensor_cls=None, default_device="cpu": torch.device(default_device)
     return Averaging
 
 
