@@ -82,8 +82,13 @@ def test_offloaded_state_takes_no_memory_of_the_gpu() -> None:
             optimizer.step()
             optimizer.zero_grad()
         sizes[offloads] = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.optim.load_state_dict(optimizer.optim.state_dict())
+        boosted.masters.write({param: torch.zeros_like(param) for param in boosted.parameters()})
+        peak = torch.cuda.max_memory_allocated() - before - sizes[offloads]
         del boosted, optimizer, model
     count = 4 * 1025 * 1024
+    assert peak < 4 * count, "a checkpoint needs memory of the GPU for state"
     assert 12 * count <= sizes[False] - sizes[True] <= 13 * count
     assert sizes[True] < 3 * count
 

@@ -168,7 +168,8 @@ class ExactWeights:
             return
         self._optimizer._settle()
         for state in self._optimizer._states:
-            shard = state.read(PARAM).clone()
+            exact = state.read(PARAM)
+            shard = state.arena.new_state(exact.dtype).copy_(exact)
             for part in state.arena.parts:
                 param = state.arena.params[part.param]
                 if param in values:

@@ -142,7 +142,7 @@ def start_from(state: Any, exact: Sequence[Tensor | None]) -> None:
     arena: Arena = state.arena
     if all(value is None for value in exact):
         return
-    values = arena.new_shard(torch.float32)
+    values = arena.new_state(torch.float32)
     for part in arena.parts:
         param, value = arena.params[part.param], exact[part.param]
         source = flat(with_strides_of(param, param.detach() if value is None else value))
