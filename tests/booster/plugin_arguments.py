@@ -202,6 +202,7 @@ def exchanges(bucket: str, others: dict[str, Any]) -> dict[str, Any]:
         "communication_dtype": Acts(torch.bfloat16, "grad_sync_dtype", torch.bfloat16, others),
         "overlap_communication": Acts(False, "overlap_grad_sync", False, others),
         "overlap_allgather": Acts(True, "overlap_param_sync", True, others),
+        "cpu_offload": Acts(True, "offloads", True, others),
     }
 
 
@@ -269,7 +270,6 @@ CASES: dict[str, dict[str, Any]] = {
         "max_norm": Acts(2.0, "max_norm", 2.0),
         "norm_type": Raises(1.0, ValueError, "norm_type=1.0 is not supported; 2 is"),
         **exchanges("reduce_bucket_size_in_m", {}),
-        "cpu_offload": Raises(True, NotImplementedError, "cpu_offload=True is not supported: GeminiPlugin"),
         "master_weights": Acts(False, "store_params", False),
         "verbose": Acts(True, "scaler.verbose", True),
         "cast_inputs": [Acts(False, "inputs", None), Acts(False, "inputs", None, {"precision": "bf16"})],
@@ -368,7 +368,6 @@ CASES: dict[str, dict[str, Any]] = {
         "max_norm": Acts(2.0, "max_norm", 2.0),
         **replicas("ddp_bucket_cap_mb"),
         **exchanges("zero_bucket_size_in_m", {"zero_stage": 1}),
-        "cpu_offload": Raises(True, NotImplementedError, "cpu_offload=True is not supported: GeminiPlugin"),
         "custom_policy": [
             Acts(lambda: lambda model, stage, stages: Stage(), "layers", ["own.weight"], PIPELINE),
             Warns(print, "no effect of custom_policy="),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import warnings
 import weakref
@@ -37,6 +38,7 @@ from tests.booster.problem import (
     train,
 )
 from tests.booster.problem import booster as make
+from tests.lazy import lazy_checks
 from tests.parallel.processes import Check, assert_same_everywhere
 from tests.zero import zero_checks
 
@@ -366,8 +368,6 @@ def is_refused(rank: int) -> None:
         LowLevelZeroPlugin(norm_type=1.0)
     with pytest.raises(ValueError, match="precision='fp4' is not known to LowLevelZeroPlugin"):
         LowLevelZeroPlugin(precision="fp4")
-    with pytest.raises(NotImplementedError, match="cpu_offload=True is not supported"):
-        LowLevelZeroPlugin(cpu_offload=True)
     with pytest.raises(NotImplementedError, match="fp8_communication"):
         TorchDDPPlugin(fp8_communication=True)
     with pytest.raises(ValueError, match="ddp='other'"):
@@ -548,6 +548,30 @@ def ranks_that_differ(plugin: str) -> Check:
     return check
 
 
+def offloaded_state_is_equal(rank: int) -> None:
+    """With cpu_offload weights, norms and checkpoints have the same bits, through clipping and a skipped step."""
+    for stage, precision, optimizer in ((1, "fp32", "sgd"), (1, "fp16", "adam"), (2, "bf16", "adam")):
+        with ended():
+            one, other = (_offloaded(stage, precision, optimizer, offloads, rank) for offloads in (True, False))
+            assert_equal(one, other)
+
+
+def _offloaded(stage: int, precision: str, optimizer: str, offloads: bool, rank: int) -> tuple[Any, ...]:
+    plugin = LowLevelZeroPlugin(stage, precision, 4.0, max_norm=0.5, cpu_offload=offloads, hysteresis=1)
+    booster, model = make(plugin=plugin), net()
+    parts = booster.boost(model, OPTIMIZERS[optimizer](model), nn.CrossEntropyLoss())
+    losses = train(booster, parts, range(2), rank, dist.get_world_size())
+    if precision == "fp16":
+        booster.backward(parts[0](batch(0)[0]).sum() * float("inf"), parts[1])
+        parts[1].step()
+    losses += train(booster, parts, range(2, STEPS), rank, dist.get_world_size())
+    divided = parts[1].optim
+    assert (divided._host is not None) == offloads
+    for state in divided._states if offloads else ():
+        assert all(shard in divided._host._tensors for shard in state.shards().values())
+    return losses, parts[1].get_grad_norm(), weights_of(parts[0]), whole_optimizer(parts[1])
+
+
 def other_loss_scales(rank: int) -> None:
     """Check that the first step finds a loss scale that was set in one rank only."""
     for plugin in PLUGINS:
@@ -585,6 +609,11 @@ for plugin in PLUGINS:
         CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
 if needs_fsdp:
     CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
+    CHECKS |= lazy_checks.CHECKS
+for index, plugin in enumerate(PLUGINS):
+    boosters = functools.partial(PLUGINS[plugin], "fp32")
+    optimizer = ("adam", "sgd")[index % 2]
+    CHECKS[f"lazy {plugin}"] = lazy_checks.starts_and_trains(boosters, weights_of, ended, optimizer)
 CHECKS |= {
     "goes on elsewhere": checkpoints_load_in_other_plugins,
     "is refused": is_refused,
@@ -597,6 +626,7 @@ CHECKS |= {
     "loads into a model that was trained": loads_into_a_model_that_was_trained,
     "reads data in parts": reads_data_in_parts,
     "other loss scales": other_loss_scales,
+    "clips with offloaded state": offloaded_state_is_equal,
     **zero_checks.CHECKS,
     **{f"ranks that differ {plugin}": ranks_that_differ(plugin) for plugin in PLUGINS},
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from apex.lazy import LazyInitContext
 from apex.optimizers import FusedSGD
 from apex.transformer.amp import GradScaler
 from tests.booster import hybrid_checks, problem, process_checks
@@ -65,3 +66,46 @@ def test_a_loss_scale_on_a_busy_gpu_reaches_gradients_on_the_host(kind: Any, uns
         scaler.step(optimizer)
         scaler.update()
         assert torch.equal(param.detach(), torch.full((8,), -float(step)))
+
+
+def test_offloaded_state_takes_no_memory_of_the_gpu() -> None:
+    """The state of a bfloat16 model has 12 bytes a parameter: float32 weights and two moments."""
+    sizes = {}
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+        plugin = process_checks.LowLevelZeroPlugin(2, "bf16", max_norm=1.0, cpu_offload=offloads)
+        before = torch.cuda.memory_allocated()
+        boosted, optimizer, *_ = problem.booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            optimizer.backward(boosted(torch.ones(8, 1024, device="cuda")).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        sizes[offloads] = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.optim.load_state_dict(optimizer.optim.state_dict())
+        boosted.masters.write({param: torch.zeros_like(param) for param in boosted.parameters()})
+        peak = torch.cuda.max_memory_allocated() - before - sizes[offloads]
+        del boosted, optimizer, model
+    count = 4 * 1025 * 1024
+    assert peak < 4 * count, "a checkpoint needs memory of the GPU for state"
+    assert 12 * count <= sizes[False] - sizes[True] <= 13 * count
+    assert sizes[True] < 3 * count
+
+
+@pytest.mark.parametrize("shards", [True, False])
+def test_recorded_models_have_the_values_of_the_gpu(shards: bool) -> None:
+    """Random numbers are drawn again on the GPU, and later ones are as without a LazyInitContext."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        expected = problem.Net()
+    following = torch.rand(4, device="cuda")
+    torch.manual_seed(0)
+    with LazyInitContext(default_device="cuda"):
+        model = problem.Net()
+    assert torch.equal(torch.rand(4, device="cuda"), following)
+    plugin = process_checks.TorchFSDPPlugin() if shards else None
+    boosted, *_ = problem.booster(plugin=plugin).boost(model)
+    found = process_checks.weights_of(boosted)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name].cuda(), value), name

@@ -110,6 +110,7 @@ def look(name: str, patch: pytest.MonkeyPatch, **arguments: Any) -> dict[str, An
     }
     if optimizer is not None:
         seen |= {key: value for key, value in vars(optimizer.unwrap()).items() if isinstance(value, SIMPLE)}
+        seen["offloads"] = getattr(optimizer.unwrap(), "_host", None) is not None
     if getattr(optimizer, "scaler", None) is not None:
         seen |= {f"scaler.{key.strip('_')}": value for key, value in vars(optimizer.scaler).items()}
     for each in boosted.modules():

@@ -52,7 +52,7 @@ CLIENTS = {
     "megatron": Client("packaging", "megatron-core"),
     "colossal": Client(
         "transformers<5 accelerate datasets peft tqdm jsonlines psutil sentencepiece tensorboard pytest einops pyyaml "
-        "wandb loralib"
+        "wandb loralib diffusers<0.36"
     ),
     "nemo": Client(
         "setuptools<81 numpy<1.27 omegaconf<2.4 hydra-core<1.4 torchmetrics<1 lightning-utilities transformers<4.40 "
@@ -97,7 +97,8 @@ Notes
 - Colossal-AI 0.5.0: scripts and tests of its repository, not its package. In the scripts the word colossalai is
   replaced by apex and nothing else; around them stand tiny models, random data and, without a GPU, functions of
   torch.cuda that do nothing. Each runs a second time with the Booster replaced by plain PyTorch in float32; the losses
-  are compared.
+  are compared. `tutorial/glue_bert` gets a stand-in for `datasets.load_metric`, which newer releases do not have;
+  `images/dreambooth` runs with diffusers 0.35, the last one that works with transformers 4.
 - NeMo: 1.17, which needs Python 3.10 and was installed without its requirements, as OpenNMT-py; stand-ins without
   content took the place of its tokenizers of other languages. Its LightningModule moves batches to a GPU by name, so
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.

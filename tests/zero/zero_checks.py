@@ -76,7 +76,7 @@ def divides_linear_layers(rank: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
-def trains_as_ddp(dtype: torch.dtype, partition_grad: bool, overlap: bool) -> Check:
+def trains_as_ddp(dtype: torch.dtype, partition_grad: bool, overlap: bool, cpu_offload: bool = False) -> Check:
     """Return a check that LowLevelZeroOptimizer trains as DistributedDataParallel does in float32."""
 
     def check(rank: int) -> None:
@@ -86,6 +86,7 @@ def trains_as_ddp(dtype: torch.dtype, partition_grad: bool, overlap: bool) -> Ch
         unused = nn.Parameter(torch.zeros(3, dtype=dtype))
         peer = torch.optim.AdamW(plain.parameters(), lr=0.01)
         options: dict[str, Any] = {"partition_grad": partition_grad, "overlap_communication": overlap}
+        options |= {"cpu_offload": cpu_offload}
         optimizer = LowLevelZeroOptimizer(
             torch.optim.AdamW([*model.parameters(), unused], lr=0.01), initial_scale=4.0, clip_grad_norm=0.1, **options
         )
@@ -142,7 +143,6 @@ def ends_with_its_last_reference(rank: int) -> None:
 def is_refused(rank: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     for options, message in (
-        ({"cpu_offload": True}, "cpu_offload=True is not supported"),
         ({"fp8_communication": True}, "fp8_communication=True is not supported"),
         ({"pg_to_param_list": {}}, "pg_to_param_list is not supported"),
     ):
@@ -160,5 +160,6 @@ CHECKS: dict[str, Check] = {
     "zero optimizer refuses": is_refused,
     "zero optimizer float32": trains_as_ddp(torch.float32, partition_grad=False, overlap=False),
     "zero optimizer float16": trains_as_ddp(torch.float16, partition_grad=False, overlap=True),
+    "zero optimizer offloaded": trains_as_ddp(torch.float16, partition_grad=True, overlap=False, cpu_offload=True),
     "zero optimizer bfloat16": trains_as_ddp(torch.bfloat16, partition_grad=True, overlap=True),
 }

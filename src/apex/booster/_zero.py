@@ -38,8 +38,12 @@ class DividedSGD(DistributedFusedAdam):
         lists.apply(rules.SGD, {**options, "first": first}, flags, noop=noop, grad_scale=scale)
 
 
-def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[DistributedFusedAdam, Any]:
+def zero_optimizer(
+    optimizer: torch.optim.Optimizer, *, cpu_offload: bool = False, **options: Any
+) -> tuple[DistributedFusedAdam, Any]:
     """Return a ZeRO optimizer with the same algorithm and parameter groups, and the original's state dict or None.
+
+    With `cpu_offload` its state, with the float32 weights, is in the host's memory.
 
     Both optimizers share the dicts of their groups, so a scheduler of one changes the other. Give the state dict to
     `load_plain_state` once all parameters have been cast.
@@ -67,6 +71,8 @@ def zero_optimizer(optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Di
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
     divided = kind([dict(group) for group in groups], **options)
+    if cpu_offload:
+        divided._offload_state()
     if isinstance(divided, DividedSGD):
         divided.wd_after_momentum = getattr(optimizer, "wd_after_momentum", False)
     for group, divided_group in zip(groups, divided.param_groups, strict=True):
@@ -162,7 +168,8 @@ class ExactWeights:
             return
         self._optimizer._settle()
         for state in self._optimizer._states:
-            shard = state.read(PARAM).clone()
+            exact = state.read(PARAM)
+            shard = state.arena.new_state(exact.dtype).copy_(exact)
             for part in state.arena.parts:
                 param = state.arena.params[part.param]
                 if param in values:

@@ -16,6 +16,7 @@ from .._arguments import checked
 from ..amp._checks import check_loss
 from ..checkpoint._huggingface import write_adapters
 from ..checkpoint._ranks import is_first
+from ..lazy._recorded import materialize
 from ._report import StageReport
 from ._stages import Stages, StepDecorator
 from .checkpoint_io import CheckpointIO
@@ -121,6 +122,8 @@ class Booster:
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         self._stages.check_model(model)
+        if self.plugin is None or not self.plugin.takes_lazy or self._stages.fuse:
+            materialize([*model.parameters(), *model.buffers()])
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
         self._stages.before(model, optimizer)

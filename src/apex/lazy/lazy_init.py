@@ -1,35 +1,50 @@
-"""LazyInitContext: a context in which models are built, with Colossal-AI's arguments."""
+"""LazyInitContext: a context in which models are built without data, with Colossal-AI's arguments."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..logging import get_dist_logger
+from ._recorded import Recorder, materialize
+
 __all__ = ["LazyInitContext"]
 
 
 class LazyInitContext:
-    """A context that builds models on `default_device`, at once; None means the present default device.
+    """A context in which new tensors have no data: their initialisation is recorded, and runs when a model is boosted.
 
-    It saves no memory: plugins that divide parameters do so in `boost`. `tensor_cls` has no effect.
+    `Booster.boost` computes the values, which equal those of a model that is built outside of the context. GeminiPlugin
+    and TorchFSDPPlugin compute them parameter by parameter, and keep only the part of each process. Random operations
+    run twice: when they are recorded, so that later random numbers are the same, one tensor at a time, and for the
+    values.
+
+    - `tensor_cls`: no effect;
+    - `default_device`: the device of tensors whose construction names none; None for torch's default device.
     """
 
     def __init__(self, tensor_cls: Any = None, default_device: torch.device | str | None = None) -> None:
         self.default_device = None if default_device is None else torch.device(default_device)
+        self._contexts: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> LazyInitContext:
-        if self.default_device is not None:
-            self._context = torch.device(self.default_device)
-            self._context.__enter__()
+        with contextlib.ExitStack() as stack:
+            if self.default_device is not None:
+                stack.enter_context(self.default_device)
+            stack.enter_context(Recorder())
+            self._contexts.append(stack.pop_all())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self.default_device is not None:
-            self._context.__exit__(*error)
+        self._contexts.pop().__exit__(*error)
 
     @staticmethod
     def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
-        """Return the module, whose parameters exist already."""
+        """Compute the recorded parameters and buffers of a module in place, and return the module."""
+        count = materialize([*module.parameters(), *module.buffers()])
+        if verbose:
+            get_dist_logger().info(f"LazyInitContext: {count} tensors have been initialised", ranks=[0])
         return module

@@ -34,31 +34,37 @@ def without_gpu() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
 
 
-def watch(booster: type) -> None:
-    """Record the losses of a Booster."""
-    backward = booster.backward
+def watch(kinds: list[type]) -> None:
+    """Record the losses of the outermost calls of `backward` of a Booster and of optimizers."""
+    for kind in kinds:
+        kind.backward = recorded(kind.backward)
 
-    def recorded(self, loss, optimizer):
-        with open(f"{LOSSES}.{os.environ['RANK']}", "a") as file:
-            file.write(f"{loss.item()}\n")
-        limit = int(os.environ.get("STEPS", "0"))
-        result = backward(self, loss, optimizer)
-        watch.count += 1
-        if limit and watch.count == limit:
+
+def recorded(backward):
+    def recording(self, loss, *args, **options):
+        if watch.depth == 0:
+            with open(f"{LOSSES}.{os.environ['RANK']}", "a") as file:
+                file.write(f"{loss.item()}\n")
+        watch.depth += 1
+        result = backward(self, loss, *args, **options)
+        watch.depth -= 1
+        watch.count += watch.depth == 0
+        if watch.count == int(os.environ.get("STEPS", "0")) != 0:
             os._exit(0)  # some scripts have no option for fewer steps
         return result
 
-    booster.backward = recorded
+    return recording
 
 
-watch.count = 0
+watch.count = watch.depth = 0
 
 
-def make_plain(booster: type) -> None:
-    """Replace a Booster's work by plain PyTorch."""
+def make_plain(booster: type) -> type:
+    """Replace a Booster's work by plain PyTorch; return the class of its optimizers."""
     import torch
     import torch.distributed as dist
 
+    import apex.lazy
     import apex.nn.optimizer
     from apex.booster import ModelWrapper, OptimizerWrapper
 
@@ -102,6 +108,9 @@ def make_plain(booster: type) -> None:
     for name in ("save_model", "save_optimizer", "save_lr_scheduler"):
         setattr(booster, name, lambda self, *args, **kwargs: None)
     apex.nn.optimizer.HybridAdam = adam
+    # Models are built at once, on the device.
+    apex.lazy.LazyInitContext = lambda tensor_cls=None, default_device="cpu": torch.device(default_device)
+    return Averaging
 
 
 def make_tiny(transformers: object) -> None:
@@ -120,35 +129,11 @@ def make_random(datasets: object) -> None:
     """Replace downloads of data sets by random ones."""
     import random
 
-    words = [
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "is",
-        "that",
-        "for",
-        "it",
-        "as",
-        "was",
-        "with",
-        "be",
-        "by",
-        "on",
-        "not",
-        "he",
-        "his",
-        "but",
-        "at",
-        "are",
-        "this",
-        "have",
-    ]
+    from words import WORDS
 
     def sentences(count: int, seed: int) -> list[str]:
         rng = random.Random(seed)
-        return [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(count)]
+        return [" ".join(rng.choices(WORDS, k=rng.randint(4, 12))) for _ in range(count)]
 
     def load_dataset(name, *args, split=None, **options):
         if name == "glue":
@@ -179,27 +164,37 @@ def make_random(datasets: object) -> None:
             return datasets.DatasetDict({"train": part, "validation": part})
         return {"description": sentences(64, 3)}
 
+    def load_metric(*args, **options):  # newer releases of datasets have no metrics
+        from evaluate import Accuracy
+
+        return Accuracy()
+
     datasets.load_dataset = load_dataset
+    datasets.load_metric = load_metric
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
     """Runs a function after a module has been imported."""
 
     actions = {"transformers": make_tiny, "datasets": make_random}  # noqa: RUF012
+    searching = False
 
     def find_spec(self, fullname, path=None, target=None):
-        action = self.actions.get(fullname)
-        if action is None:
+        # transformers looks for packages that it does not import yet, so the function runs after each import.
+        if fullname not in self.actions or self.searching:
             return None
-        del self.actions[fullname]
-        spec = importlib.util.find_spec(fullname)
+        self.searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.searching = False
         if spec is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            action(sys.modules[fullname])
+            self.actions[fullname](sys.modules[fullname])
 
         spec.loader.exec_module = exec_module
         return spec
@@ -213,7 +208,10 @@ if os.environ.get("COLOSSAL_TESTS"):
     without_gpu()
     colossalai.install()
     # Models of packages that are not installed, and one whose configuration is downloaded.
-    for name in ("diffusers", "timm", "torchaudio", "torchvision", "transformers.chatglm2"):
+    import importlib.util
+
+    absent = [] if importlib.util.find_spec("transformers") else ["transformers"]
+    for name in ("diffusers", "timm", "torchaudio", "torchvision", "transformers.chatglm2", *absent):
         sys.modules[f"tests.kit.model_zoo.{name}"] = types.ModuleType(name)
 
 if LOSSES and "RANK" in os.environ:
@@ -221,8 +219,6 @@ if LOSSES and "RANK" in os.environ:
 
     without_gpu()
     sys.meta_path.insert(0, AfterImport())
-    from apex.booster import Booster
+    from apex.booster import Booster, OptimizerWrapper
 
-    if os.environ.get("TWIN"):
-        make_plain(Booster)
-    watch(Booster)
+    watch([Booster, make_plain(Booster) if os.environ.get("TWIN") else OptimizerWrapper])

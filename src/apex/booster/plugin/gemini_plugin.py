@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...lazy._recorded import materialize
 from ._arguments import changed, note, refuse, warn, warn_of
 from ._fusion_arguments import FusionArguments
 from .plugin_base import own_precision
@@ -119,6 +120,8 @@ class GeminiPlugin(TorchFSDPPlugin):
         self.max_norm, self.copies, self.extra_dp_size = max_norm, extra_dp_size, extra_dp_size
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
+        if any(self.fusion):  # replacements are tried with the weights
+            materialize(model.parameters())
         self.fusion.apply(model)
         return super()._boost(model, optimizer, criterion, precision)
 

@@ -34,7 +34,7 @@ from ._arguments import changed, note, refuse, warn, warn_of
 from ._fusion_arguments import FusionArguments
 from ._gradient_checkpoints import check_config, checkpoint_layers, chosen_layers
 from ._process_mesh import GroupMesh, StageManager, mesh_of_all
-from .low_level_zero_plugin import NO_OFFLOAD, zero_options
+from .low_level_zero_plugin import zero_options
 from .plugin_base import PipelinePluginBase, own_precision
 from .torch_ddp_plugin import DDP_ARGUMENTS, not_reduced, replicated
 from .torch_ddp_plugin import ddp_options as make_ddp_options
@@ -63,7 +63,8 @@ class HybridParallelPlugin(PipelinePluginBase):
 
     - `precision`, `initial_scale` and others of the loss scale, `max_norm`, `use_fp8`: as in `LowLevelZeroPlugin`;
     - `zero_stage`: 0, or 1 or 2 to divide the optimizer state among replicas. `zero_bucket_size_in_m`,
-      `communication_dtype`, `overlap_communication` and `overlap_allgather` are then as in `LowLevelZeroPlugin`;
+      `cpu_offload`, `communication_dtype`, `overlap_communication` and `overlap_allgather` are then as in
+      `LowLevelZeroPlugin`;
     - `broadcast_buffers`, `ddp_bucket_cap_mb`, `find_unused_parameters`, `check_reduction`, `gradient_as_bucket_view`,
       `static_graph`: as in `TorchDDPPlugin`, without ZeRO; `ddp_options` has further arguments of torch's
       DistributedDataParallel;
@@ -151,7 +152,6 @@ class HybridParallelPlugin(PipelinePluginBase):
             )
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(overrides, "cpu_offload", NO_OFFLOAD)
         refuse(overrides, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
         refuse(overrides, "inner_ring_size", "there is no ring attention")
         _check_sequences(overrides, tp_size)
@@ -163,9 +163,8 @@ class HybridParallelPlugin(PipelinePluginBase):
         self.num_layers_per_stage, self.gradient_checkpoint_config = num_layers_per_stage, gradient_checkpoint_config
         check_config(gradient_checkpoint_config, self.placement.stages)
         self.fusion = FusionArguments.of(locals())
-        self.zero_options = zero_options(
-            zero_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather
-        )
+        exchanges = zero_options(zero_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather)
+        self.zero_options = {**exchanges, "cpu_offload": cpu_offload}
         self.ddp_options = {**make_ddp_options(locals(), ddp_bucket_cap_mb), **(ddp_options or {})}
         _warn_of_unused(overrides, tp_size, pp_size, zero_stage)
         self._join_groups(dp_outside, enable_sequence_parallelism)
@@ -400,7 +399,7 @@ def _warn_of_unused(overrides: dict[str, Any], tp_size: int, pp_size: int, zero_
     """Warn of arguments that have no effect in this configuration; log the ones that never have an effect."""
     decided = "the layers of the model decide"
     pipelines = "overlap_p2p pp_style num_model_chunks num_layers_per_stage custom_policy"
-    zero = "zero_bucket_size_in_m communication_dtype overlap_communication overlap_allgather"
+    zero = "cpu_offload zero_bucket_size_in_m communication_dtype overlap_communication overlap_allgather"
     ddp = f"{DDP_ARGUMENTS} ddp_bucket_cap_mb ddp_options"
     for applies, names, why in (
         (tp_size > 1, "parallel_output make_vocab_size_divisible_by", decided),

@@ -41,6 +41,8 @@ class LowLevelZeroPlugin(DPPluginBase):
     - `communication_dtype`: the dtype that gradients are exchanged in;
     - `overlap_communication`, `overlap_allgather`: whether exchanges of gradients and of parameters overlap with
       computation;
+    - `cpu_offload`: whether the state, with the float32 weights, is in the host's memory. The device updates it over
+      the bus, with the same numbers;
     - `master_weights`: whether the state has float32 weights; without them updates are rounded to half precision;
     - `use_fp8`: use FP8MixedPrecision instead of `precision`;
     - `extra_dp_size`: the number of copies of the divided state.
@@ -77,7 +79,6 @@ class LowLevelZeroPlugin(DPPluginBase):
             raise ValueError(f"stage={stage} is not known; 1 and 2 are, and TorchFSDPPlugin is stage 3")
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
-        refuse(overrides, "cpu_offload", NO_OFFLOAD)
         refuse(
             overrides, "fp8_communication", "gradients travel in communication_dtype; use torch.bfloat16 for half of it"
         )
@@ -91,6 +92,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         self.zero_options: dict[str, Any] = {
             **zero_options(reduce_bucket_size_in_m, communication_dtype, overlap_communication, overlap_allgather),
             "store_params": master_weights,
+            "cpu_offload": cpu_offload,
         }
 
     def control_precision(self) -> bool:
@@ -133,9 +135,6 @@ class LowLevelZeroPlugin(DPPluginBase):
             raise ValueError("no_sync needs the optimizer, or the model, that boost returned")
         with optimizer.no_sync():
             yield
-
-
-NO_OFFLOAD = "GeminiPlugin(offload_optim_frac=1.0) has optimizer state in the host's memory"
 
 
 def zero_options(

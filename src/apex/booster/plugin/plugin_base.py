@@ -43,6 +43,8 @@ class Plugin(ABC):
     """
 
     takes_precision = False
+    # Whether models may have parameters that a LazyInitContext recorded; if not, boost computes them before.
+    takes_lazy = False
 
     def supported_devices(self) -> list[str]:
         """Return the supported device types; an empty list means all."""

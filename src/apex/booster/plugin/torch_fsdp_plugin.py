@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..._distributed.groups import make_mesh
 from ..._env import processes_on_machine
+from ...lazy._recorded import LazyTensor, materialize, replay, take_lazy
+from ...ops._host import HOST
 from ...parallel._flat import broadcast_from_first
 from ...transformer._resharding.gathered import local_part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
@@ -47,6 +49,7 @@ class TorchFSDPPlugin(DPPluginBase):
     """
 
     copies = 1  # of the sharded parameters
+    takes_lazy = True
 
     def __init__(
         self,
@@ -104,14 +107,23 @@ class TorchFSDPPlugin(DPPluginBase):
         return True
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
-        if self.sync_module_states:
-            broadcast_from_first([*model.parameters(), *model.buffers()])
         chosen = self.precision or precision or FP32Precision()
+        replaces_layers = isinstance(chosen, Precision) and type(chosen).prepare is not Precision.prepare
+        # Other layers are made from values; without synchronisation each process has values of its own.
+        materialize(model.buffers())
+        if replaces_layers or not self.sync_module_states:
+            materialize(model.parameters())
+        device = next(model.parameters()).device
+        recorded = take_lazy(model)
+        if self.sync_module_states:
+            broadcast_from_first([*(param for param in model.parameters() if not param.is_meta), *model.buffers()])
         if isinstance(chosen, Precision):
             chosen.prepare(model)
         _cast_buffers(model, getattr(chosen, "buffer_dtype", None))
         before = dict(model.named_parameters())
-        self._shard(model, chosen)
+        self._shard(model, chosen, device.type)
+        if recorded:
+            self._fill(model, recorded, HOST if self.cpu_offload else device)
         if optimizer is not None:
             _exchange(
                 optimizer, {old: new for old, (_, new) in zip(before.values(), model.named_parameters(), strict=True)}
@@ -122,13 +134,28 @@ class TorchFSDPPlugin(DPPluginBase):
             optimizer.max_norm = self.max_norm
         return TorchFSDPModel(model), optimizer, criterion
 
-    def _shard(self, model: nn.Module, precision: Any) -> None:
+    def _fill(self, model: nn.Module, recorded: dict[str, LazyTensor], device: torch.device) -> None:
+        """Give sharded parameters without data the values that a LazyInitContext recorded, one parameter at a time.
+
+        The first process computes the values of each whole parameter and sends the others their parts.
+        """
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+        is_first = dist.get_rank(self.process_group) == 0
+        for name, param in model.named_parameters():
+            if name in recorded:
+                lazy = recorded.pop(name)
+                whole = replay([lazy])[0] if is_first else torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device)
+                if not hasattr(param, "placements"):  # it belongs to one of ignored_modules
+                    broadcast_from_first([whole], self.process_group)
+                with torch.no_grad():
+                    param.copy_(local_part(whole, param, None))
+
+    def _shard(self, model: nn.Module, precision: Any, device: str) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         param_dtype = precision.dtype if isinstance(precision, Precision) else getattr(precision, "param_dtype", None)
         reduce_dtype = None if isinstance(precision, MixedPrecision) else getattr(precision, "reduce_dtype", None)
-        device = next(model.parameters()).device.type
         if self.process_group is not None:
             mesh = DeviceMesh.from_group(self.process_group, device)
         else:

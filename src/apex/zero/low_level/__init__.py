@@ -11,7 +11,7 @@ from torch import Tensor
 from ...booster._precision import MixedOptimizer
 from ...booster._zero import load_plain_state, whole_gradients, zero_optimizer
 from ...booster.mixed_precision import FP16NaiveMixedPrecision
-from ...booster.plugin.low_level_zero_plugin import NO_OFFLOAD, zero_options
+from ...booster.plugin.low_level_zero_plugin import zero_options
 from ...ops._host import HOST
 
 __all__ = ["LowLevelZeroOptimizer"]
@@ -23,7 +23,8 @@ class LowLevelZeroOptimizer(MixedOptimizer):
     Takes the optimizers of `LowLevelZeroPlugin`. Parameters keep their dtype, or get `forced_dtype`; float16 ones have
     a loss scale (`initial_scale` and the arguments after it), and the state has float32 weights (`master_weights`).
     `clip_grad_norm` is the norm that every step clips to, `reduce_bucket_size` the elements of a bucket. State is
-    divided among `dp_process_group`, None for all processes, and replicated over `extra_dp_group`.
+    divided among `dp_process_group`, None for all processes, and replicated over `extra_dp_group`. With `cpu_offload`
+    it is in the host's memory.
     """
 
     def __init__(
@@ -54,8 +55,6 @@ class LowLevelZeroOptimizer(MixedOptimizer):
     ) -> None:
         if pg_to_param_list is not None:
             raise NotImplementedError("pg_to_param_list is not supported; use dp_process_group for all parameters")
-        if cpu_offload:
-            raise NotImplementedError(f"cpu_offload=True is not supported; {NO_OFFLOAD}")
         if fp8_communication:
             raise NotImplementedError("fp8_communication=True is not supported; use communication_dtype")
         if extra_dp_group is not None and dp_process_group is None:
@@ -72,6 +71,7 @@ class LowLevelZeroOptimizer(MixedOptimizer):
             optimizer,
             **zero_options(reduce_bucket_size / 1e6, communication_dtype, overlap_communication, overlap_allgather),
             store_params=master_weights,
+            cpu_offload=cpu_offload,
             **{name: group for name, group in groups.items() if group is not None},
         )
         super().__init__(divided, naive.scaler() if is_half else None)

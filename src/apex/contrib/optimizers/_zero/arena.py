@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ....ops._host_memory import HostMemory
 from ....ops.multi_tensor.flat import FlatBuffer, flat, is_dense
 from .groups import Groups
 from .layout import Layout, Piece, merge_adjacent
@@ -65,8 +66,12 @@ class Arena:
         groups: Groups,
         bucket_bytes: float | None,
         allocate: Callable[..., Tensor] = torch.zeros,
+        host: HostMemory | None = None,
     ) -> None:
-        """Lay parameters out; a bucket of gradients has at most `bucket_bytes`, and `allocate` makes sent buffers."""
+        """Lay parameters out; a bucket of gradients has at most `bucket_bytes`, and `allocate` makes sent buffers.
+
+        `host` has the memory for lasting state, None for the device's memory.
+        """
         self.params = list(params)
         self.group_of = list(group_of)
         self.dtypes = dtypes
@@ -80,6 +85,7 @@ class Arena:
         self.groups = groups
         self.device = self.params[0].device
         self.allocate = allocate
+        self.host = host
         for index, param in enumerate(self.params):
             if not is_dense(param):
                 raise ValueError(
@@ -112,6 +118,12 @@ class Arena:
     def new_shard(self, dtype: torch.dtype) -> Tensor:
         """Return a flat shard of zeros."""
         return torch.zeros(self.layout.shard_size, dtype=dtype, device=self.device)
+
+    def new_state(self, dtype: torch.dtype) -> Tensor:
+        """Return a flat shard of zeros for lasting state, in host memory if the state is offloaded."""
+        if self.host is None:
+            return self.new_shard(dtype)
+        return self.host.empty((self.layout.shard_size,), dtype).zero_()
 
     def new_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         """Return a whole buffer of zeros, with a view for each parameter."""

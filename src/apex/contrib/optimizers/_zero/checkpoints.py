@@ -75,6 +75,8 @@ def gather(
                 bucket = arena.shard(values, number)
                 if arena.groups.ranks > 1:
                     whole = bucket.new_empty(arena.layout.bucket_sizes[number])
+                    # NCCL gets a copy on the device of state that is in the host's memory.
+                    bucket = bucket if arena.host is None else bucket.clone()
                     all_gather(whole, bucket, arena.groups.distributed, _GATHERING).wait()
                     bucket = whole
                 for piece in pieces if keep else ():
@@ -110,7 +112,7 @@ def write_slices(states: Sequence[State], slices: Iterable[StateSlice], optional
         number, index = locations[param]
         key = number, name
         if key not in loaded:
-            loaded[key] = torch.zeros_like(states[number].read(name))
+            loaded[key] = states[number].arena.new_state(states[number].read(name).dtype)
         for part in parts[number].get(index, ()):
             begin, end = max(part.start, start), min(part.stop, start + len(saved))
             if begin < end:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....ops._host_memory import HostMemory
 from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
 from ....optimizers._checks import check_options
@@ -43,6 +44,8 @@ class ZeroOptimizer(ShardedOptimizer):
     _takes_gradients = True
     # Set by apex.amp: returns the float32 values of a parameter from before it was cast, or None.
     _exact_value: Callable[[Tensor], Tensor | None] | None = None
+    # Host memory for the state, set by `_offload_state`; None for the memory of the device.
+    _host: HostMemory | None = None
     # Set by apex.amp during a step: not 0 if the step is to be skipped.
     found_inf: Tensor | None = None
 
@@ -183,7 +186,9 @@ class ZeroOptimizer(ShardedOptimizer):
 
         def make_arena(members: list[Tensor], group_of: list[int]) -> Arena:
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
-            return Arena(members, group_of, dtypes, self._groups, size, allocate)
+            # Offloaded weights are sent from the device, in the dtype that the parameters get them in.
+            sent = dtypes if self._host is None else dtypes._replace(parameters=members[0].dtype)
+            return Arena(members, group_of, sent, self._groups, size, allocate, self._host)
 
         self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)
@@ -203,6 +208,12 @@ class ZeroOptimizer(ShardedOptimizer):
             exact = list(map(self._exact_value, arena.params))
             if self.store_params:
                 start_from(self._states[-1], exact)
+
+    def _offload_state(self) -> None:
+        """Keep the state in the host's memory, which kernels read and write over the bus; call it before any step."""
+        assert not self._states
+        assert not self.with_scaled_states
+        self._host = HostMemory(self.device)
 
     def init_param_buffer(self) -> None:
         """Make all parameters views of one buffer per dtype, which also receives them from other processes."""

@@ -65,7 +65,7 @@ class ArenaState:
         self.arena = arena
         self.names = tuple(names)
         self.weights = weights
-        self.moments = {name: arena.new_shard(arena.dtypes.state) for name in names}
+        self.moments = {name: arena.new_state(arena.dtypes.state) for name in names}
         # The units of each parameter group.
         self.units: dict[int, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
@@ -142,7 +142,7 @@ def start_from(state: Any, exact: Sequence[Tensor | None]) -> None:
     arena: Arena = state.arena
     if all(value is None for value in exact):
         return
-    values = arena.new_shard(torch.float32)
+    values = arena.new_state(torch.float32)
     for part in arena.parts:
         param, value = arena.params[part.param], exact[part.param]
         source = flat(with_strides_of(param, param.detach() if value is None else value))

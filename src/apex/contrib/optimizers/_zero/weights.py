@@ -147,14 +147,14 @@ class Stored(Weights):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
-        self.values = self.gather(arena.new_shard(arena.dtypes.state))
+        self.values = self.gather(arena.new_state(arena.dtypes.state))
 
     def connect(self) -> None:
         arena = self.arena
         self._outgoing = None
         if self._writes_params:
             arena.outgoing = []
-        elif arena.dtypes.state == arena.dtypes.parameters and arena.parameter_buffer is None:
+        elif arena.dtypes.state == arena.dtypes.parameters and arena.parameter_buffer is None and arena.host is None:
             arena.outgoing = arena.shards(self.values)
         else:
             self._outgoing = self.make_outgoing()
@@ -223,7 +223,7 @@ class Remainders(Gathered):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
-        self.remainders = arena.new_shard(torch.int16)
+        self.remainders = arena.new_state(torch.int16)
 
     def begin(self, skips: bool) -> None:
         self._values = self.read()
