@@ -51,6 +51,17 @@ def meeting_point() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '6000')}"
 
 
+def master_address() -> str | None:
+    """Return the address of the machine of rank 0 that a launcher set, or None."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def without_devices() -> dict[str, str]:
+    """Return the environment for a process that uses no GPU and one thread."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    return {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
+
+
 def processes_on_machine() -> int | None:
     """Return the number of processes that torchrun started on this machine, or None."""
     number = os.environ.get("LOCAL_WORLD_SIZE", "")
