@@ -41,6 +41,12 @@ def torchrun_numbers() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def error_file() -> Path | None:
+    """Return the file in which torchrun looks for the error of this process, or None."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if not path else Path(path)
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """Return the rank and the number of processes that a launcher set; 0 and 1 without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
