@@ -41,6 +41,12 @@ def torchrun_numbers() -> tuple[int, int] | None:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def error_file() -> Path | None:
+    """Return the file in which torchrun looks for the error of this process, or None."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if not path else Path(path)
+
+
 def rank_and_world_size() -> tuple[int, int]:
     """Return the rank and the number of processes that a launcher set; 0 and 1 without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,6 +55,17 @@ def rank_and_world_size() -> tuple[int, int]:
 def meeting_point() -> str:
     """Return the address and port of the rendezvous of all processes; localhost:6000 without a launcher."""
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '6000')}"
+
+
+def master_address() -> str | None:
+    """Return the address of the machine of rank 0 that a launcher set, or None."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def without_devices() -> dict[str, str]:
+    """Return the environment for a process that uses no GPU and one thread."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    return {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
 
 
 def processes_on_machine() -> int | None:

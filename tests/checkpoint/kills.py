@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from apex import checkpoint
+from apex.checkpoint import _background
+from tests.support.forked_writer import ForkedWriter
 
 KEEP = 3
 ELEMENTS = 100_000
@@ -33,32 +35,45 @@ def saved(state: dict[str, Any], sharded: bool) -> dict[str, Any]:
     return {"weights": state["weights"]} if sharded else state
 
 
-def save_forever(series: checkpoint.Series, same: int | None, first: int, pipe: int) -> None:
-    """Report each save through the pipe before and after it; save the `same` step, or increasing steps."""
+def save_forever(series: checkpoint.Series, same: int | None, first: int, pipe: int, use_async: bool) -> None:
+    """Report each save through the pipe before and after it; save the `same` step, or increasing steps.
+
+    An asynchronous save is done when the next one has waited for it.
+    """
     number = first
     while True:
         os.write(pipe, b"begin %d\n" % number)
-        series.save(saved(content(number), series.sharded), number if same is None else same)
-        os.write(pipe, b"done %d\n" % number)
+        state, step = saved(content(number), series.sharded), number if same is None else same
+        series.save(state, step, use_async=use_async)
+        state["weights"].zero_()  # what is saved is the state at the time of the call
+        if not use_async or number > first:
+            os.write(pipe, b"done %d\n" % (number - use_async))
         number += 1
 
 
-def kill_while_saving(series: checkpoint.Series, same: int | None, first: int, delay: float) -> tuple[int, int]:
-    """Return the number of the last save that was begun, and of the last one that was done (-1: none)."""
+def kill_while_saving(
+    series: checkpoint.Series, same: int | None, first: int, delay: float, use_async: bool, with_writer: bool
+) -> tuple[int, int]:
+    """Return the number of the last save that was begun, and of the last one that was done (-1: none).
+
+    The process that saves asynchronously is killed alone or together with its writer, which otherwise finishes the
+    save that it has begun.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         try:
-            save_forever(series, same, first, writing)
+            os.setsid()
+            save_forever(series, same, first, writing, use_async)
         finally:
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading) as said:
         lines = [said.readline()]  # the first save has begun
         time.sleep(delay)
-        os.kill(child, signal.SIGKILL)
-        lines += said.readlines()
+        (os.killpg if with_writer else os.kill)(child, signal.SIGKILL)
+        lines += said.readlines()  # to the end, when the writer has ended as well
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status), f"the process failed by itself: {lines}"
     told = [(line.split()[0], int(line.split()[1])) for line in lines if line.endswith("\n")]
@@ -87,6 +102,7 @@ def main(
     sharded: bool,
     *,
     same: int | None = None,
+    use_async: bool = False,
     seed: int = 0,
     told: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -94,6 +110,7 @@ def main(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     rng = random.Random(seed)
+    _background.start_process = ForkedWriter
     series = checkpoint.Series(folder, keep=KEEP, sharded=sharded)
     for _ in range(2):  # the first one imports
         start = time.perf_counter()
@@ -101,7 +118,8 @@ def main(
         typical = time.perf_counter() - start
     done, cut_short, leftovers = 0, 0, 0
     for _ in range(kills):
-        begun, finished = kill_while_saving(series, same, done + 1, rng.uniform(0, 3 * typical))
+        delay, with_writer = rng.uniform(0, 3 * typical), use_async and rng.random() < 0.5
+        begun, finished = kill_while_saving(series, same, done + 1, delay, use_async, with_writer)
         cut_short += begun != finished
         leftovers += any(path.name.startswith(".") for path in folder.iterdir())
         path = series.latest()
@@ -124,4 +142,5 @@ def main(
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "sharded")))
+    kind = sys.argv[3]
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), kind != "file", use_async=kind == "asynchronous")))

@@ -13,13 +13,14 @@ from tests.checkpoint import kills
 from tests.support.warm import run_python
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-@pytest.mark.parametrize(("kind", "count"), [("file", 50), ("sharded", 10)])
+@pytest.mark.parametrize(("kind", "count"), [("file", 50), ("sharded", 10), ("asynchronous", 10)])
 def test_killed_at_any_moment(kind: str, count: int, tmp_path: Path) -> None:
     arguments = (kills.__file__, str(tmp_path / "run"), str(count), kind)
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}"}
     result = run_python(*arguments, cwd=tmp_path, environment=environment, timeout=200)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)

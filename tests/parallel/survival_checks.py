@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex import amp, checkpoint
+from apex.checkpoint import _background
 from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel, ReplicaCheck, check_replicas
 from apex.parallel._buckets import _USES_ARE_KNOWN
@@ -340,6 +341,45 @@ def sharded_checkpoints(rank: int) -> None:
         checkpoint.load_sharded(state, "nothing")
 
 
+def asynchronous_checkpoints(rank: int) -> None:
+    """Sharded tensors are saved as at the time of the call; all ranks learn of an error or a writer that ended."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    series = checkpoint.Series(Path("asynchronous"), keep=2, sharded=True)
+
+    def state_of(number: float) -> dict[str, Any]:
+        return {"weights": distribute_tensor(torch.full((10,), number), mesh, [Shard(0)]), "step": number}
+
+    def check(number: float) -> None:
+        found = state_of(0.0)
+        path = series.latest()
+        assert path is not None
+        checkpoint.load_sharded(found, path)
+        assert isinstance(found["weights"], DTensor)
+        assert found["weights"].full_tensor().tolist() == [number] * 10
+        assert found["step"] == number
+
+    for number in (1.0, 2.0, 3.0):
+        state = state_of(number)
+        series.save(state, int(number), use_async=True)
+        state["weights"].zero_()
+    check(3.0)
+    assert {path.name for path in series.folder.iterdir()} == {"step-00000002", "step-00000003"}
+    with pytest.raises(RuntimeError, match=r"could not be written; rank 1 had .*local object"):
+        series.save({**state_of(4.0), **({"function": lambda: None} if rank == 1 else {})}, 4, use_async=True)
+    writer: Any = _background._writer_of_process
+    if rank == 1:
+        writer._process.kill()
+    series.save(state_of(5.0), 5, use_async=True)
+    with pytest.raises(RuntimeError, match=r"step-00000005 could not be written; (the process|rank 0 had)"):
+        checkpoint.wait()
+    check(3.0)
+    series.save(state_of(6.0), 6, use_async=True)
+    check(6.0)
+    assert _background._writer_of_process is not writer
+
+
 def sharded_saves_that_fail(rank: int) -> None:
     """If one rank fails, all raise its error, the old checkpoint stays, and no other files remain."""
     path = Path("failing") / "checkpoint"
@@ -382,6 +422,7 @@ CHECKS: dict[str, Check] = {
             gradients_with_a_graph_keep_it,
             checkpoints,
             sharded_checkpoints,
+            asynchronous_checkpoints,
             sharded_saves_that_fail,
             silence_is_an_error,
         )

@@ -112,6 +112,23 @@ def test_one_machine_that_is_this_one_needs_no_ssh(tmp_path: Path, monkeypatch: 
     calls: list[list[str]] = []
     monkeypatch.setattr("apex.parallel._torchrun.torchrun", lambda arguments: calls.append(arguments) or 0)
     monkeypatch.setattr(_hosts, "run_on", None)
-    options = ["--host", "localhost", "--nproc_per_node", "2", "--extra_launch_args", "max_restarts=1"]
+    options = ["--host", "localhost", "--nproc_per_node", "2", "--extra_launch_args", "monitor_interval=1"]
     assert CliRunner().invoke(app, ["run", *options, "script.py", "--host", "x"]).exit_code == 0
-    assert calls == [["--nproc-per-node=2", "--standalone", "--max_restarts=1", "script.py", "--host", "x"]]
+    recorded = ["--module", "apex.parallel._recorded", "script.py", "--host", "x"]
+    assert calls.pop() == ["--nproc-per-node=2", "--standalone", "--monitor_interval=1", *recorded]
+    options = ["--nproc-per-node", "2", "--max-restarts", "3"]
+    assert CliRunner().invoke(app, ["run", *options, "-m", "package", "x"]).exit_code == 0
+    recorded = ["--module", "apex.parallel._recorded", "--module", "package", "x"]
+    assert calls.pop() == ["--nproc-per-node=2", "--max-restarts=3", "--standalone", *recorded]
+    # Machines that come and go meet at the first one, and have no numbers.
+    options = ["--nproc-per-node", "2", "--nnodes", "1:4", "--master-addr", "here", "--master-port", "1234"]
+    assert CliRunner().invoke(app, ["run", *options, "other"]).exit_code == 0
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=here:1234", "--rdzv-id=apex"]
+    assert calls.pop() == ["--nproc-per-node=2", "--nnodes=1:4", *meeting, "other"]
+
+
+@pytest.mark.parametrize("nnodes", ["0", "4:1", "x"])
+def test_wrong_numbers_of_machines(nnodes: str) -> None:
+    result = CliRunner().invoke(app, ["run", "--nnodes", nnodes, "script.py"])
+    assert result.exit_code == 2
+    assert f"{nnodes!r} is no number of machines" in result.output

@@ -78,7 +78,8 @@ def every_optimizer(rank: int) -> None:
             run = Run(2, optimizer, **options)
             for name in (f"{number}-before", f"{number}-after"):
                 run.train_each()
-                run.save(Path(name))
+                # The ZeRO optimizers' are copied, and written while the next step changes everything.
+                run.save(Path(name), use_async=optimizer is zero)
         after = whole(Path(f"{number}-after"))
         with split(*second):
             run = Run(2, optimizer, **options)

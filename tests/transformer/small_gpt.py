@@ -168,8 +168,9 @@ class Run:
     def others(self) -> dict[str, Any]:
         return {"scaler": amp if self.amp_level else self.scaler, "scheduler": self.scheduler}
 
-    def save(self, path: Path) -> None:
-        checkpoint.save(path, self.model, self.optimizer, data={"position": self.step}, **self.others())
+    def save(self, path: Path, use_async: bool = False) -> None:
+        options: Any = {"use_async": use_async}
+        checkpoint.save(path, self.model, self.optimizer, **options, data={"position": self.step}, **self.others())
 
     def load(self, path: Path) -> None:
         found = checkpoint.load(path, self.model, self.optimizer, **self.others())

@@ -305,7 +305,18 @@ def run(
             min=1,
         ),
     ] = None,
-    nnodes: Annotated[int, Option(help="Machines in all, on each of which this command is started.", min=1)] = 1,
+    nnodes: Annotated[
+        str, Option(help="Machines in all, on each of which this command is started; 1:4 for one to four of them.")
+    ] = "1",
+    max_restarts: Annotated[
+        int,
+        Option(
+            "--max-restarts",
+            "--max_restarts",
+            help="How often all processes are started again after one has failed or the number of machines changed.",
+            min=0,
+        ),
+    ] = 0,
     node_rank: Annotated[int, Option(help="The number of this machine, from 0 on.", min=0)] = 0,
     master_addr: Annotated[
         str | None, Option("--master-addr", "--master_addr", help="The address of machine 0.")
@@ -335,12 +346,15 @@ def run(
     """Run a script in several processes that train together.
 
     torchrun starts them; RANK, LOCAL_RANK and WORLD_SIZE are in their environment.
-    torch.distributed.init_process_group() finds the others.
+    torch.distributed.init_process_group() finds the others. If a process fails, its own error is shown last, and the
+    others end; with --max-restarts all start again, and go on from a checkpoint if the script loads one.
     """
-    from apex.parallel._hosts import chosen_hosts, extra_arguments, is_this_machine, run_on
+    from apex.parallel._hosts import chosen_hosts, extra_arguments, is_this_machine, machine_counts, run_on
     from apex.parallel._torchrun import local_devices, torchrun
 
-    if nnodes > 1 and master_addr is None:
+    with as_bad_parameter(ValueError, option="--nnodes"):
+        fewest, most = machine_counts(nnodes)
+    if most > 1 and master_addr is None:
         raise typer.BadParameter(
             "with --nnodes every machine needs the address of machine 0", param_hint="--master-addr"
         )
@@ -353,14 +367,21 @@ def run(
     if hosts and not (len(hosts) == 1 and is_this_machine(hosts[0])):
         options = [f"--nproc-per-node={nproc_per_node or local_devices()}", f"--master-port={master_port or 29500}"]
         options += [f"--extra-launch-args={extra_launch_args}"] if extra_launch_args else []
+        options += [f"--max-restarts={max_restarts}"] if max_restarts else []
         raise typer.Exit(run_on(hosts, [*options, f"--master-addr={master_addr or hosts[0]}"], rest, ssh_port))
     if command[0].endswith(".py") and not module and not Path(command[0]).is_file():
         with as_bad_parameter(FileNotFoundError):
             raise FileNotFoundError(f"there is no script {command[0]!r}")
+    if not colossalai and (module or command[0].endswith(".py")):
+        rest = ["--module", "apex.parallel._recorded", *rest]
     arguments = [f"--nproc-per-node={nproc_per_node or local_devices()}"]
+    arguments += [f"--max-restarts={max_restarts}"] if max_restarts else []
     if master_addr is None and master_port is None:
         arguments.append("--standalone")
+    elif fewest < most:  # machines come and go: they have no fixed numbers, and meet at machine 0
+        meeting = f"{master_addr or 'localhost'}:{master_port or 29500}"
+        arguments += [f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", "--rdzv-id=apex"]
     else:
-        arguments += [f"--nnodes={nnodes}", f"--node-rank={node_rank}"]
+        arguments += [f"--nnodes={most}", f"--node-rank={node_rank}"]
         arguments += [f"--master-addr={master_addr or 'localhost'}", f"--master-port={master_port or 29500}"]
     raise typer.Exit(torchrun([*arguments, *extra, *rest]))

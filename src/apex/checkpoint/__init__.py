@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from ._background import SaveInProgress, wait
 from ._damage import DamagedCheckpoint
 from ._files import load, save, verify
 from ._series import Series, latest
 from ._sharded import load_sharded, save_sharded
 
-__all__ = ["DamagedCheckpoint", "Series", "latest", "load", "load_sharded", "save", "save_sharded", "verify"]
+__all__ = [
+    "DamagedCheckpoint",
+    "SaveInProgress",
+    "Series",
+    "latest",
+    "load",
+    "load_sharded",
+    "save",
+    "save_sharded",
+    "verify",
+    "wait",
+]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ..ops._checks import integer
+from ._background import wait
 from ._damage import DamagedCheckpoint
 from ._files import load, save, verify
 from ._folders import backup_of, discard, has_user_files, is_checkpoint, path_or_backup, restore_backup
 from ._ranks import from_first, is_first
-from ._sharded import save_sharded
+from ._sharded import start_save
 
 # Names that `Series.path_of` makes; other files in the folder are not touched.
 _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
@@ -74,26 +76,40 @@ class Series:
         """Return the path of the checkpoint of a step, whether or not it exists."""
         return self.folder / f"step-{integer('step', step):08d}{'' if self.sharded else '.pt'}"
 
-    def save(self, state: Any, step: int, *, wait: bool = False) -> Path:
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        wait: bool = False,
+        use_async: bool = False,
+        staging: Literal["host", "device"] = "host",
+        if_busy: Literal["wait", "raise"] = "wait",
+    ) -> Path:
         """Write the checkpoint of a step, then remove old ones; all processes call it.
 
         Processes other than rank 0 continue at once unless `wait` is given. For a sharded checkpoint all processes
-        wait.
+        wait, unless it is written beside the training with `use_async`: see `save_sharded`.
         """
         step = integer("step", step)
         if step < 0:
             raise ValueError(f"step must not be negative, but is {step}")
         path = self.path_of(step)
         if self.sharded:
-            save_sharded(state, path)
-        else:
-            save(state, path, wait=wait)
+            # In absolute terms, because another process may call it after this one has changed its working directory.
+            tidied = Series(self.folder.absolute(), keep=self.keep, sharded=True)
+            start_save(state, path, use_async, staging, if_busy, functools.partial(tidied._tidy, step))
+            return path
+        if use_async:
+            raise ValueError("use_async=True needs a sharded series: Series(folder, sharded=True)")
+        save(state, path, wait=wait)
         if is_first():
             self._tidy(step)
         return path
 
     def latest(self) -> Path | None:
         """Return the newest intact checkpoint that rank 0 finds, or None; all processes must call it."""
+        wait()
         newest: Path | None = None
         failure: Exception | None = None
         if is_first():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._atomic import make_folder, sync_file, unfinished_folder
 from .._distributed.collectives import gather_objects
+from ._background import check_options, submit, wait
 from ._damage import DamagedCheckpoint
 from ._files import disk_error
 from ._folders import METADATA, Generation, prepare, publish, size_and_checksum
@@ -20,18 +22,79 @@ if TYPE_CHECKING:
     from ._reading import Reader
 
 
-def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def save_sharded(
+    state: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    use_async: bool = False,
+    staging: Literal["host", "device"] = "host",
+    if_busy: Literal["wait", "raise"] = "wait",
+) -> None:
     """Write `state` to a folder on a shared disk; all processes call it, and it returns when the folder is complete.
 
     Each process writes its part of sharded tensors. The folder is written under a temporary name, with a manifest of
     lengths and checksums, and renamed when everything is on the disk. An older checkpoint at `path` is replaced; files
     in it that no save wrote stay. A folder with files that is not a checkpoint raises FileExistsError.
-    """
-    from torch.distributed import checkpoint
 
+    With `use_async` the call returns when copies of the tensors have been started; a background process writes them.
+    Device tensors are copied to pinned host memory on a side stream:
+
+    - `staging="host"`: at once. The next optimizer step, or replay of a captured step, waits on the device until they
+      are copied; nothing else may change tensors of more than 1 MB before it.
+    - `staging="device"`: from a clone on the device, which needs as much device memory as the state until it is copied.
+      The training may change everything at once.
+
+    At most one save is in flight: the next one waits for it, or raises `SaveInProgress` with `if_busy="raise"`. Its
+    error is raised by the next save or load, or by `wait`. If nothing waits for it, the process ends with status 1.
+    """
+    start_save(state, Path(path), use_async, staging, if_busy)
+
+
+def start_save(
+    state: dict[str, Any],
+    path: Path,
+    use_async: bool,
+    staging: str = "host",
+    if_busy: str = "wait",
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Save as `save_sharded` says; rank 0 calls `then`, which must be picklable for `use_async`, after a success."""
     from ._split import SavePlanner
 
-    path = Path(path)
+    check_options(staging, if_busy)
+    if not use_async:
+        wait()
+        write(path, state, SavePlanner(), then)
+        return
+
+    def prepare() -> tuple[Any, Any]:
+        planner = SavePlanner()
+        values = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
+        planner.set_up_planner(values, is_coordinator=is_first())
+        plan = planner.create_local_plan()
+        data = [planner.resolve_data(item) for item in plan.items]
+        # Values that are not tensors come as files in memory.
+        return (plan, then), [value.getvalue() if isinstance(value, io.BytesIO) else value for value in data]
+
+    path = path.absolute()  # the writer process keeps the working directory of its start
+    submit(write_staged, path, prepare, staging, if_busy)
+
+
+def write_staged(path: Path, plan_and_then: tuple[Any, Callable[[], None] | None], data: list[Any]) -> None:
+    """Write a checkpoint that another process planned; the writer processes of all ranks call it.
+
+    `data` has a tensor or the bytes of a value for each item of the plan.
+    """
+    from ._split import StagedPlanner
+
+    plan, then = plan_and_then
+    write(path, {}, StagedPlanner(plan, data), then)
+
+
+def write(path: Path, state: dict[str, Any], planner: Any, then: Callable[[], None] | None = None) -> None:
+    """Write a checkpoint and publish it; all processes call it, and return when it is complete."""
+    from torch.distributed import checkpoint
+
     failed = f"the checkpoint {path} could not be written"
     # Rank 0 owns the folder, and removes it if anything fails.
     with contextlib.ExitStack() as stack:
@@ -44,7 +107,7 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
         temporary = Path(from_first(temporary))
         checksums: dict[str, tuple[int, int]] = {}
         with raising_everywhere(failed, temporary), _without_warning_of_one_process():
-            checkpoint.save(state, checkpoint_id=temporary, planner=SavePlanner())
+            checkpoint.save(state, checkpoint_id=temporary, planner=planner)
             if is_first():  # PyTorch flushes this file while its bytes are still in a buffer of Python's
                 sync_file(temporary / METADATA)
             checksums = {
@@ -59,6 +122,8 @@ def save_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
                     name: checksum for rank_checksums in checksums_by_rank for name, checksum in rank_checksums.items()
                 }
                 publish(temporary, path, written, _is_part, only_checkpoints=True)
+                if then is not None:
+                    then()
 
 
 def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
@@ -81,6 +146,7 @@ def open_checked(path: str | os.PathLike[str]) -> Reader:
     """
     from ._reading import Reader, checked_metadata
 
+    wait()
     failure: tuple[type[Exception], str] | None = None
     generation: Generation | None = None
     folder, manifest = Path(path), None

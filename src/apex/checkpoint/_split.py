@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 
 class Split:
@@ -62,3 +63,20 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         return value.to_write(index) if isinstance(value, Split) else super().lookup_object(index)
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """A save planner with a local plan that another process made, and the data of its items."""
+
+    def __init__(self, plan: SavePlan, data: Sequence[Tensor | bytes]) -> None:
+        super().__init__()
+        self._local_plan = plan
+        self._data = {item.index: value for item, value in zip(plan.items, data, strict=True)}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = self._local_plan
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = self._data[write_item.index]
+        return io.BytesIO(value) if isinstance(value, bytes) else value

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._staging import wait_for_copies
+
 
 class CudaGraphs:
     """Captures functions on one device: on one stream, with one memory pool for all graphs that are alive."""
@@ -78,7 +80,12 @@ class CudaGraphs:
                     self._abandon(graph, pool, device)
                     raise
         self._graphs.add(graph)
-        return graph.replay, result
+
+        def replay() -> None:
+            wait_for_copies()  # an asynchronous save may still read tensors that the graph changes
+            graph.replay()
+
+        return replay, result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
         """End a capture that failed. If that made the capture invalid, do the clean-up that PyTorch then omits."""

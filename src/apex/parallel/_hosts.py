@@ -65,6 +65,14 @@ def extra_arguments(text: str | None) -> list[str]:
     return [f"--{name}={value}" for name, _, value in pairs]
 
 
+def machine_counts(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of machines of "4" or "1:4"."""
+    counts = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
+    if len(counts) > 2 or not 1 <= counts[0] <= counts[-1]:
+        raise ValueError(f"{text!r} is no number of machines: give one, or the fewest and the most, such as 1:4")
+    return counts[0], counts[-1]
+
+
 def is_this_machine(host: str) -> bool:
     """Return True if the name is this machine's."""
     return host in (*_THIS_MACHINE, socket.gethostname())

@@ -32,13 +32,24 @@ _FORMAT = 1
 
 
 @checked
-def save(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **others: Any) -> None:
+def save(
+    path: str | os.PathLike[str],
+    model: Model,
+    optimizer: Any = None,
+    *,
+    use_async: bool = False,
+    staging: str = "host",
+    if_busy: str = "wait",
+    **others: Any,
+) -> None:
     """Write a model, its optimizer and other state to a folder; all processes call it.
 
     `model` may be a list of a stage's chunks. `others`, saved from rank 0, are objects with a `state_dict`, such as a
     scaler or a scheduler, or plain values, such as a step number. Random number states of every rank are saved.
+    `use_async`, `staging` and `if_busy` are those of `apex.checkpoint.save_sharded`.
     """
-    save_sharded(state_of(model, optimizer, **others), path)
+    state = state_of(model, optimizer, **others)
+    save_sharded(state, path, use_async=use_async, staging=staging, if_busy=if_busy)  # type: ignore[arg-type]
 
 
 @checked

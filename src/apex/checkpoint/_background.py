@@ -1,0 +1,264 @@
+"""Asynchronous saves: state is copied to host memory beside the training, and another process writes it.
+
+There is one writer process for each training process, from the first asynchronous save on. At most one save is in
+flight: its memory is used again by the next one.
+
+PyTorch's own `async_save` is not used for this. Its background process runs the main script once more, which needs a
+guard against that; it needs a process group even for one process; it cannot publish a folder by this package's rules;
+and its stagers came with PyTorch 2.9.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import io
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _env
+from .._distributed.collectives import gather_objects
+from .._distributed.groups import make_group, timeout_of
+from ..ops._host import on_host
+from ..ops._staging import Copies, HostBuffer, part_of
+from . import _writer
+from ._ranks import from_first, is_connected, is_first, this_rank
+
+# Saves that no call has waited for, with the paths of their checkpoints.
+UNAWAITED: dict[concurrent.futures.Future[None], Path] = {}
+# Seconds that an idle writer process has to end.
+_PATIENCE = 10
+
+
+class SaveInProgress(RuntimeError):
+    """The error of a save that was asked not to wait for the one before it."""
+
+
+class _Writer:
+    """This process's connection to its writer process, and the memory that both share."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._buffer: HostBuffer | None = None
+        self._is_new_buffer = False
+        self._channel, theirs = socket.socketpair()
+        # The training processes' group for agreements about saves. Unlike NCCL, Gloo does not wait for the device.
+        self.group: Any = None
+        listener, meeting = None, None
+        if is_connected() and dist.get_world_size() > 1:
+            self.group = make_group(backend="gloo")
+            listener, meeting = _meeting()
+        inherited = [theirs.fileno(), *([] if listener is None else [listener.fileno()])]
+        self._process = start_process(theirs.fileno(), meeting, inherited)
+        theirs.close()
+        if listener is not None:
+            listener.close()
+
+    def is_usable(self) -> bool:
+        """Return True if the writer is this process's own, and not that of the process which forked it."""
+        return self._owner == os.getpid()
+
+    def stage(self, data: Any, on_device: bool) -> tuple[bytes, Copies]:
+        """Return pickled data without its tensors, and the copies of the tensors, which were started."""
+        file = io.BytesIO()
+        pickler = _writer.Pickler(file)
+        pickler.dump(data)
+        pinned = any(not on_host(tensor) for tensor, _ in pickler.tensors)
+        if self._buffer is None or self._buffer.size < pickler.size:
+            if self._buffer is not None:
+                self._buffer.close()
+                self._buffer = None
+            self._buffer = HostBuffer(max(pickler.size, 1), pinned)
+            self._is_new_buffer = True
+        self._buffer.pin(pinned)
+        memory = self._buffer.memory
+        pairs = [(tensor, part_of(memory, offset, tensor.dtype, tensor.shape)) for tensor, offset in pickler.tensors]
+        return file.getvalue(), Copies(pairs, on_device)
+
+    def call(self, request: tuple[Any, ...], copies: Copies, failed: str) -> None:
+        """Wait for the copies, then for the writer; raise its error. Runs in a thread."""
+        message = pickle.dumps(request)
+        copies.finish()
+        assert self._buffer is not None
+        memory = (self._buffer.descriptor, self._buffer.size) if self._is_new_buffer else None
+        try:
+            _writer.send(self._channel, message, memory)
+            self._is_new_buffer = False
+            received = _writer.receive(self._channel)
+        except OSError:
+            received = None
+        if received is None:
+            status = self._process.wait()
+            raise RuntimeError(f"{failed}; the process that writes for rank {this_rank()} ended with status {status}")
+        answer = pickle.loads(received[0])
+        if answer is not None:
+            number, text = answer
+            text = text if text.startswith(failed) else f"{failed}; rank {this_rank()} had {text}"
+            raise RuntimeError(text) if number is None else OSError(number, text)
+
+    def close(self) -> None:
+        """End the writer process, which has nothing to do, and free the memory."""
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE)
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+
+def _meeting() -> tuple[socket.socket | None, _writer.Meeting]:
+    """Agree on a store for the writers; return rank 0's listening socket and the description of the group."""
+    listener = None
+    if is_first():
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+    name = socket.gethostname()
+    first, host, port = from_first((name, _env.master_address() or name, listener and listener.getsockname()[1]))
+    meeting = _writer.Meeting(
+        rank=dist.get_rank(),
+        ranks=dist.get_world_size(),
+        host="localhost" if first == name else host,
+        port=port,
+        listener=None if listener is None else listener.fileno(),
+        timeout=timeout_of(dist.group.WORLD),
+    )
+    return listener, meeting
+
+
+def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list[int]) -> Any:
+    """Start a writer process. It imports this package, but not the user's script."""
+    text = pickle.dumps((channel, meeting)).hex()
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; import pickle; from apex.checkpoint._writer import serve; "
+        f"serve(*pickle.loads(bytes.fromhex({text!r})))"
+    )
+    command = [sys.executable, "-c", program]
+    return subprocess.Popen(
+        command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=_env.without_devices(), close_fds=True
+    )
+
+
+_writer_of_process: _Writer | None = None
+_thread: concurrent.futures.ThreadPoolExecutor | None = None
+# The save in flight; processes that do not write themselves have one too.
+_saving: concurrent.futures.Future[None] | None = None
+
+
+def submit(
+    function: Callable[..., None], path: Path, prepare: Callable[[], tuple[Any, Any]], staging: str, if_busy: str
+) -> None:
+    """Start `function(path, plan, data)` in the writer processes of all ranks, with the result of `prepare()`.
+
+    Returns when the copies of the tensors in `data` have been started. `function` must be importable. Nothing may
+    change `plan`, which has no tensors and is pickled by a thread. All processes raise if `prepare` fails in any.
+    """
+    global _writer_of_process, _thread, _saving
+    if not hasattr(socket, "send_fds"):
+        raise NotImplementedError("use_async=True needs an operating system with Unix sockets; save without it")
+    if if_busy == "raise" and is_busy():
+        raise SaveInProgress(f"the checkpoint {path} was not saved: the save before it is still being written")
+    wait()
+    failed = f"the checkpoint {path} could not be written"
+    if _writer_of_process is None or not _writer_of_process.is_usable():
+        _writer_of_process, _thread = _Writer(), concurrent.futures.ThreadPoolExecutor(1, "apex-save")
+    writer, failure = _writer_of_process, None
+    assert _thread is not None
+    try:
+        plan, data = prepare()
+        pickled, copies = writer.stage(data, staging == "device")
+    except Exception as error:
+        failure = error
+    text = f"{failed}; rank {this_rank()} had {type(failure).__name__}: {failure}"
+    _raise_everywhere(failure, text, writer.group)
+    _saving = _thread.submit(writer.call, (function, (path, plan), pickled), copies, failed)
+    UNAWAITED[_saving] = path
+
+
+def check_options(staging: str, if_busy: str) -> None:
+    """Raise ValueError for unknown options of an asynchronous save."""
+    if staging not in ("host", "device"):
+        raise ValueError(f'staging must be "host" or "device", got {staging!r}')
+    if if_busy not in ("wait", "raise"):
+        raise ValueError(f'if_busy must be "wait" or "raise", got {if_busy!r}')
+
+
+def is_busy() -> bool:
+    """Return whether the save in flight is being written by any rank; all processes must call it."""
+    if _saving is None or _writer_of_process is None:
+        return False
+    return any(gather_objects(not _saving.done(), "asking whether a save is done", _writer_of_process.group))
+
+
+def wait() -> None:
+    """Wait until the asynchronous save in flight is complete; all processes must call it.
+
+    Raises in all processes if the save failed in any of them: an OSError with the system's number if there is one,
+    otherwise a RuntimeError. Does nothing if no save is in flight.
+    """
+    global _writer_of_process, _saving
+    saving, _saving = _saving, None
+    if saving is None or _writer_of_process is None:
+        return
+    failure = saving.exception()
+    del UNAWAITED[saving]
+    try:
+        _raise_everywhere(failure, _writer.text_of(failure), _writer_of_process.group)
+    except BaseException:  # the writers of all ranks begin anew
+        _writer_of_process.close()
+        _writer_of_process = None
+        raise
+
+
+def _raise_everywhere(failure: BaseException | None, text: str, group: Any) -> None:
+    """Raise an error with this text in all processes if any of them failed; host memory and Gloo are used."""
+    own = None if failure is None else (getattr(failure, "errno", None), text)
+    for failed in gather_objects(own, "asking whether all ranks can write a checkpoint", group):
+        if failed is not None:
+            number, message = failed
+            raise (RuntimeError(message) if number is None else OSError(number, message)) from failure
+
+
+def _forget_in_child() -> None:
+    """Forget the save in flight in a forked process: its thread and its writer belong to the other process."""
+    global _saving
+    _saving = None
+    UNAWAITED.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@atexit.register
+def _finish() -> None:
+    """End the process with status 1 if an asynchronous save failed and nothing has waited for it.
+
+    An exception at exit would only be printed, with status 0. Exit functions that were registered before this module
+    was imported are not called if a save failed.
+    """
+    failed = False
+    for saving, path in UNAWAITED.items():
+        failure = saving.exception()
+        if failure is not None:
+            failed = True
+            print(f"the checkpoint {path} could not be written:", file=sys.stderr)
+            traceback.print_exception(failure)
+    if failed:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    if _writer_of_process is not None and _writer_of_process.is_usable():
+        _writer_of_process.close()

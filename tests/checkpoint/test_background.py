@@ -1,0 +1,204 @@
+"""Asynchronous saves in one process: contents, one at a time, errors, writers that end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from apex import checkpoint
+from apex.checkpoint import _background
+from tests.support.forked_writer import ForkedWriter
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="writers are forked")
+
+
+@pytest.fixture(autouse=True)
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let writers be forks; end each test without a save in flight and without a writer."""
+    monkeypatch.setattr(_background, "start_process", ForkedWriter)
+    monkeypatch.setattr(_background, "_writer_of_process", None)
+    yield
+    checkpoint.wait()
+    if _background._writer_of_process is not None:
+        _background._writer_of_process.close()
+
+
+def pid() -> int:
+    return _background._writer_of_process._process.pid
+
+
+def loaded(path: Path, **state: Any) -> dict[str, Any]:
+    checkpoint.load_sharded(state, path)
+    return state
+
+
+def test_the_state_at_the_time_of_the_call_is_saved(tmp_path: Path) -> None:
+    x, half = torch.arange(12.0), torch.ones(3, dtype=torch.bfloat16)
+    state = {
+        "x": x,
+        "strided": x.view(3, 4).t(),
+        "half": half,
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(7),
+        "nested": {"step": 5},
+    }
+    checkpoint.save_sharded(state, tmp_path / "a", use_async=True)
+    x.zero_()
+    half.zero_()
+    state["nested"]["step"] = 6
+    found = loaded(
+        tmp_path / "a",
+        x=torch.zeros(12),
+        strided=torch.zeros(4, 3),
+        half=torch.zeros(3, dtype=torch.bfloat16),
+        none=torch.empty(0, 3),
+        scalar=torch.tensor(0),
+        nested={"step": 0},
+    )
+    assert found["x"].tolist() == list(range(12))
+    assert torch.equal(found["strided"], torch.arange(12.0).view(3, 4).t())
+    assert found["half"].tolist() == [1.0] * 3
+    assert found["scalar"].item() == 7
+    assert found["nested"] == {"step": 5}
+    checkpoint.verify(tmp_path / "a")
+
+
+def test_both_ways_of_saving_write_the_same_bytes(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(30, 40).state_dict(), "step": 3}
+    checkpoint.save_sharded(state, tmp_path / "plain")
+    checkpoint.save_sharded(state, tmp_path / "async", use_async=True)
+    checkpoint.wait()
+    both = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("plain", "async")]
+    assert both[0].keys() == both[1].keys()
+    assert both[0]["__0_0.distcp"] == both[1]["__0_0.distcp"]  # the metadata name the temporary folder
+
+
+def test_larger_states_get_new_memory_and_smaller_ones_reuse_it(tmp_path: Path) -> None:
+    series = checkpoint.Series(tmp_path, keep=2, sharded=True)
+    for step, size in enumerate((10, 100_000, 10, 200_000)):
+        series.save({"x": torch.full((size,), float(step))}, step, use_async=True)
+    assert series.latest() == series.path_of(3)
+    assert loaded(series.path_of(3), x=torch.zeros(200_000))["x"].unique().tolist() == [3.0]
+    assert loaded(series.path_of(2), x=torch.zeros(10))["x"].tolist() == [2.0] * 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_a_second_save_waits_or_refuses(tmp_path: Path) -> None:
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    os.kill(pid(), signal.SIGSTOP)
+    try:
+        checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+        with pytest.raises(checkpoint.SaveInProgress, match="b was not saved: the save before it is still"):
+            checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "b", use_async=True, if_busy="raise")
+    finally:
+        os.kill(pid(), signal.SIGCONT)
+    checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "b", use_async=True)
+    assert (tmp_path / "a").is_dir()
+    checkpoint.wait()
+    checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "c", use_async=True, if_busy="raise")
+    checkpoint.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("asks", ["wait", "save", "save_async", "load", "latest"])
+def test_an_error_is_raised_by_the_next_call(asks: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a user's file")
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path, use_async=True)
+    calls = {
+        "wait": checkpoint.wait,
+        "save": lambda: checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "other"),
+        "save_async": lambda: checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "other", use_async=True),
+        "load": lambda: checkpoint.load_sharded({"x": torch.ones(2)}, tmp_path / "other"),
+        "latest": checkpoint.Series(tmp_path, sharded=True).latest,
+    }
+    with pytest.raises(OSError, match=r"could not be written; rank 0 had FileExistsError") as caught:
+        calls[asks]()
+    assert caught.value.errno == errno.EEXIST
+    assert str(caught.value).count("[Errno") == 2  # of the error, and of its reason
+    checkpoint.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "new", use_async=True)
+    checkpoint.wait()
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path: Path) -> None:
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    os.kill(pid(), signal.SIGKILL)
+    checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "a", use_async=True)
+    with pytest.raises(RuntimeError, match="a could not be written; the process that writes for rank 0 ended with"):
+        checkpoint.wait()
+    assert loaded(tmp_path / "a", x=torch.zeros(2))["x"].tolist() == [1.0, 1.0]
+    checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "a", use_async=True)
+    assert loaded(tmp_path / "a", x=torch.ones(2))["x"].tolist() == [0.0, 0.0]
+
+
+def test_states_that_cannot_be_copied_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"could not be written; rank 0 had .*local object"):
+        checkpoint.save_sharded({"function": lambda: None}, tmp_path / "a", use_async=True)
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(RuntimeError, match="rank 0 had TypeError: an asynchronous save needs dense tensors"):
+        checkpoint.save_sharded({"x": sparse}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"staging": "disk"}, 'staging must be "host" or "device", got \'disk\''),
+        ({"if_busy": "skip"}, 'if_busy must be "wait" or "raise", got \'skip\''),
+    ],
+)
+@pytest.mark.parametrize("use_async", [False, True])
+def test_unknown_options_are_refused(options: dict[str, Any], message: str, use_async: bool, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=use_async, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_series_of_files_is_not_saved_asynchronously(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"use_async=True needs a sharded series"):
+        checkpoint.Series(tmp_path).save({"x": torch.ones(2)}, 1, use_async=True)
+
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from apex import checkpoint
+
+    # No guard around the code: the writer does not run the script again.
+    print("once", flush=True)
+    path = sys.argv[1]
+    checkpoint.save_sharded({"x": torch.arange(4.0)}, os.path.join(path, "good"), use_async=True)
+    checkpoint.save_sharded({"x": torch.arange(4.0)}, path, use_async=True)
+"""
+
+
+def test_a_script_ends_with_a_status(tmp_path: Path) -> None:
+    """The one test with a real writer process: it is started, finishes at exit, and its error gives the status."""
+    from tests.checkpoint.test_kills import SOURCE
+    from tests.support.warm import run_python
+
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = run_python(str(script), str(tmp_path), cwd=tmp_path, environment=environment, timeout=200)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "once\n"
+    assert "could not be written" in done.stderr
+    assert "holds files and is no checkpoint" in done.stderr
+    assert loaded(tmp_path / "good", x=torch.zeros(4))["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
