@@ -81,6 +81,39 @@ def test_errors_of_a_layer(device):
     assert errors["blockwise", 1e5][0] < 0.5 * errors["tensorwise", 1e5][0], errors
 
 
+def mx_numbers(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the nearest MXFP8 numbers of each 32 numbers of a row, in float64."""
+    blocks = matrix.double().view(matrix.shape[0], -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    scale = torch.exp2((largest / 448).log2().ceil())
+    return ((blocks / scale).float().to(NUMBER).double() * scale).view(matrix.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_mxfp8_is_emulated(device):
+    torch.manual_seed(1)
+    input = torch.randn(64, 96, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32, 96, device=device, requires_grad=True)
+    dy = torch.randn(64, 32, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        input[:, 5] *= 1e4
+        input[3, 32:64] = 1e-6
+    layer = nn.Sequential(nn.Linear(96, 32, bias=False, device=device))
+    layer[0].weight = nn.Parameter(weight.detach())
+    assert not fp8.convert(layer, "mxfp8", smallest_weight=0, emulate=True)[0].reason
+    output = layer(input)
+    output.backward(dy)
+    x, w, g = input.detach(), weight.detach(), dy
+    exact = (
+        mx_numbers(x) @ mx_numbers(w).t(),
+        mx_numbers(g) @ mx_numbers(w.t().contiguous()).t(),
+        mx_numbers(g.t().contiguous()) @ mx_numbers(x.t().contiguous()).t(),
+    )
+    for found, expected in zip((output.detach(), input.grad, layer[0].weight.grad), exact, strict=True):
+        bound = 2**-8 * float(expected.abs().max())
+        torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=bound * 2**-8)
+
+
 @pytest.mark.parametrize("shape", [(64, 128), (0, 128), (3, 5, 128)])
 def test_other_numbers_of_rows_are_multiplied_as_usual(shape):
     input, weight = torch.randn(shape), torch.randn(256, 128)

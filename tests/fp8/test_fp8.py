@@ -167,10 +167,12 @@ def test_refusals_change_nothing():
     model = network("cpu")
     with pytest.raises(RuntimeError, match="emulate=True"):
         fp8.convert(model)
-    with pytest.raises(ValueError, match="tensorwise, rowwise, delayed, blockwise"):
+    with pytest.raises(ValueError, match="tensorwise, rowwise, delayed, blockwise, mxfp8"):
         fp8.convert(model, "by block", emulate=True)
     with pytest.raises(ValueError, match=r"power_of_2=True goes with scaling='blockwise', not 'rowwise'"):
         fp8.convert(model, "rowwise", power_of_2=True, emulate=True)
+    with pytest.raises(RuntimeError, match=r"needs compute capability 10\.0.*emulate=True"):
+        fp8.convert(model, "mxfp8")
     with pytest.raises(ValueError, match="history"):
         fp8.linear(torch.randn(16, 16), torch.randn(16, 16), scaling="delayed")
     assert type(model[0]) is nn.Linear

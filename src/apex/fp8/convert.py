@@ -42,11 +42,11 @@ def convert(
     """Make the linear layers of `model` multiply in float8, in place, and return the outcome for each of them.
 
     `scaling` is "tensorwise" (fastest), "rowwise" (a scale per row), "blockwise" (a scale per 128 numbers, and per 128
-    x 128 of a weight; with `power_of_2` powers of two) or "delayed" (scales from earlier steps). Linear layers are
-    torch.nn.Linear, the layers of apex.fused_dense and the two of apex.transformer.tensor_parallel. A layer is not
-    converted if a size is no multiple of 16, or of 128 for "blockwise", if a weight has fewer than `smallest_weight`
-    elements, or if `choose(name, layer)` is false, for example for an output layer. Parameters, hooks and state dict
-    are not changed.
+    x 128 of a weight; with `power_of_2` powers of two), "delayed" (scales from earlier steps) or "mxfp8" (a power of
+    two per 32 numbers, only with `emulate`). Linear layers are torch.nn.Linear, the layers of apex.fused_dense and the
+    two of apex.transformer.tensor_parallel. A layer is not converted if a size is no multiple of 16 (of 128 for
+    "blockwise", 32 for "mxfp8"), if a weight has fewer than `smallest_weight` elements, or if `choose(name, layer)` is
+    false, for example for an output layer. Parameters, hooks and state dict are not changed.
 
     Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. This
     uses torchao's layers instead; it needs torchao and "tensorwise".
@@ -55,6 +55,11 @@ def convert(
     """
     check_scaling(scaling, power_of_2)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    if scaling == "mxfp8" and not emulate:
+        raise RuntimeError(
+            "scaling='mxfp8' needs compute capability 10.0, and this release only emulates it: test with emulate=True, "
+            "or train with 'blockwise'"
+        )
     if not emulate:
         for device in {weight.device for _, module in layers for weight in _weights(module).values()}:
             problem = float8.obstacle(device)

@@ -15,8 +15,9 @@ from ..ops._checks import check_floats
 
 # "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
 # and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
-# "blockwise": one for each 128 numbers that a product adds up, and for each 128 x 128 numbers of a weight.
-SCALINGS = ("tensorwise", "rowwise", "delayed", "blockwise")
+# "blockwise": one for each 128 numbers that a product adds up, and for each 128 x 128 numbers of a weight. "mxfp8": a
+# power of two for each 32 numbers that a product adds up, emulated everywhere.
+SCALINGS = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
 # Number of steps whose largest magnitudes are stored, for a layer's input, its weight and the output's gradient.
 HISTORY = 16
@@ -35,10 +36,10 @@ def linear(
     """Compute `torch.nn.functional.linear` by float8 products.
 
     Tensors saved for the backward pass are float8, half the memory of a bfloat16 layer. The output has autocast's dtype
-    if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise"), which GPUs do not
-    support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated. `history`, for
-    delayed scaling, is a float32 tensor of 3 x steps, initially zero, which both passes change. `power_of_2` rounds the
-    scales of "blockwise" to powers of two.
+    if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise", 32 for "mxfp8"), which
+    GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated,
+    those of "mxfp8" everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero, which
+    both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two.
     """
     check_scaling(scaling, power_of_2)
     if (scaling == "delayed") != (history is not None):
@@ -57,6 +58,8 @@ def linear(
     flat, compiling = input.reshape(rows, -1), torch.compiler.is_compiling()
     if scaling == "blockwise":
         output = _BlockProduct.apply(flat, weight, power_of_2, dtype, compiling)
+    elif scaling == "mxfp8":
+        output = _MxProduct.apply(flat, weight, dtype)
     else:
         output = _Float8Product.apply(flat, weight, history, scaling == "rowwise", dtype, compiling)
     output = output.view(*input.shape[:-1], weight.shape[0])
@@ -87,7 +90,7 @@ def check_scaling(scaling: str, power_of_2: bool = False) -> None:
 
 def size_divisor(scaling: str) -> int:
     """Return the number that all sizes of a float8 product must be multiples of."""
-    return float8.BLOCK if scaling == "blockwise" else 16
+    return {"blockwise": float8.BLOCK, "mxfp8": float8.MX_BLOCK}.get(scaling, 16)
 
 
 # torch.compile does not trace into it, because PyTorch 2.11 would then pass zeros for a gradient to the backward pass.
@@ -184,6 +187,27 @@ class _BlockProduct(torch.autograd.Function):
             scales = (dy_inverse, transposed_inverse)
             dweight = float8.block_product(dy_transposed, transposed, *scales, weight_dtype, compiling)
         return dinput, dweight, None, None, None
+
+
+@torch.compiler.allow_in_graph  # for the reason above
+class _MxProduct(torch.autograd.Function):
+    """The autograd node of input @ weight.T with matrices rounded to MXFP8 along the dimension that is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(input, weight)
+        return float8.mx_product(input, weight, torch.float8_e4m3fn, dtype)
+
+    @staticmethod
+    @_library.once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
+        (input, weight), number = ctx.saved_tensors, torch.float8_e4m3fn
+        dinput = dweight = None
+        if ctx.needs_input_grad[0]:
+            dinput = float8.mx_product(dy, weight.t(), number, input.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = float8.mx_product(dy.t(), input.t(), number, weight.dtype)
+        return dinput, dweight, None
 
 
 def _cast(

@@ -48,8 +48,8 @@ def product(left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Te
     return (exact * left_inverse * right_inverse.reshape(1, -1)).to(dtype)
 
 
-# Numbers of a row, or rows and columns of a square, that share a scale.
-BLOCK = 128
+# Numbers of a row, or rows and columns of a square, that share a scale; the same for MXFP8.
+BLOCK, MX_BLOCK = 128, 32
 
 
 def empty_scales(rows: int, columns: int, square: bool, device: torch.device) -> Tensor:
@@ -82,12 +82,32 @@ def cast_blocks(input: Tensor, square: bool, power_of_2: bool, dtype: torch.dtyp
 
 def _cast_one(input: Tensor, square: bool, power_of_2: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = input.shape
-    height = BLOCK if square else 1
-    tiles = input.float().reshape(rows // height, height, columns // BLOCK, BLOCK)
+    tiles, inverse = _cast_tiles(input, BLOCK if square else 1, BLOCK, power_of_2, dtype)
+    return tiles.view(rows, columns), empty_scales(rows, columns, square, input.device).copy_(inverse)
+
+
+def _cast_tiles(input: Tensor, height: int, width: int, power_of_2: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return a float8 copy as [tile rows, height, tile columns, width], and an inverse scale for each tile."""
+    rows, columns = input.shape
+    tiles = input.float().reshape(rows // height, height, columns // width, width)
     inverse, scale = block_scales(tiles.abs().amax((1, 3)), dtype, power_of_2)
     limit = torch.finfo(dtype).max
-    copy = (tiles * scale[:, None, :, None]).clamp(-limit, limit).to(dtype).view(rows, columns)
-    return copy, empty_scales(rows, columns, square, input.device).copy_(inverse)
+    return (tiles * scale[:, None, :, None]).clamp(-limit, limit).to(dtype), inverse
+
+
+def mx_rounded(input: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the MXFP8 numbers nearest to a matrix's, in bfloat16, which holds them exactly.
+
+    Each 32 numbers of a row share a scale, the smallest power of two with which they do not exceed the format.
+    """
+    tiles, inverse = _cast_tiles(input, 1, MX_BLOCK, True, dtype)
+    return (tiles.float() * inverse[:, None, :, None]).view(input.shape).bfloat16()
+
+
+def mx_product(left: Tensor, right: Tensor, number: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return `left` @ `right`.T of matrices rounded to MXFP8, computed in float32 and rounded once."""
+    with _library.autocast_off(left):
+        return (mx_rounded(left, number).float() @ mx_rounded(right, number).float().t()).to(dtype)
 
 
 def widened_blocks(copy: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
