@@ -148,6 +148,50 @@ def test_layers_of_other_sizes_stay_as_they_are():
     assert type(model[0]) is nn.Linear
 
 
+def test_weights_for_float8_gathers_compute_as_usual_and_are_put_back():
+    model, plain = network("cpu"), network("cpu")
+    fp8.convert(plain, "blockwise", smallest_weight=0, emulate=True)
+    report = fp8.convert(model, "blockwise", smallest_weight=0, float8_all_gather=True, emulate=True)
+    assert not any(row.reason for row in report)
+    assert type(model[0].weight).__name__ == "ShardedWeight"
+    x = torch.randn(128, 128)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    plain.load_state_dict(model.state_dict())
+    fp8.revert(model)
+    assert type(model[0].weight) is nn.Parameter
+    assert torch.equal(model[0].weight, plain[0].weight)
+
+
+@GPU
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
+def test_fsdp_gathers_in_float8(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    if reason := float8.obstacle(torch.device("cuda")):
+        pytest.skip(reason)
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        losses = []
+        for gathered in (False, True):
+            model = network("cuda")
+            fp8.convert(model, "blockwise", float8_all_gather=gathered, smallest_weight=0)
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            x = torch.randn(128, 128, generator=torch.Generator().manual_seed(5)).cuda()
+            for _ in range(20):
+                loss = F.mse_loss(model(x), x.tanh())
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            losses.append(float(loss))
+        assert losses[1] == pytest.approx(losses[0], abs=0.02)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_compiled_equals_eager():
     results = []
     for compiled in (False, True):

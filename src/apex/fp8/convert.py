@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._arguments import Index, checked
 from ..ops import float8
+from .gather import gather_as_usual, gather_in_float8
 from .linear import LAYERS, check_scaling, linear, make_history, size_divisor
 
 # For weights with fewer elements, the casts take longer than the products save.
@@ -48,8 +49,9 @@ def convert(
     "blockwise", 32 for "mxfp8"), if a weight has fewer than `smallest_weight` elements, or if `choose(name, layer)` is
     false, for example for an output layer. Parameters, hooks and state dict are not changed.
 
-    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. This
-    uses torchao's layers instead; it needs torchao and "tensorwise".
+    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. With
+    "blockwise" this replaces the layers' weights by other parameters, so make the optimizer afterwards; shards whose
+    rows are no multiple of 128 are gathered as usual. With "tensorwise" it uses torchao's layers, and needs torchao.
 
     A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
@@ -79,18 +81,20 @@ def convert(
         for name, module in layers
         for which, weight in _weights(module).items()
     ]
-    if float8_all_gather:
+    if float8_all_gather and scaling != "blockwise":
         _convert_with_torchao(model, scaling, {name for name, reason in reasons.items() if not reason}, emulate)
         return report
     for name, module in layers:
         if not reasons[name]:
             _convert_layer(module, scaling, power_of_2)
+            if float8_all_gather:
+                gather_in_float8(module, power_of_2)
     return report
 
 
 def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emulate: bool) -> None:
     if scaling != "tensorwise":
-        raise ValueError(f"float8_all_gather goes with scaling='tensorwise', not {scaling!r}")
+        raise ValueError(f"float8_all_gather goes with scaling='tensorwise' or 'blockwise', not {scaling!r}")
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -108,6 +112,7 @@ def revert(model: nn.Module) -> None:
             module.__class__ = module.usual
             for name in ("scaling", "power_of_2"):
                 module.__dict__.pop(name, None)
+            gather_as_usual(module)
             module._buffers.pop("history", None)
         elif isinstance(getattr(module, "_linear", None), _ParallelProduct):
             module._linear = module._linear.usual

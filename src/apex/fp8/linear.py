@@ -12,6 +12,7 @@ from .._arguments import Index, checked
 from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
 from ..ops._checks import check_floats
+from .gather import GatheredWeight
 
 # "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
 # and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
@@ -157,9 +158,11 @@ class _BlockProduct(torch.autograd.Function):
         copy, transposed, inverse, transposed_inverse = float8.cast_blocks(
             input.contiguous(), False, power_of_2, number, compiling
         )
-        weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = float8.cast_blocks(
-            weight.contiguous(), True, power_of_2, number, compiling
-        )
+        if isinstance(weight, GatheredWeight):
+            weight_copies = weight.copies()
+        else:
+            weight_copies = float8.cast_blocks(weight.contiguous(), True, power_of_2, number, compiling)
+        weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = weight_copies
         saves_input, saves_weight = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         ctx.save_for_backward(
             transposed if saves_input else None,
