@@ -121,12 +121,16 @@ class GatheredWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({self.numbers!r})"
 
-    def copies(self) -> tuple[Tensor, ...]:
-        """Return what `float8.cast_blocks` returns for the weight: square blocks need no cast to be transposed."""
+    def copy_and_scales(self) -> tuple[Tensor, Tensor]:
+        """Return the float8 weight and its inverse scales, as `float8.cast_blocks` returns them."""
+        return self.numbers, self.scales[:, : self.numbers.shape[1] // float8.BLOCK]
+
+    def transposed_and_scales(self) -> tuple[Tensor, Tensor]:
+        """Return the transposed float8 weight and its inverse scales: square blocks need no cast to be transposed."""
         rows, columns = self.numbers.shape
-        inverse = self.scales[:, : columns // float8.BLOCK]
+        _, inverse = self.copy_and_scales()
         turned = float8.empty_scales(columns, rows, True, self.numbers.device).copy_(inverse.t())
-        return self.numbers, self.numbers.t().contiguous(), inverse, turned
+        return self.numbers.t().contiguous(), turned
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -137,8 +141,7 @@ class GatheredWeight(Tensor):
             return GatheredWeight(weight.numbers, weight.scales, weight.dtype)
 
         def widened(weight: GatheredWeight) -> Tensor:
-            copy, _, inverse, _ = weight.copies()
-            return float8.widened_blocks(copy, inverse).to(weight.dtype)
+            return float8.widened_blocks(*weight.copy_and_scales()).to(weight.dtype)
 
         args, kwargs = tree_map_only(GatheredWeight, widened, (args, kwargs or {}))
         return func(*args, **kwargs)

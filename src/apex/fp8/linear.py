@@ -155,14 +155,19 @@ class _BlockProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.dtypes, ctx.options = (input.dtype, weight.dtype), (power_of_2, compiling)
         number, _ = float8.formats(input.device)
+        weight_transposed: Tensor
+        weight_transposed_inverse: Tensor | None
         copy, transposed, inverse, transposed_inverse = float8.cast_blocks(
             input.contiguous(), False, power_of_2, number, compiling
         )
         if isinstance(weight, GatheredWeight):
-            weight_copies = weight.copies()
+            weight_copy, weight_inverse = weight.copy_and_scales()
+            # FSDP2 frees the weight and gathers it again for the backward pass, which transposes it then.
+            weight_transposed, weight_transposed_inverse = weight, None
         else:
-            weight_copies = float8.cast_blocks(weight.contiguous(), True, power_of_2, number, compiling)
-        weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = weight_copies
+            weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = float8.cast_blocks(
+                weight.contiguous(), True, power_of_2, number, compiling
+            )
         saves_input, saves_weight = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
         ctx.save_for_backward(
             transposed if saves_input else None,
@@ -183,6 +188,8 @@ class _BlockProduct(torch.autograd.Function):
             dy.contiguous(), False, power_of_2, number, compiling
         )
         dinput = dweight = None
+        if isinstance(weight_transposed, GatheredWeight):
+            weight_transposed, weight_transposed_inverse = weight_transposed.transposed_and_scales()
         if weight_transposed is not None:
             scales = (inverse, weight_transposed_inverse)
             dinput = float8.block_product(copy, weight_transposed, *scales, input_dtype, compiling)
