@@ -43,11 +43,21 @@ COLUMNS = (
     "torchao rowwise",
     "apex tensorwise",
     "apex rowwise",
+    "apex blockwise",
     "apex bf16 everything",
     "apex tensorwise everything",
     "apex rowwise everything",
+    "apex blockwise everything",
 )
-CURVES = ("bf16", "bf16 perturbed", "torchao tensorwise", "torchao rowwise", "apex tensorwise", "apex rowwise")
+CURVES = (
+    "bf16",
+    "bf16 perturbed",
+    "torchao tensorwise",
+    "torchao rowwise",
+    "apex tensorwise",
+    "apex rowwise",
+    "apex blockwise",
+)
 
 
 def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, curve: bool = False) -> tuple[Any, Any]:

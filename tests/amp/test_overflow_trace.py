@@ -286,6 +286,9 @@ def test_a_captured_step_is_traced_once_when_steps_were_skipped(capsys: pytest.C
 
 def test_compare_reads_the_records(tmp_path: Any) -> None:
     pytest.importorskip("h5py")
+    from typer.testing import CliRunner
+
+    from apex._cli.app import app
     from apex.dump import compare
 
     files = []
@@ -304,6 +307,9 @@ def test_compare_reads_the_records(tmp_path: Any) -> None:
     assert comparison.first.note == "0 and 1 values are not finite"
     assert [row.module for row in comparison.rows if row.kind == "backward"] == ["3", "2", "1", "0"]
     assert compare(files[0], files[0]).first is None
+    result = CliRunner().invoke(app, ["compare", *map(str, files), "--plot", str(tmp_path / "errors.png")])
+    assert result.exit_code == 1
+    assert "first difference: 1 (Large), forward" in result.output
 
 
 def test_what_cannot_be_traced_is_refused() -> None:

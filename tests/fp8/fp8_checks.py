@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apex import fp8
+from apex.fp8.gather import GatheredWeight
 from apex.transformer import parallel_state, tensor_parallel
 from apex.transformer.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -80,4 +81,44 @@ def fully_sharded(rank: int) -> None:
     nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).load_state_dict(whole)
 
 
-CHECKS = {check.__name__: check for check in (tensor_parallel_layers, fully_sharded)}
+def gathered_in_float8(rank: int) -> None:
+    """Check that weights gathered as float8 blocks give the bits of weights that are gathered and then cast.
+
+    The first weight has shards of 128 rows, the second of 64, which are gathered as usual. If weights are gathered in
+    bfloat16, they are rounded twice; float8 blocks are cast from float32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for dtype in (None, torch.bfloat16):
+        results = []
+        for gathers in (False, True):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+            options = {"float8_all_gather": gathers, "power_of_2": True}
+            fp8.convert(model, "blockwise", smallest_weight=0, emulate=True, **options)
+            kinds = {}
+            for layer in (model[0], model[2]):
+                layer.register_forward_hook(lambda layer, *_, kinds=kinds: kinds.update({layer: type(layer.weight)}))
+            for layer in (model[0], model[2], model):
+                fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            x = torch.randn(128, 128, generator=torch.Generator().manual_seed(rank))
+            for _ in range(3):
+                loss = model(x).float().square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert (kinds[model[0]] is GatheredWeight, kinds[model[2]] is GatheredWeight) == (gathers, False)
+            usual = model(x[:5]).detach()  # too few rows for float8
+            state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).load_state_dict(state)
+            assert all(type(tensor) is torch.Tensor for tensor in state.values())
+            results.append([loss.detach(), *state.values()])
+            assert usual.isfinite().all()
+        for usual, gathered in zip(*results, strict=True):
+            if dtype is None:
+                assert torch.equal(gathered, usual)
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0)
+
+
+CHECKS = {check.__name__: check for check in (tensor_parallel_layers, fully_sharded, gathered_in_float8)}

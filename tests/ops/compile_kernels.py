@@ -69,8 +69,9 @@ TARGETS = {name: Target(gpu) for name, gpu in _compile_ahead.GPUS.items()}
 
 # Kernels that launch rules choose for some GPUs only.
 NOT_CHOSEN = {"hip": {"norm_backward_held"}}
-# GPUs without float8, where nothing launches these.
+# GPUs without float8, where nothing launches these kernels.
 NO_FLOAT8 = {"sm_80", "gfx90a"}
+FLOAT8_KERNELS = {"float8_cast", "float8_cast_blocks", "float8_block_product"}
 
 _POINTERS = {
     torch.float16: "*fp16",
@@ -269,7 +270,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         reports[name] = {"compiled": {}, "failures": []}
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
         if name in NO_FLOAT8:
-            launches = [launch for launch in launches if launch.prepared.kernel.name != "float8_cast"]
+            launches = [launch for launch in launches if launch.prepared.kernel.name not in FLOAT8_KERNELS]
         if not every_launch:
             launches = largest_of_each(launches, variants=vendor not in vendors)
         vendors.add(vendor)
@@ -287,7 +288,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     for name, report in reports.items():
         expected = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
         if name in NO_FLOAT8:
-            expected -= {"float8_cast"}
+            expected -= FLOAT8_KERNELS
         report["unreached"] = sorted(expected - set(report["compiled"]))
     return reports
 

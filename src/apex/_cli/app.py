@@ -191,6 +191,7 @@ def compare(
     """Find the first module where two dumps of a step differ.
 
     apex.dump.HookerAndDumper writes dumps: of O0 and O2, of two versions of PyTorch, of one process and four.
+    The records that amp.trace_overflow(model).save(path) writes are compared in the same way.
     The exit status is 1 when they differ.
     """
     options = locals()

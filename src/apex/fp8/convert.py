@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .._arguments import Index, checked
 from ..ops import float8
-from .linear import LAYERS, check_scaling, linear, make_history
+from .gather import gather_as_usual, gather_in_float8
+from .linear import LAYERS, check_scaling, linear, make_history, size_divisor
 
 # For weights with fewer elements, the casts take longer than the products save.
 SMALLEST_WEIGHT = 2**21
@@ -35,29 +36,41 @@ def convert(
     *,
     choose: Callable[[str, nn.Module], bool] | None = None,
     smallest_weight: Index = SMALLEST_WEIGHT,
+    power_of_2: bool = False,
     float8_all_gather: bool = False,
     emulate: bool = False,
 ) -> list[Converted]:
     """Make the linear layers of `model` multiply in float8, in place, and return the outcome for each of them.
 
-    `scaling` is "tensorwise" (fastest), "rowwise" (closest to bfloat16) or "delayed" (scales from earlier steps).
-    Linear layers are torch.nn.Linear, the layers of apex.fused_dense and the two of apex.transformer.tensor_parallel. A
-    layer is not converted if a size is no multiple of 16, if a weight has fewer than `smallest_weight` elements, or if
-    `choose(name, layer)` is false, for example for an output layer. Parameters, hooks and state dict are not changed.
+    `scaling` is "tensorwise" (fastest), "rowwise" (a scale per row), "blockwise" (a scale per 128 numbers, and per 128
+    x 128 of a weight; with `power_of_2` powers of two), "delayed" (scales from earlier steps) or "mxfp8" (a power of
+    two per 32 numbers, only with `emulate`). Linear layers are torch.nn.Linear, the layers of apex.fused_dense and the
+    two of apex.transformer.tensor_parallel. A layer is not converted if a size is no multiple of 16 (of 128 for
+    "blockwise", 32 for "mxfp8"), if a weight has fewer than `smallest_weight` elements, or if `choose(name, layer)` is
+    false, for example for an output layer. Parameters, hooks and state dict are not changed.
 
-    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. This
-    uses torchao's layers instead; it needs torchao and "tensorwise".
+    Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. With
+    "blockwise" this replaces the layers' weights by other parameters, so make the optimizer afterwards; shards whose
+    rows are no multiple of 128 are gathered as usual. With "tensorwise" it uses torchao's layers, and needs torchao.
 
     A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
-    check_scaling(scaling)
+    check_scaling(scaling, power_of_2)
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    if scaling == "mxfp8" and not emulate:
+        raise RuntimeError(
+            "scaling='mxfp8' needs compute capability 10.0, and this release only emulates it: test with emulate=True, "
+            "or train with 'blockwise'"
+        )
     if not emulate:
         for device in {weight.device for _, module in layers for weight in _weights(module).values()}:
             problem = float8.obstacle(device)
             if problem:
                 raise RuntimeError(f"{problem}; train in bfloat16 there, or test with emulate=True")
-    reasons = {name: _reason(name, module, choose, smallest_weight, float8_all_gather) for name, module in layers}
+    divisor = size_divisor(scaling)
+    reasons = {
+        name: _reason(name, module, choose, smallest_weight, divisor, float8_all_gather) for name, module in layers
+    }
     report = [
         Converted(
             name if which == "weight" else f"{name}.{which}".lstrip("."),
@@ -68,18 +81,20 @@ def convert(
         for name, module in layers
         for which, weight in _weights(module).items()
     ]
-    if float8_all_gather:
+    if float8_all_gather and scaling != "blockwise":
         _convert_with_torchao(model, scaling, {name for name, reason in reasons.items() if not reason}, emulate)
         return report
     for name, module in layers:
         if not reasons[name]:
-            _convert_layer(module, scaling)
+            _convert_layer(module, scaling, power_of_2)
+            if float8_all_gather:
+                gather_in_float8(module, power_of_2)
     return report
 
 
 def _convert_with_torchao(model: nn.Module, scaling: str, names: set[str], emulate: bool) -> None:
     if scaling != "tensorwise":
-        raise ValueError(f"float8_all_gather goes with scaling='tensorwise', not {scaling!r}")
+        raise ValueError(f"float8_all_gather goes with scaling='tensorwise' or 'blockwise', not {scaling!r}")
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
@@ -95,7 +110,9 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) in LAYERS.values():
             module.__class__ = module.usual
-            module.__dict__.pop("scaling", None)
+            for name in ("scaling", "power_of_2"):
+                module.__dict__.pop(name, None)
+            gather_as_usual(module)
             module._buffers.pop("history", None)
         elif isinstance(getattr(module, "_linear", None), _ParallelProduct):
             module._linear = module._linear.usual
@@ -124,13 +141,19 @@ def _weights(module: Any) -> dict[str, Tensor]:
 
 
 def _reason(
-    name: str, module: Any, choose: Callable[[str, nn.Module], bool] | None, smallest: int, by_torchao: bool
+    name: str,
+    module: Any,
+    choose: Callable[[str, nn.Module], bool] | None,
+    smallest: int,
+    divisor: int,
+    by_torchao: bool,
 ) -> str:
+    """Return why a layer is not converted; "" if it is."""
     weights = _weights(module).values()
     if any(weight.dtype == torch.float64 for weight in weights):
         return "float64 is multiplied as it is"
-    if any(size % 16 for weight in weights for size in weight.shape):
-        return "a size is no multiple of 16"
+    if any(size % divisor for weight in weights for size in weight.shape):
+        return f"a size is no multiple of {divisor}"
     if any(weight.numel() < smallest for weight in weights):
         return f"fewer than {smallest:,} weights: the casts take longer than the products win"
     if getattr(module, "gradient_accumulation_fusion", False):
@@ -142,20 +165,21 @@ def _reason(
     return ""
 
 
-def _convert_layer(module: Any, scaling: str) -> None:
+def _convert_layer(module: Any, scaling: str, power_of_2: bool) -> None:
+    """Make one layer multiply in float8."""
     if type(module) in (*LAYERS, *LAYERS.values()):
         module.__class__ = LAYERS.get(type(module), type(module))
-        module.set_scaling(scaling)
+        module.set_scaling(scaling, power_of_2)
     else:
         usual = getattr(module._linear, "usual", module._linear)
-        module._linear = _ParallelProduct(usual, scaling, make_history(module.weight, scaling))
+        module._linear = _ParallelProduct(usual, scaling, power_of_2, make_history(module.weight, scaling))
 
 
 class _ParallelProduct:
     """The product of a tensor-parallel layer after conversion: float8 matrices, with the same exchanges around it."""
 
-    def __init__(self, usual: Callable[..., Tensor], scaling: str, history: Tensor | None) -> None:
-        self.usual, self.scaling, self.history = usual, scaling, history
+    def __init__(self, usual: Callable[..., Tensor], scaling: str, power_of_2: bool, history: Tensor | None) -> None:
+        self.usual, self.scaling, self.power_of_2, self.history = usual, scaling, power_of_2, history
 
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, fusion: bool, all_reduce: bool, sequence: bool
@@ -171,4 +195,4 @@ class _ParallelProduct:
             if history.device != input.device:  # the layer was moved
                 history = self.history = history.to(input.device)
             history = history.view(torch.float32)
-        return linear(input, weight, bias, self.scaling, history)
+        return linear(input, weight, bias, self.scaling, history, power_of_2=self.power_of_2)

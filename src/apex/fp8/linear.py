@@ -12,10 +12,13 @@ from .._arguments import Index, checked
 from ..fused_dense import FusedDense, FusedDenseGeluDense
 from ..ops import _library, float8
 from ..ops._checks import check_floats
+from .gather import GatheredWeight
 
 # "tensorwise": one scale per matrix, from its largest magnitude. "rowwise": one for each row of a product's left matrix
 # and each column of its right matrix. "delayed": one per matrix, from the largest magnitudes of earlier steps.
-SCALINGS = ("tensorwise", "rowwise", "delayed")
+# "blockwise": one for each 128 numbers that a product adds up, and for each 128 x 128 numbers of a weight. "mxfp8": a
+# power of two for each 32 numbers that a product adds up, emulated everywhere.
+SCALINGS = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
 # Number of steps whose largest magnitudes are stored, for a layer's input, its weight and the output's gradient.
 HISTORY = 16
@@ -28,15 +31,18 @@ def linear(
     bias: Tensor | None = None,
     scaling: str = "tensorwise",
     history: Tensor | None = None,
+    *,
+    power_of_2: bool = False,
 ) -> Tensor:
     """Compute `torch.nn.functional.linear` by float8 products.
 
     Tensors saved for the backward pass are float8, half the memory of a bfloat16 layer. The output has autocast's dtype
-    if autocast is on, else the input's. If a size is no multiple of 16, which GPUs do not support, the product is
-    computed in the usual dtype. Without a GPU the float8 products are emulated. `history`, for delayed scaling, is a
-    float32 tensor of 3 x steps, initially zero, which both passes change.
+    if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise", 32 for "mxfp8"), which
+    GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated,
+    those of "mxfp8" everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero, which
+    both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two.
     """
-    check_scaling(scaling)
+    check_scaling(scaling, power_of_2)
     if (scaling == "delayed") != (history is not None):
         raise ValueError("history goes with scaling='delayed'")
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
@@ -47,10 +53,16 @@ def linear(
     _check_shapes(input, weight, bias, history)
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
-    if rows % 16 or rows == 0 or weight.shape[0] % 16 or weight.shape[1] % 16 or dtype not in _library.TRITON_DTYPES:
+    divisor = size_divisor(scaling)
+    if rows == 0 or any(size % divisor for size in (rows, *weight.shape)) or dtype not in _library.TRITON_DTYPES:
         return F.linear(input, weight, bias)
-    options = (scaling == "rowwise", dtype, torch.compiler.is_compiling())
-    output = _Float8Product.apply(input.reshape(rows, -1), weight, history, *options)
+    flat, compiling = input.reshape(rows, -1), torch.compiler.is_compiling()
+    if scaling == "blockwise":
+        output = _BlockProduct.apply(flat, weight, power_of_2, dtype, compiling)
+    elif scaling == "mxfp8":
+        output = _MxProduct.apply(flat, weight, dtype)
+    else:
+        output = _Float8Product.apply(flat, weight, history, scaling == "rowwise", dtype, compiling)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
 
@@ -69,10 +81,17 @@ def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: T
         raise ValueError(f"history is {history.dtype} {list(history.shape)}, expected float32 of shape [3, steps]")
 
 
-def check_scaling(scaling: str) -> None:
-    """Raise a ValueError unless `scaling` is one of SCALINGS."""
+def check_scaling(scaling: str, power_of_2: bool = False) -> None:
+    """Raise a ValueError unless `scaling` is one of SCALINGS, and one that has `power_of_2` if that is asked for."""
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
+    if power_of_2 and scaling != "blockwise":
+        raise ValueError(f"power_of_2=True goes with scaling='blockwise', not {scaling!r}")
+
+
+def size_divisor(scaling: str) -> int:
+    """Return the number that all sizes of a float8 product must be multiples of."""
+    return {"blockwise": float8.BLOCK, "mxfp8": float8.MX_BLOCK}.get(scaling, 16)
 
 
 # torch.compile does not trace into it, because PyTorch 2.11 would then pass zeros for a gradient to the backward pass.
@@ -122,6 +141,85 @@ class _Float8Product(torch.autograd.Function):
         return dinput, dweight, None, None, None, None
 
 
+@torch.compiler.allow_in_graph  # for the reason above
+class _BlockProduct(torch.autograd.Function):
+    """The autograd node of input @ weight.T with a scale for each block; it saves transposed float8 copies of both.
+
+    Both gradients' products add up other dimensions than the output's. The weight's blocks are squares, which serve
+    both; the copies of input and gradient are cast from the same numbers once along rows and once along columns.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, power_of_2: bool, dtype: torch.dtype, compiling: bool
+    ) -> Tensor:
+        ctx.dtypes, ctx.options = (input.dtype, weight.dtype), (power_of_2, compiling)
+        number, _ = float8.formats(input.device)
+        weight_transposed: Tensor
+        weight_transposed_inverse: Tensor | None
+        copy, transposed, inverse, transposed_inverse = float8.cast_blocks(
+            input.contiguous(), False, power_of_2, number, compiling
+        )
+        if isinstance(weight, GatheredWeight):
+            weight_copy, weight_inverse = weight.copy_and_scales()
+            # FSDP2 frees the weight and gathers it again for the backward pass, which transposes it then.
+            weight_transposed, weight_transposed_inverse = weight, None
+        else:
+            weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = float8.cast_blocks(
+                weight.contiguous(), True, power_of_2, number, compiling
+            )
+        saves_input, saves_weight = ctx.needs_input_grad[1], ctx.needs_input_grad[0]
+        ctx.save_for_backward(
+            transposed if saves_input else None,
+            transposed_inverse if saves_input else None,
+            weight_transposed if saves_weight else None,
+            weight_transposed_inverse if saves_weight else None,
+        )
+        return float8.block_product(copy, weight_copy, inverse, weight_inverse, dtype, compiling)
+
+    @staticmethod
+    @_library.once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
+        transposed, transposed_inverse, weight_transposed, weight_transposed_inverse = ctx.saved_tensors
+        input_dtype, weight_dtype = ctx.dtypes
+        power_of_2, compiling = ctx.options
+        number, _ = float8.formats(dy.device)
+        copy, dy_transposed, inverse, dy_inverse = float8.cast_blocks(
+            dy.contiguous(), False, power_of_2, number, compiling
+        )
+        dinput = dweight = None
+        if isinstance(weight_transposed, GatheredWeight):
+            weight_transposed, weight_transposed_inverse = weight_transposed.transposed_and_scales()
+        if weight_transposed is not None:
+            scales = (inverse, weight_transposed_inverse)
+            dinput = float8.block_product(copy, weight_transposed, *scales, input_dtype, compiling)
+        if transposed is not None:
+            scales = (dy_inverse, transposed_inverse)
+            dweight = float8.block_product(dy_transposed, transposed, *scales, weight_dtype, compiling)
+        return dinput, dweight, None, None, None
+
+
+@torch.compiler.allow_in_graph  # for the reason above
+class _MxProduct(torch.autograd.Function):
+    """The autograd node of input @ weight.T with matrices rounded to MXFP8 along the dimension that is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(input, weight)
+        return float8.mx_product(input, weight, torch.float8_e4m3fn, dtype)
+
+    @staticmethod
+    @_library.once_differentiable
+    def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
+        (input, weight), number = ctx.saved_tensors, torch.float8_e4m3fn
+        dinput = dweight = None
+        if ctx.needs_input_grad[0]:
+            dinput = float8.mx_product(dy, weight.t(), number, input.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = float8.mx_product(dy.t(), input.t(), number, weight.dtype)
+        return dinput, dweight, None
+
+
 def _cast(
     matrix: Tensor, role: int, history: Tensor | None, dtype: torch.dtype, by_row: bool, compiling: bool
 ) -> tuple[Tensor, ...]:
@@ -144,11 +242,13 @@ class _Float8Layer(nn.Module):
     usual: type[nn.Module]  # the layer that computes the same function without float8
     weights: tuple[str, ...] = ("weight",)
     scaling: str
+    power_of_2: bool
     history: Tensor | None
 
-    def set_scaling(self, scaling: str) -> None:
-        check_scaling(scaling)
-        self.scaling = scaling
+    def set_scaling(self, scaling: str, power_of_2: bool = False) -> None:
+        """Set the scaling of the layer's products, and start a new history if it is "delayed"."""
+        check_scaling(scaling, power_of_2)
+        self.scaling, self.power_of_2 = scaling, power_of_2
         self._buffers.pop("history", None)
         self.register_buffer(
             "history", make_history(getattr(self, self.weights[0]), scaling, len(self.weights)), persistent=False
@@ -157,7 +257,7 @@ class _Float8Layer(nn.Module):
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, index: int = 0) -> Tensor:
         """Compute the product with the weight at `index` of `weights`."""
         history = None if self.history is None else self.history.view(torch.float32)[3 * index : 3 * index + 3]
-        return linear(input, weight, bias, self.scaling, history)
+        return linear(input, weight, bias, self.scaling, history, power_of_2=self.power_of_2)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling={self.scaling}"
@@ -170,10 +270,17 @@ class Float8Linear(_Float8Layer, nn.Linear):
 
     @checked
     def __init__(
-        self, in_features: Index, out_features: Index, bias: bool = True, *, scaling: str = "tensorwise", **options: Any
+        self,
+        in_features: Index,
+        out_features: Index,
+        bias: bool = True,
+        *,
+        scaling: str = "tensorwise",
+        power_of_2: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
-        self.set_scaling(scaling)
+        self.set_scaling(scaling, power_of_2)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.weight, self.bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops import _device
-from apex.ops.float8 import op
+from apex.ops.float8 import blocks, op
 
 # rows, columns, dtype, one scale per row
 _SHAPES = [
@@ -21,6 +21,12 @@ def record() -> None:
     facts = _device.facts(torch.device("meta"))
     without_infinity = facts.name == "gfx942"
     formats = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) if without_infinity else op.DTYPES[:2]
+    for square in (False, True):
+        for dtype in (torch.bfloat16, torch.float32):
+            input = torch.empty(1024, 2048, dtype=dtype, device="meta")
+            left, _, inverse, _ = blocks.cast_blocks(input, False, square, formats[0])
+            right, _, right_inverse, _ = blocks.cast_blocks(input, square, square, formats[0])
+            blocks.block_product(left, right, inverse, right_inverse, dtype)
     for rows, columns, dtype, by_row in _SHAPES:
         input = torch.empty(rows, columns, dtype=dtype, device="meta")
         largest = op.amax(input, by_row)

@@ -24,3 +24,9 @@ AMAX_TILE = Tile(128, 64, 4)
 # Times for the largest magnitude of a matrix: 512 programs with blocks of 8192 19.7, of 4096 32.4; 264 programs 26.8.
 # Every program that casts reads all their partial results again.
 AMAX_BLOCK, AMAX_WARPS, MOST_PARTIALS = 8192, 4, 512
+
+# Warps of a program that casts a tile of 128 x 128, which is one block of scales.
+BLOCK_WARPS = 8
+
+# Tile of a program of the product by blocks, for GPUs where cuBLASLt has none.
+PRODUCT_TILE, PRODUCT_GROUP, PRODUCT_STAGES = Tile(128, 128, 8), 8, 3

@@ -1,4 +1,4 @@
-"""Examples of float8 copies of matrices, with one scale for a matrix or one for each row."""
+"""Examples of float8 copies of matrices, with one scale for a matrix, for each row or for each block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._examples import Example
-from . import op, reference
+from . import blocks, op, reference
 
 _DTYPE = torch.float8_e4m3fn
 
@@ -35,4 +35,27 @@ def _example(name: str, by_row: bool) -> Example:
     )
 
 
-EXAMPLES = [_example("float8", False), _example("float8_by_row", True)]
+def _block_example(name: str, square: bool) -> Example:
+    def widened(copy: Tensor, transposed: Tensor, inverse: Tensor, turned_inverse: Tensor) -> tuple[Tensor, ...]:
+        straight, turned = reference.widened_blocks(copy, inverse), reference.widened_blocks(transposed, turned_inverse)
+        return straight, turned, inverse, turned_inverse
+
+    def function(input: Tensor) -> tuple[Tensor, ...]:
+        return widened(*blocks.cast_blocks(input.contiguous(), square, False, _DTYPE, torch.compiler.is_compiling()))
+
+    return Example(
+        name,
+        function,
+        lambda make, rows, columns: {"input": make.normal(rows, columns, grad=False)},
+        torch=lambda input: widened(*reference.cast_blocks(input, square, False, _DTYPE)),
+        sizes="rows x columns",
+        small=[(128, 256), (384, 128)],
+    )
+
+
+EXAMPLES = [
+    _example("float8", False),
+    _example("float8_by_row", True),
+    _block_example("float8_blocks", False),
+    _block_example("float8_square_blocks", True),
+]

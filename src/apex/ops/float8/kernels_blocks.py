@@ -1,0 +1,106 @@
+"""Triton kernels of float8 matrices with a scale per block: the cast to both copies, and the product of such copies.
+
+Sizes are multiples of 128, the block size. Largest magnitudes are the bits of float32 numbers, as in `kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+from .._launch import kernel
+from .kernels import _fit, _magnitude
+
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _block_scales(bits, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """Return the inverse scale for a largest magnitude, and the scale; NaN for NaN.
+
+    `POWER_OF_2` rounds the inverse scale up to a power of two, so that no number exceeds the format.
+    """
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.where(amax < 1e-12, 1e-12, amax)
+    if POWER_OF_2:
+        exact = tl.div_rn(amax, LIMIT)
+        # Adding all ones to the mantissa carries into the exponent unless the mantissa is zero.
+        power = ((exact.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        inverse = tl.where(exact < float("inf"), power, exact)
+        return inverse, tl.div_rn(1.0, inverse)
+    return tl.div_rn(amax, LIMIT), tl.div_rn(LIMIT, amax)
+
+
+@kernel
+@triton.jit
+def float8_cast_blocks(
+    input, copy, transposed, inverse, turned_inverse,
+    rows, columns, padded, turned_padded,
+    LIMIT: tl.constexpr, SQUARE: tl.constexpr, POWER_OF_2: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile of 128 x 128 numbers, for the copy and for the transposed copy.
+
+    With `SQUARE` the tile has one scale, at [tile row, tile column] of `inverse`, whose rows have `padded` elements.
+    Otherwise each row of the copy's tile has a scale, at [tile column, row], and each row of the transposed one.
+    """
+    row_block, column_block = tl.program_id(0), tl.program_id(1)
+    row = row_block * BLOCK + tl.arange(0, BLOCK)
+    column = column_block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(input + row[:, None].to(tl.int64) * columns + column[None, :]).to(tl.float32)
+    bits = _magnitude(x)
+    row_bits, column_bits = tl.max(bits, 1), tl.max(bits, 0)
+    element = copy.dtype.element_ty
+    if SQUARE:
+        # The maximum is computed twice, so that each copy is rounded separately: from one shared rounding of float32
+        # numbers Triton 3.6 writes a quarter of the transposed copy wrongly.
+        one_inverse, scale = _block_scales(tl.max(row_bits, 0), LIMIT, POWER_OF_2)
+        _, scale_again = _block_scales(tl.max(column_bits, 0), LIMIT, POWER_OF_2)
+        tl.store(inverse + row_block * padded + column_block, one_inverse)
+        tl.store(turned_inverse + column_block * turned_padded + row_block, one_inverse)
+        straight = _fit(x * scale, LIMIT).to(element)
+        turned = _fit(x * scale_again, LIMIT).to(element)
+    else:
+        row_inverse, row_scale = _block_scales(row_bits, LIMIT, POWER_OF_2)
+        column_inverse, column_scale = _block_scales(column_bits, LIMIT, POWER_OF_2)
+        tl.store(inverse + column_block.to(tl.int64) * rows + row, row_inverse)
+        tl.store(turned_inverse + row_block.to(tl.int64) * columns + column, column_inverse)
+        straight = _fit(x * row_scale[:, None], LIMIT).to(element)
+        turned = _fit(x * column_scale[None, :], LIMIT).to(element)
+    tl.store(copy + row[:, None].to(tl.int64) * columns + column[None, :], straight)
+    tl.store(transposed + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(turned))
+
+
+@kernel
+@triton.jit
+def float8_block_product(
+    left, right, left_inverse, right_inverse, output,
+    rows, columns, inner, padded,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """Compute `left` [rows, inner] @ `right` [columns, inner].T; each slice of 128 products has its scales.
+
+    Slices are added up in float32, because the tensor cores of Hopper keep 14 bits. `left` has one scale for each row
+    of a slice. `right` has one for each row too or, with `SQUARE`, one for each 128 rows. Programs go through the
+    output in groups of `GROUP` tile rows, so that programs at the same time share tiles.
+    """
+    program = tl.program_id(0)
+    row_blocks, column_blocks = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    first = (program // (GROUP * column_blocks)) * GROUP
+    height = tl.minimum(row_blocks - first, GROUP)
+    within = program % (GROUP * column_blocks)
+    row = (first + within % height) * ROWS + tl.arange(0, ROWS)
+    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, BLOCK)
+    left_place = left + row[:, None].to(tl.int64) * inner + depth[None, :]
+    right_place = right + column[None, :].to(tl.int64) * inner + depth[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(tl.cdiv(inner, BLOCK)):
+        product = tl.dot(tl.load(left_place), tl.load(right_place), out_dtype=tl.float32)
+        row_scale = tl.load(left_inverse + tl.cast(block, tl.int64) * rows + row)
+        if SQUARE:
+            column_scale = tl.load(right_inverse + (column // BLOCK) * padded + block)
+        else:
+            column_scale = tl.load(right_inverse + tl.cast(block, tl.int64) * columns + column)
+        total += product * row_scale[:, None] * column_scale[None, :]
+        left_place += BLOCK
+        right_place += BLOCK
+    place = output + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(place, total.to(output.dtype.element_ty))
