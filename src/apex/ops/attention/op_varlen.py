@@ -216,6 +216,52 @@ def cudnn_attention_backward(
     return operator(*tensors, *lengths, 0.0, causal, scale=scale)
 
 
+def block_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """Return output and logs of sums [H, total] of packed attention, without autograd and without checks."""
+    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    arguments = (query, key, value, bounds, bounds_k, None, *settings)
+    run = VARLEN_ATTENTION.run if _takes(*arguments) else VARLEN_ATTENTION.run_reference
+    return run(*arguments)  # type: ignore[return-value]
+
+
+def block_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of packed attention from its output and logs of sums.
+
+    These may be those of an attention of which this is a part: gradients of the parts then add up.
+    """
+    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    saved = (query, key, value, bounds, bounds_k, None, output, lse)
+    if _takes(query, key, value, bounds, bounds_k, None, *settings) and _library.runs_triton_now(FAMILY, query):
+        return VARLEN_ATTENTION.run_backward((dout,), saved, settings, [True] * 3)  # type: ignore[return-value]
+    edges = (bounds.tolist(), bounds_k.tolist())
+    return reference.varlen_attention_backward(dout, query, key, value, output, lse, edges, scale, left, right)
+
+
 def _takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
     """Return whether the kernels take tensors of these shapes."""
     longest, longest_keys = others[2:4]

@@ -225,6 +225,36 @@ def varlen_attention(
     return torch.cat([*outputs, tail]).to(query.dtype), torch.cat(sums, 1)
 
 
+def varlen_attention_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bounds: tuple[list[int], list[int]],
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `varlen_attention` from its output and logs of sums, or from those of a whole."""
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    dquery, dkey, dvalue = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value))
+    delta = (dout.to(lse.dtype) * output.to(lse.dtype)).sum(-1).transpose(0, 1)
+    for of_queries, of_keys in zip(pairwise(bounds[0]), pairwise(bounds[1]), strict=True):
+        queries, keys = slice(*of_queries), slice(*of_keys)
+        q, g = (tensor[queries].to(lse.dtype).transpose(0, 1) for tensor in (query, dout))
+        k, v = (_repeated(tensor[keys], heads).to(lse.dtype).transpose(0, 1) for tensor in (key, value))
+        seen = _sees(q.shape[1], k.shape[1], left, right, q.device)
+        logits = (q @ k.transpose(1, 2) * scale - lse[:, queries, None]).masked_fill(~seen, -torch.inf)
+        p = logits.exp().nan_to_num(0.0)  # rows that see no key have -inf in both
+        ds = p * (g @ v.transpose(1, 2) - delta[:, queries, None]) * scale
+        dquery[queries] += (ds @ k).transpose(0, 1)
+        for total, part in ((dkey, ds.transpose(1, 2) @ q), (dvalue, p.transpose(1, 2) @ g)):
+            total[keys] += part.transpose(0, 1).unflatten(1, (-1, group)).sum(2)
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
 def _repeated(tensor: Tensor, heads: int) -> Tensor:
     """Return keys or values [..., key heads, D] with each head repeated for the heads of queries that share it."""
     return tensor if tensor.shape[-2] == heads else tensor.repeat_interleave(heads // tensor.shape[-2], -2)
