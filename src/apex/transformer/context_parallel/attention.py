@@ -12,9 +12,9 @@ from ..._arguments import checked
 from ...ops.attention import varlen_attention
 from .. import parallel_state
 from ._exchange import all_gather_attention, all_to_all_attention
+from ._parts import check_documents
 from ._ring import RingAttention
 from ._rows import equal_bounds
-from .batch import check_documents
 
 COMMUNICATIONS = ("p2p", "all_gather", "a2a")
 
@@ -45,7 +45,8 @@ def context_attention(
     causal mask and "all_gather" or "a2a". `max_seqlen`, at least the length of the longest document, saves time with
     `cu_seqlens`.
     """
-    check_communication(comm)
+    if comm not in COMMUNICATIONS:
+        raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, COMMUNICATIONS))}")
     if window is not None and (window < 0 or not causal or comm == "p2p"):
         raise ValueError(
             f'window={window} must be at least 0, and needs causal=True and comm="all_gather" or "a2a", got '
@@ -74,12 +75,6 @@ def context_attention(
         attend = all_gather_attention if comm == "all_gather" else all_to_all_attention
         output = attend(*rows, layout, masks, group)
     return output if packed else output.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
-
-
-def check_communication(comm: str) -> None:
-    """Raise ValueError for a kind of exchange that does not exist here."""
-    if comm not in COMMUNICATIONS:
-        raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, COMMUNICATIONS))}")
 
 
 def _packed(

@@ -5,35 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..._arguments import checked
-from ...ops._checks import values_at_hand
-from .. import parallel_state
 from ..packed_seq_params import PackedSeqParams
+from ._parts import check_documents, own_chunks, size_and_rank
 from ._rows import rows_of_rank
-
-
-def size_and_rank(group: Any) -> tuple[int, int]:
-    """Return the size of a context-parallel group and this process's rank in it; None is the group of the model."""
-    if group is None:
-        if parallel_state.is_unitialized():
-            return 1, 0
-        group = parallel_state.get_context_parallel_group()
-    return dist.get_world_size(group), dist.get_rank(group)
-
-
-def own_chunks(tensor: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
-    """Return chunks `rank` and 2 * `ranks` - 1 - `rank` of a dimension that is cut into 2 * `ranks`."""
-    if tensor.shape[dim] % (2 * ranks):
-        raise ValueError(
-            f"a sequence of {tensor.shape[dim]} cannot be cut into {2 * ranks} equal chunks, two for each of the "
-            f"{ranks} context-parallel ranks: pad it to a multiple of {2 * ranks}"
-        )
-    chunks = tensor.chunk(2 * ranks, dim)
-    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]), dim)
 
 
 @checked
@@ -108,15 +85,3 @@ def get_thd_batch_on_this_cp_rank(
         return value.index_select(1, rows[total].to(value.device))
 
     return {name: own(value) for name, value in batch.items()}, params
-
-
-def check_documents(bounds: Tensor, ranks: int) -> None:
-    """Raise ValueError if a document cannot be cut into 2 * `ranks` chunks, when the host can read the bounds."""
-    if ranks == 1:
-        return
-    edges = values_at_hand(bounds)
-    if edges is not None and any(edge % (2 * ranks) for edge in edges):
-        raise ValueError(
-            f"cu_seqlens={edges} has documents that cannot be cut into {2 * ranks} equal chunks, two for each of the "
-            f"{ranks} context-parallel ranks: pad each to a multiple of {2 * ranks}"
-        )

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._arguments import Count, checked
 from ...ops._host import HOST
 from .._groups.device import parameter_device
-from ..context_parallel.batch import size_and_rank
+from ..context_parallel._parts import size_and_rank
 from ..parallel_state import get_tensor_model_parallel_rank
 from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff

@@ -12,7 +12,7 @@ from ...ops.attention import varlen_attention
 from ...ops.rope import rotary_embedding_pair
 from .. import parallel_state, tensor_parallel
 from ..context_parallel import context_attention
-from ..context_parallel.batch import size_and_rank
+from ..context_parallel._parts import size_and_rank
 from ..enums import AttnMaskType
 from ..functional import scaled_masked_softmax, scaled_upper_triang_masked_softmax
 from ..packed_seq_params import PackedSeqParams
@@ -27,6 +27,7 @@ class CoreAttention(nn.Module):
     def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType) -> None:
         super().__init__()
         self.config, self.causal = config, attn_mask_type == AttnMaskType.causal
+        self.cp_comm_type = config.cp_comm_type  # a plugin of the Booster may set another one
         self.splits_context = size_and_rank(None)[0] > 1
         if self.splits_context and config.attention_dropout > 0.0:
             raise ValueError(
@@ -71,13 +72,13 @@ class CoreAttention(nn.Module):
     def _split_or_packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams | None) -> Tensor:
         """Return attention [s, b, n, d] of packed documents, of this rank's part of sequences, or of both."""
         if packed is None:
-            return context_attention(query, key, value, causal=self.causal, comm=self.config.cp_comm_type)
+            return context_attention(query, key, value, causal=self.causal, comm=self.cp_comm_type)
         if query.shape[1] != 1:
             raise ValueError(f"packed documents are one row of words, [1, s]; the batch has {query.shape[1]}")
         bounds, longest = packed.bounds()
         rows = (tensor.squeeze(1) for tensor in (query, key, value))
         if self.splits_context:
-            options = {"comm": self.config.cp_comm_type, "cu_seqlens": bounds, "max_seqlen": longest}
+            options = {"comm": self.cp_comm_type, "cu_seqlens": bounds, "max_seqlen": longest}
             return context_attention(*rows, causal=self.causal, **options).unsqueeze(1)
         probability = self.config.attention_dropout if self.training else 0.0
         with own_random_numbers(probability > 0.0):

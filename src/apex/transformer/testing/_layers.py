@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...ops._host import HOST
 from .. import tensor_parallel
-from ..context_parallel.batch import size_and_rank
+from ..context_parallel._parts import size_and_rank
 from ..tensor_parallel.random import CONTEXT_PARALLEL_STREAM
 
 Init = Callable[[Tensor], Tensor]

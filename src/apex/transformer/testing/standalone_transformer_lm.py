@@ -22,8 +22,8 @@ from ...fused_bias_swiglu import fused_bias_swiglu
 from ...fused_dense import fused_dense_gelu_dense_function
 from ...ops._host import HOST
 from .. import parallel_state, tensor_parallel
-from ..context_parallel.batch import size_and_rank
-from ..context_parallel.positions import positions_of
+from ..context_parallel._parts import size_and_rank
+from ..context_parallel._positions import positions_of
 from ..enums import AttnMaskType
 from ..packed_seq_params import PackedSeqParams
 from ..tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..packed_seq_params import PackedSeqParams
+from ._parts import own_chunks, size_and_rank
 from ._rows import positions, rows_of_rank
-from .batch import own_chunks, size_and_rank
 
 
 def positions_of(length: int, packed: PackedSeqParams | None, device: torch.device) -> Tensor:
