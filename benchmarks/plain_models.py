@@ -5,10 +5,12 @@
     python benchmarks/plain_models.py --tiny --device cpu --rows gpt2 --columns "torch.amp" "apex.boost"
 
 Forward, backward and AdamW in bfloat16. All columns of a row are made in one process and are warm before the first is
-timed; they are timed in turns. `ms` is the median over rounds. `MiB` is the most memory that PyTorch reserved for the
-column while it ran steps alone, with its weights, state and graphs. `first` is the seconds from the model to the end of
-the warm-up: what is compiled, and for apex.boost also the measuring. The file has all rounds, the losses of the first
-steps, and the report of apex.boost.
+timed; they are timed in turns. If the next column does not fit into memory, those before it are timed and freed first;
+`turn` numbers the columns that were timed together. `ms` is the median over rounds. `MiB` is the most memory that
+PyTorch reserved for the column while it ran steps alone, with its weights, state and graphs. `first_step_s` is the
+seconds from the model to the end of the first step, and `first_s` to the end of the warm-up: what is compiled, and for
+apex.boost also the measuring. The file has all rounds, the losses of the first steps, the report of apex.boost, and
+the floor of each row (`plain_floor.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_floor import floor, rates
 from plain_networks import ROWS, Row
 from torch import Tensor
 
@@ -68,18 +71,15 @@ class Column:
         torch.manual_seed(0)
         if column == "liger" and not row.liger:
             raise LookupError("Liger-Kernel has no patch for this model")
-        layout = torch.channels_last if row.has_images else torch.contiguous_format
-        with torch.device(arguments.device):  # billions of random numbers take long on the host
-            model: Any = (row.tiny if arguments.tiny else row.make)().to(memory_format=layout).train()
-        self.report = ""
+        model = make_model(row, arguments)
         self.step = self._boosted(row, column, model) if column.startswith("apex") else self._torch(row, column, model)
-        warmup = 24 if column.startswith("apex") else 4
-        self.losses = [float(self.step(*batch)) for _ in range(warmup)][:4]
+        warmup = 24 if column.startswith("apex") and self.is_gpu else 4  # apex.boost measures three variants
+        self.losses = [float(self.step(*batch))]
+        self.first_step = time.perf_counter() - begin
+        self.losses += [float(self.step(*batch)) for _ in range(warmup - 1)][:3]
         if self.is_gpu:
             torch.cuda.synchronize()
         self.first = time.perf_counter() - begin
-        if hasattr(self.step, "report"):
-            self.report = self.step.report()
         self.mebibytes = self._memory()
         self.times: list[float] = []
 
@@ -167,14 +167,77 @@ class Column:
 
     def result(self) -> dict[str, Any]:
         result: dict[str, Any] = {"ms": round(statistics.median(self.times), 3), "MiB": self.mebibytes}
-        result |= {"first_s": round(self.first, 1), "losses": [round(loss, 4) for loss in self.losses]}
+        result |= {"first_step_s": round(self.first_step, 1), "first_s": round(self.first, 1)}
+        result["losses"] = [round(loss, 4) for loss in self.losses]
         result["rounds"] = [round(each, 3) for each in self.times]
         return {**result, "report": str(self._decorator.report())} if hasattr(self, "_decorator") else result
 
+    def profile(self) -> str:
+        """Return the longest kernels of two steps."""
+        activities = [torch.profiler.ProfilerActivity.CUDA if self.is_gpu else torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(2):
+                self.step(*self.batch)
+            if self.is_gpu:
+                torch.cuda.synchronize()
+        kind = "device_time_total" if self.is_gpu else "cpu_time_total"
+        events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, kind))
+        lines = [f"{getattr(each, kind) / 2e3:9.3f} ms {each.count // 2:5}  {each.key[:150]}" for each in events[:45]]
+        return "\n".join(lines)
 
-def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the results of a row by column; a column that fails has its error."""
-    row, columns, results = ROWS[name], {}, {}
+
+def make_model(row: Row, arguments: argparse.Namespace) -> Any:
+    """Return the row's model on the device."""
+    layout = torch.channels_last if row.has_images else torch.contiguous_format
+    with torch.device(arguments.device):  # billions of random numbers take long on the host
+        return (row.tiny if arguments.tiny else row.make)().to(memory_format=layout).train()
+
+
+class Turns:
+    """The columns of a row that are in memory, and the results of those that were."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.results: dict[str, dict[str, Any]] = {}
+        self.columns: dict[str, Column] = {}
+        self.profiles: dict[str, str] = {}
+        self._arguments, self._turn = arguments, 0
+
+    def add(self, column: str, make: Callable[[], Column]) -> None:
+        """Make a column. If it does not fit, time and free the columns that are there first."""
+        if self._arguments.alone:
+            self.finish()
+        try:
+            try:
+                self.columns[column] = make()
+                return
+            except torch.OutOfMemoryError:
+                if not self.columns:
+                    raise
+            self.finish()
+            self.columns[column] = make()
+        except Exception as error:  # a column without its package, or without memory, is no reason to stop
+            self.results[column] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+    def finish(self) -> None:
+        """Time the columns in turns and free them."""
+        for _ in range(self._arguments.rounds):
+            for column in self.columns:
+                self.columns[column].time(self._arguments.steps)
+        for column in self.columns:  # no name is left for a column, which would keep it in memory
+            self.results[column] = {**self.columns[column].result(), "turn": self._turn}
+            if self._arguments.profile:
+                self.profiles[column] = self.columns[column].profile()
+        self._turn += bool(self.columns)
+        self.columns = {}
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def measure(name: str, arguments: argparse.Namespace, rate: dict[str, float]) -> dict[str, Any]:
+    """Return the results of a row by column, and its floor; a column that fails has its error."""
+    row, turns = ROWS[name], Turns(arguments)
     torch.manual_seed(0)
     draw = row.tiny_draw if arguments.tiny else row.draw
     layout = torch.channels_last if row.has_images else torch.contiguous_format
@@ -182,34 +245,49 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         tensor.to(arguments.device, memory_format=layout if tensor.dim() == 4 else torch.preserve_format)
         for tensor in draw()
     )
+    try:
+        least = floor(make_model(row, arguments), row.loss, batch, rate)
+    except Exception as error:  # a row without its package
+        least = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+    torch._dynamo.reset()
     for column in arguments.columns:
-        torch._dynamo.reset()
-        try:
-            columns[column] = each = Column(row, column, arguments, batch)
-        except Exception as error:  # a column without its package, or without memory, is no reason to stop
-            results[column] = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-            print(f"{name}: {column} failed", flush=True)
-        else:  # a first figure, in case the run is stopped before the columns take turns
+        turns.add(column, lambda column=column: Column(row, column, arguments, batch))
+        if column in turns.columns:  # a first figure, in case the run is stopped before the columns take turns
+            each = turns.columns[column]
             each.time(arguments.steps)
             print(f"{name}: {column} is warm: {each.times.pop():.2f} ms, {each.mebibytes or 0} MiB", flush=True)
-    for _ in range(arguments.rounds):
-        for each in columns.values():
-            each.time(arguments.steps)
-    results |= {column: each.result() for column, each in columns.items()}
-    best = min((results[c]["ms"] for c in ("torch.amp", "compile", "reduce-overhead") if c in columns), default=None)
-    for column in arguments.columns:
-        result = results[column]
+            del each
+        else:
+            print(f"{name}: {column} failed", flush=True)
+    turns.finish()
+    results = {column: turns.results[column] for column in arguments.columns}
+    if turns.profiles:
+        path = arguments.output.with_name(f"{arguments.output.stem}-{name}-profile.txt")
+        path.write_text("\n\n".join(f"{column}\n{text}" for column, text in turns.profiles.items()) + "\n")
+    show(results, least)
+    return {"floor": least, **results}
+
+
+def show(results: dict[str, Any], least: dict[str, Any]) -> None:
+    """Print a row's results: milliseconds, and these by PyTorch's best column and by the floor."""
+    torchs = [results[c].get("ms") for c in ("torch.amp", "compile", "reduce-overhead") if c in results]
+    best = min((each for each in torchs if each), default=None)
+    words = ", ".join(f"{key} {value}" for key, value in least.items())
+    print(f"  floor            {words}")
+    for column, result in results.items():
         if "error" in result:
             print(f"  {column:16} {result['error'].splitlines()[0][:100]}", flush=True)
             continue
         ratio = f"{result['ms'] / best:.2f}" if best else "-"
+        distance = f"{result['ms'] / least['ms']:.2f}" if "ms" in least else "-"
+        seconds = f"first step {result['first_step_s']} s, warm {result['first_s']} s"
         print(
-            f"  {column:16} {result['ms']:9.2f} ms {ratio:>5} {result['MiB'] or 0:7} MiB  first {result['first_s']} s"
+            f"  {column:16} {result['ms']:9.2f} ms {ratio:>5} {distance:>5} of the floor {result['MiB'] or 0:7} MiB  "
+            f"{seconds}, turn {result['turn']}"
         )
         if "report" in result:
-            lines = [line for line in result["report"].splitlines() if line.startswith(("fuse", "compile", "capture"))]
+            lines = [line for line in result["report"].splitlines() if line.startswith(("fuse", "compile"))]
             print("\n".join(f"    {line[:400]}" for line in lines), flush=True)
-    return results
 
 
 def main() -> None:
@@ -220,16 +298,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script")
+    parser.add_argument("--alone", action="store_true", help="one column at a time in memory, as to fill caches")
+    parser.add_argument("--profile", action="store_true", help="write each column's kernels beside the result file")
     parser.add_argument("--output", type=Path, help="the result file; by default one in benchmarks/results")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    path = arguments.output or RESULTS / f"{device_stem(device_name(device))}-plain-models.json"
-    head = {**describe(device), "commit": commit()}
+    if arguments.output is None:
+        arguments.output = RESULTS / f"{device_stem(device_name(device))}-plain-models.json"
+    path, rate = arguments.output, rates(arguments.device)
+    head = {**describe(device), "commit": commit(), "rates": rate}
     head["versions"] |= {"transformers": str(installed_version("transformers"))}
     rows: dict[str, Any] = {}
     for number, name in enumerate(arguments.rows):
         print(f"row {number + 1} of {len(arguments.rows)}", flush=True)
-        rows[name] = measure(name, arguments)
+        rows[name] = measure(name, arguments, rate)
         gc.collect()
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")  # after every row: a run may be stopped
 

@@ -208,31 +208,52 @@ def convnext(depths: tuple[int, ...], widths: tuple[int, ...]) -> nn.Module:
     return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LayerNorm(before), nn.Linear(before, 1000))
 
 
-class Residual(nn.Module):
-    """A residual block of torchvision: basic with an expansion of 1, a bottleneck with 4."""
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
-    def __init__(self, inputs: int, width: int, stride: int, expansion: int) -> None:
+
+class BasicBlock(nn.Module):
+    """Two convolutions beside a shortcut, with the names of torchvision."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
-        outputs = expansion * width
-        sizes = [(inputs, width, 3, stride), (width, outputs, 3, 1)]
-        if expansion > 1:
-            sizes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, k, s, k // 2, bias=False) for a, b, k, s in sizes)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(size[1]) for size in sizes)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride > 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(width), nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.downsample = _shortcut(inputs, width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for conv, norm in zip(self.convs[:-1], self.norms[:-1], strict=True):
-            y = self.relu(norm(conv(y)))
-        y = self.norms[-1](self.convs[-1](y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
 
 
-def resnet(depths: tuple[int, ...], first: int, expansion: int, has_stem: bool) -> nn.Module:
+class Bottleneck(nn.Module):
+    """A narrow convolution between two of single pixels, beside a shortcut, with the names of torchvision."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
+        self.relu, self.downsample = nn.ReLU(inplace=True), _shortcut(inputs, 4 * width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        y += x if self.downsample is None else self.downsample(x)
+        return self.relu(y)
+
+
+def resnet(depths: tuple[int, ...], first: int, block: Any, has_stem: bool) -> nn.Module:
     kernel, stride = (7, 2) if has_stem else (3, 1)
     layers: list[nn.Module] = [nn.Conv2d(3, first, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(first)]
     layers += [nn.ReLU(inplace=True)] + ([nn.MaxPool2d(3, 2, 1)] if has_stem else [])
@@ -240,8 +261,8 @@ def resnet(depths: tuple[int, ...], first: int, expansion: int, has_stem: bool) 
     for index, depth in enumerate(depths):
         width, blocks = first * 2**index, []
         for number in range(depth):
-            blocks.append(Residual(inputs, width, 2 if index and not number else 1, expansion))
-            inputs = expansion * width
+            blocks.append(block(inputs, width, 2 if index and not number else 1))
+            inputs = block.expansion * width
         layers.append(nn.Sequential(*blocks))
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
@@ -383,12 +404,12 @@ ROWS = {
                     own_loss, lambda: Decoder(2, 32, 48, 2, 1, 16, 64, normed=False), _FEW_TOKENS),
     "convnext_t": Row(lambda: convnext((3, 3, 9, 3), (96, 192, 384, 768)), _images(96, 3, 224), class_loss,
                       lambda: convnext((1, 2), (8, 16)), _FEW_IMAGES, True),
-    "resnet_basic": Row(lambda: resnet((3, 3, 3), 64, 1, False), _images(256, 3, 32), class_loss,
-                        lambda: resnet((1, 1), 8, 1, False), _FEW_IMAGES, True),
+    "resnet_basic": Row(lambda: resnet((3, 3, 3), 64, BasicBlock, False), _images(256, 3, 32), class_loss,
+                        lambda: resnet((1, 1), 8, BasicBlock, False), _FEW_IMAGES, True),
     "gpt2": Row(lambda: GPT2(12, 768, 50257, 1024), _tokens(16, 1024, 50257), own_loss,
                 lambda: GPT2(2, 64, 64, 16), _FEW_TOKENS),
-    "resnet50": Row(lambda: resnet((3, 4, 6, 3), 64, 4, True), _images(128, 3, 224), class_loss,
-                    lambda: resnet((1, 1), 8, 4, True), _FEW_IMAGES, True),
+    "resnet50": Row(lambda: resnet((3, 4, 6, 3), 64, Bottleneck, True), _images(128, 3, 224), class_loss,
+                    lambda: resnet((1, 1), 8, Bottleneck, True), _FEW_IMAGES, True),
     "unet": Row(lambda: UNet(320), _images(8, 4, 64, None), image_loss,
                 lambda: UNet(8), _images(2, 4, 8, None), True),
     "hf_qwen3": Row(_hugging_face("Qwen3", **_QWEN), _tokens(2, 4096, 151936), labelled_loss,

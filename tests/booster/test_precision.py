@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex import amp
+from apex import Booster, amp
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 from .problem import adam, batch, net, train
@@ -170,3 +170,37 @@ def test_fp8_without_a_float8_layer_is_told() -> None:
 def test_fp8_with_a_float8_layer_is_silent(recwarn: pytest.WarningsRecorder) -> None:
     make(FP8MixedPrecision(smallest_weight=0)).boost(net())
     assert not [each for each in recwarn if "fp8" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16_naive", "fp16_apex"])
+def test_skipped_steps_name_the_module_where_they_begin(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    booster = Booster("cpu", name, trace_overflow=True)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        booster.backward(model(torch.ones(3, 6)).float().square().mean() * factor, optimizer)
+        optimizer.step()
+    printed = capsys.readouterr().out
+    assert "first in the backward pass: the gradient of the output of 2 (Linear)" in printed
+
+
+def test_overflows_are_traced_for_a_step_after_three_skipped_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(6, 4)
+    booster = Booster("cpu", "fp16", trace_overflow="auto")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(5):
+        optimizer.zero_grad()
+        booster.backward(model(torch.ones(3, 6)).float().mean() * float("inf"), optimizer)
+        optimizer.step()
+        assert ("of (model) (Linear)" in capsys.readouterr().out) is (number == 3)
+
+
+def test_overflow_traces_that_make_no_sense_are_refused_or_told() -> None:
+    with pytest.raises(ValueError, match=r"trace_overflow must be True, False or 'auto', not 'always'"):
+        Booster("cpu", "fp16", trace_overflow="always")
+    with pytest.raises(ValueError, match=r"trace_overflow=True does not go with compile='auto'"):
+        Booster("cpu", "fp16", trace_overflow=True, compile="auto")
+    model = nn.Linear(6, 4)
+    with pytest.warns(UserWarning, match=r"trace_overflow=True has no effect: .*needs a loss scale"):
+        Booster("cpu", "bf16", trace_overflow=True).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -190,6 +190,8 @@ def test_each_gradient_alone(example: Example, route: Route) -> None:
 @every_route
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_without_graph_breaks(family: str, route: Route) -> None:
+    if family == "transducer" and torch.__version__ < "2.7":
+        pytest.skip("Dynamo of PyTorch 2.6 does not trace packed rows, whose number depends on values")
     calls = [call_of(example, route) for example in FAMILIES[family]]
 
     def function(arguments: list[list[Any]]) -> list[Any]:
@@ -215,6 +217,9 @@ def test_compiled_without_graph_breaks(family: str, route: Route) -> None:
         assert call.worst_excess(results) <= 1, call.example.name
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="Dynamo of PyTorch 2.6 compiles again for each size that a branch asks about"
+)
 @pytest.mark.parametrize("route", routes(interpreter=False))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_for_all_sizes_at_once(family: str, route: Route) -> None:

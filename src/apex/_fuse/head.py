@@ -186,14 +186,17 @@ def _reason(module: Any) -> str:
     kind: Any = type(module)
     if _method(kind) is None:
         return "its forward is wrapped by a decorator"
-    return _obstacle(module)
+    return _obstacle(module, _makes_loss(type(module)))
 
 
-def _obstacle(module: Any) -> str:
-    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can."""
+def _obstacle(module: Any, makes_loss: bool) -> str:
+    """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can.
+
+    `makes_loss` is what `_makes_loss` says of the module's class, which Dynamo of PyTorch 2.6 cannot trace.
+    """
     if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
         return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
-    if not _makes_loss(type(module)) and getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
+    if not makes_loss and getattr(module.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "its loss_function is another one than ForCausalLMLoss"
     if type(module.lm_head.weight) is not nn.Parameter:
         return "the weight of lm_head is a tensor of another class (sharded?)"
@@ -212,14 +215,15 @@ def _method(kind: Any) -> Any:
 
 
 def _head_forward(original: Any) -> Callable[..., Any]:
-    method, changed = original.forward, _method(original)
+    method, changed, makes_loss = original.forward, _method(original), _makes_loss(original)
     names = list(inspect.signature(method).parameters)[1:]
 
     @functools.wraps(method)  # trainers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or kwargs.get("labels") is None or self.fused_settings is None or _obstacle(self):
+        labels, settings = kwargs.get("labels"), self.fused_settings
+        if not self.training or labels is None or settings is None or _obstacle(self, makes_loss):
             return method(self, *args, **kwargs)
-        given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
         if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
             kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
         try:

@@ -16,7 +16,7 @@ from .amp import (
     register_half_function,
     register_promote_function,
 )
-from .frontend import initialize, load_state_dict, state_dict
+from .frontend import initialize, load_state_dict, state_dict, trace_overflow
 from .handle import _overflow_messages, disable_casts, scale_loss
 
 
@@ -53,6 +53,7 @@ __all__ = [
     "scale_loss",
     "shutdown",
     "state_dict",
+    "trace_overflow",
     "utils",
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._arguments import Count, checked
 from . import _autocast
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from ._checks import (
@@ -23,7 +24,8 @@ from ._checks import (
     is_flag,
 )
 from ._initialize import as_lists, as_they_came, initialize_models_and_optimizers, release
-from .scaler import LossScaler
+from ._overflow_trace import OverflowTrace
+from .scaler import LossScaler, _overflow_messages
 
 
 class Properties:
@@ -312,6 +314,28 @@ def _chosen_properties(opt_level: str, overrides: dict[str, Any]) -> Properties:
 def _print_options(properties: Properties) -> None:
     for name, value in properties.options.items():
         maybe_print(f"{name:22} : {value}", True)
+
+
+@checked
+def trace_overflow(model: torch.nn.Module, *, after_skips: Count | None = None) -> OverflowTrace:
+    """Make messages about skipped steps name the module whose numbers were the first that are not finite.
+
+    This is the first leaf module of `model`, in the order of execution, whose output is not finite or, if all outputs
+    are, the first in the backward pass whose output has such a gradient. The message has the largest magnitudes of the
+    module's inputs. Nothing waits for the device, and captured steps are traced too. Call it after `initialize`, with a
+    dynamic loss scale. Compiled models do not call their modules and cannot be traced.
+
+    Every step is traced until `remove()` of the result is called; with `after_skips`, only one step each time so many
+    steps in a row were skipped. `save(path)` of the result writes the last step's magnitudes for `apex compare`.
+    """
+    if not hasattr(_amp_state, "opt_properties"):
+        raise RuntimeError("amp.trace_overflow was called before amp.initialize; initialize first, then trace")
+    if not any(scaler.dynamic for scaler in _amp_state.loss_scalers):
+        raise RuntimeError(
+            "amp.trace_overflow needs a dynamic loss scale, because no other skips steps; this session has "
+            f"loss_scale={_amp_state.opt_properties.loss_scale}: call amp.initialize with loss_scale='dynamic'"
+        )
+    return _overflow_messages.trace(model, after_skips)
 
 
 # The largest step count that its dtype, int32, can hold.

@@ -156,6 +156,7 @@ def _update_scale(
     scaler: LossScaler, loss_id: int, stashes: list[AmpOptimizerState], counts: list[NonfiniteCounts]
 ) -> None:
     """Adapt the scale, and make the optimizers skip their next step if gradients overflowed."""
+    scale_before = _overflow_messages.scale_before(scaler.scale_tensor())
     if not scaler.updates_on_device:  # a client's own function, which may ask other processes
         waiting, skips = stashes, scaler.update_scale()
     else:
@@ -176,7 +177,7 @@ def _update_scale(
             stash.already_patched = True
     if scaler.dynamic:
         scale_tensor, floor = scaler.scale_tensor(), scaler.min_loss_scale
-        _overflow_messages.note(scaler.found_inf, scale_tensor, floor, loss_id, counts)
+        _overflow_messages.note(scaler.found_inf, scale_tensor, floor, loss_id, counts, scale_before)
 
 
 @contextlib.contextmanager

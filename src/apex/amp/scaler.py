@@ -23,6 +23,7 @@ from ..ops._host import HOST
 from ..ops.multi_tensor import axpby, scale
 from ._amp_state import _amp_state, maybe_print
 from ._checks import check_scaling, checked_loss_scale
+from ._overflow_trace import OverflowTrace, Taken
 
 _HINT_AFTER = 4
 _NAMED = 5
@@ -298,11 +299,12 @@ class NonfiniteCounts(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """Overflow flag, scale and counters after one backward pass, being copied to the host."""
+    """Overflow flag, scale, counters and traced numbers after one backward pass, being copied to the host."""
 
     loss_id: int
     floor: float | None
     params: list[Tensor]
+    traced: list[Taken]
     values: Tensor
     arrived: Callable[[], bool]
 
@@ -322,7 +324,7 @@ class OverflowMessages:
 
     - `names`: returns the names of parameters in messages, by their id;
     - `patience`: returns how many skipped steps in a row, with the scale at its floor, are tolerated;
-    - `setting` and `bfloat16`: how users change the patience, and how they train in bfloat16.
+    - `setting`, `bfloat16` and `tracing`: how users change the patience, train in bfloat16, and trace overflows.
     """
 
     def __init__(
@@ -331,38 +333,69 @@ class OverflowMessages:
         patience: Callable[[], int],
         setting: str,
         bfloat16: str,
+        tracing: str,
     ) -> None:
         self._names, self._patience, self._setting, self._bfloat16 = names, patience, setting, bfloat16
+        self._tracing = tracing
+        self._traces: list[OverflowTrace] = []
         self.clear()
 
     def clear(self) -> None:
-        """Forget all flags and counts."""
+        """Forget all flags and counts, and end all traces."""
+        for trace in self._traces:
+            trace.remove()
+        self._traces.clear()
         self._pending: deque[_Report] = deque()
         # By loss: number of steps skipped in a row, and how many of them with the scale at its floor.
         self._skipped: dict[int, tuple[int, int]] = {}
 
+    def trace(self, model: torch.nn.Module, after_skips: int | None) -> OverflowTrace:
+        """Return a new trace of a model, whose records become part of the messages."""
+        self._traces.append(OverflowTrace(model, after_skips, self.read))
+        return self._traces[-1]
+
+    def scale_before(self, scale: Tensor) -> Tensor | None:
+        """Return a copy of the scale before it is adapted, for `note`; None if no trace needs it."""
+        return scale.detach().clone() if self._traces else None
+
     def note(
-        self, found_inf: Tensor, scale: Tensor, floor: float | None, loss_id: int, counted: list[NonfiniteCounts]
+        self,
+        found_inf: Tensor,
+        scale: Tensor,
+        floor: float | None,
+        loss_id: int,
+        counted: list[NonfiniteCounts],
+        scale_before: Tensor | None = None,
     ) -> None:
         """Send a step's overflow flag to the host, with the data for a message in case the flag is set.
 
-        `scale` is the loss scale after the step, float32 [1], and `floor` its smallest possible value.
+        `scale` is the loss scale after the step, float32 [1], and `floor` its smallest possible value. `scale_before`
+        is the loss scale that is in the gradients, if there are traces.
         """
-        if not self._pending and found_inf.is_cpu and not found_inf.item():
+        self._traces = [trace for trace in self._traces if trace.is_alive]
+        if not self._pending and not self._traces and found_inf.is_cpu and not found_inf.item():
             self._skipped[loss_id] = 0, 0
             return
         counters = [counts.to(found_inf.device, torch.float32).flatten() for _, counts in counted]
+        traced = []
+        for trace in self._traces:
+            if (part := trace.take()) is not None:
+                traced.append(part[0])
+                counters += [(scale if scale_before is None else scale_before).reshape(1), *part[1]]
+        counters = [each.to(found_inf.device, non_blocking=found_inf.device != HOST) for each in counters]
         values = torch.cat((found_inf.float().reshape(1), scale.to(found_inf.device).reshape(1), *counters))
         params = [param for params, _ in counted for param in params]
-        send = functools.partial(self._send, values, loss_id, floor, params)
+        send = functools.partial(self._send, values, loss_id, floor, params, traced)
         capture = _graph_numbers.current
         if capture is not None and capture.captures:
             capture.after += [send, self.read]
         else:
             send()
 
-    def _send(self, values: Tensor, loss_id: int, floor: float | None, params: list[Tensor]) -> None:
-        self._pending.append(_Report(loss_id, floor, params, *_copy_to_host(values)))
+    def _send(
+        self, values: Tensor, loss_id: int, floor: float | None, params: list[Tensor], traced: list[Taken]
+    ) -> None:
+        self._pending.append(_Report(loss_id, floor, params, traced, *_copy_to_host(values)))
         if len(self._pending) == 1:
             self.read()
 
@@ -375,6 +408,10 @@ class OverflowMessages:
 
     def _report(self, report: _Report) -> None:
         overflowed, scale, *counters = report.values.tolist()
+        first = 2 * len(report.params)
+        for taken in report.traced:
+            taken.trace.last = taken, counters[first : first + taken.size]
+            first += taken.size
         if not overflowed:
             self._skipped[report.loss_id] = 0, 0
             return
@@ -384,18 +421,23 @@ class OverflowMessages:
         gives_up = at_floor >= self._patience()
         self._skipped[report.loss_id] = skipped, 0 if gives_up else at_floor
         nonfinite = _nonfinite_parameters(report.params, counters, self._names())
+        origins = [taken.origin(taken.trace.last[1]) for taken in report.traced if taken.trace.last is not None]
         maybe_print(f"Gradient overflow.  Skipping step, loss scaler {report.loss_id} reducing loss scale to {scale}")
-        maybe_print(f"  {nonfinite}")
+        for line in (nonfinite, *origins):
+            maybe_print(f"  {line}")
+        for trace in self._traces:
+            trace.skipped(skipped)
         if skipped % _HINT_AFTER == 0:
             maybe_print(
                 f"  {skipped} steps in a row were skipped. A few are normal while the scale is found; if it goes on, "
-                f"look at the parameters named above, lower the learning rate, clip gradients, or use {self._bfloat16}"
+                f"look at the parameters named above, let {self._tracing} name the module, lower the learning rate, "
+                f"clip gradients, or use {self._bfloat16}"
             )
         if gives_up:
             raise FloatingPointError(
                 f"gradients overflowed in {at_floor} steps in a row with loss scale {scale}, which cannot be lowered "
-                f"any further: {nonfinite}. The loss or the model itself produces values that are not finite "
-                f"({self._setting} sets how many such steps are tolerated)"
+                f"any further: {'; '.join((nonfinite, *origins))}. The loss or the model itself produces values that "
+                f"are not finite ({self._setting} sets how many such steps are tolerated)"
             )
 
 
@@ -435,4 +477,5 @@ _overflow_messages = OverflowMessages(
     lambda: _amp_state.overflow_patience,
     setting="amp.initialize(overflow_patience=...)",
     bfloat16="bfloat16 (O4, O5)",
+    tracing="amp.trace_overflow(model)",
 )

@@ -17,7 +17,7 @@ from ..ops.multi_tensor import scale
 from ..optimizers._base import LOW_PRECISION, FusedOptimizer
 from ..optimizers._buckets import MASTER
 from ..transformer.amp import GradScaler
-from .wrappers import ModelWrapper, OptimizerWrapper
+from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
 
 
 class CastModel(ModelWrapper):
@@ -226,7 +226,9 @@ class MixedOptimizer(OptimizerWrapper):
             lambda: own().overflow_patience,
             setting="optimizer.overflow_patience",
             bfloat16='Booster(mixed_precision="bf16")',
+            tracing="Booster(trace_overflow=True)",
         )
+        self._scale_before: Tensor | None = None
 
     def _names_by_id(self) -> dict[int, str]:
         named = zip(self.parameters, self.names or (), strict=False)
@@ -265,6 +267,7 @@ class MixedOptimizer(OptimizerWrapper):
         if self.masters is not None:
             self.masters.take_gradients()
         if self.scaler is not None:
+            self._scale_before = self._messages.scale_before(self.scaler._scale)  # type: ignore[arg-type]
             self.scaler.unscale_(self.optim)
             flags = self.scaler._per_optimizer_states[id(self.optim)]["found_inf_per_device"]
             self._found_inf = next(iter(flags.values()))
@@ -309,9 +312,14 @@ class MixedOptimizer(OptimizerWrapper):
         self._has_scaled = False
         if self.scaler is not None and self._found_inf is not None:
             floor, found_inf, counts = getattr(self.scaler, "min_scale", None), self._found_inf, self._nonfinite
-            self._found_inf, self._nonfinite = None, []
-            self._messages.note(found_inf, self.scaler._scale, floor, 0, counts)  # type: ignore[arg-type]
+            self._found_inf, self._nonfinite, scale, before = None, [], self.scaler._scale, self._scale_before
+            self._messages.note(found_inf, scale, floor, 0, counts, before)  # type: ignore[arg-type]
         return result
+
+    def trace_overflow(self, model: nn.Module, after_skips: int | None = None) -> Any:
+        if self.scaler is None:
+            return super().trace_overflow(model, after_skips)
+        return self._messages.trace(unwrapped(model), after_skips)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._is_unscaled and self.scaler is not None:  # gradients were clipped, and are dropped without a step

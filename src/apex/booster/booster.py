@@ -25,6 +25,9 @@ from .wrappers import ModelWrapper, OptimizerWrapper, check_boosted, check_model
 
 __all__ = ["Booster"]
 
+# Number of steps skipped in a row after which trace_overflow="auto" traces one step.
+_AUTO_TRACE_AFTER = 3
+
 
 def _io_method(method: Any) -> Any:
     """Return a method of the Booster that calls this method of its `checkpoint_io`."""
@@ -49,10 +52,12 @@ class Booster:
     - `plugin`: None for one device. A plugin's own device or precision takes precedence over these arguments;
     - `fuse`: whether `boost` applies `apex.fuse` to models and optimizers;
     - `compile`: whether steps (`step`) run the model compiled; a dict has options of torch.compile;
-    - `capture`: whether steps are captured in CUDA graphs, as by `apex.graphs.capture`.
+    - `capture`: whether steps are captured in CUDA graphs, as by `apex.graphs.capture`;
+    - `trace_overflow`: whether messages about skipped steps name the module whose numbers were the first that are not
+      finite, as by `apex.amp.trace_overflow`; "auto" traces one step after three skipped ones in a row.
 
-    The last three are True, False or "auto": only if it works here and makes the step quicker. `report` says what was
-    done, and why something was not.
+    `fuse`, `compile` and `capture` are True, False or "auto": only if it works here and makes the step quicker.
+    `report` says what was done, and why something was not.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class Booster:
         fuse: bool | str = False,
         compile: bool | str | dict[str, Any] = False,
         capture: bool | str = False,
+        trace_overflow: bool | str = False,
     ) -> None:
         assert plugin is None or isinstance(plugin, Plugin), (
             f"plugin must be a Plugin of apex.booster.plugin or None, not {type(plugin).__name__}"
@@ -83,6 +89,14 @@ class Booster:
                 "mixed_precision must be a name or a MixedPrecision of apex.booster.mixed_precision, not "
                 f"{mixed_precision!r}"
             )
+        if trace_overflow not in (True, False, "auto"):
+            raise ValueError(f"trace_overflow must be True, False or 'auto', not {trace_overflow!r}")
+        if trace_overflow and compile:
+            raise ValueError(
+                f"trace_overflow={trace_overflow!r} does not go with compile={compile!r}: compiled steps do not call "
+                "the modules, so they cannot be traced; pass compile=False"
+            )
+        self._trace_overflow = trace_overflow
         self.mixed_precision = mixed_precision
         self._stages = Stages(fuse, compile, capture, plugin, mixed_precision)
         self.step = StepDecorator(self._stages)
@@ -126,8 +140,17 @@ class Booster:
             if boosted.names is None:
                 boosted.names = [name_of.get(id(param)) for param in params]
             model._optimizer = weakref.ref(boosted)
+            if self._trace_overflow:
+                self._start_trace(model, boosted)
         self._stages.after(model, boosted)
         return model, boosted, criterion, dataloader, lr_scheduler
+
+    def _start_trace(self, model: Any, optimizer: OptimizerWrapper) -> None:
+        """Trace overflows of a boosted model; warn if its optimizer never skips a step."""
+        try:
+            optimizer.trace_overflow(model, _AUTO_TRACE_AFTER if self._trace_overflow == "auto" else None)
+        except RuntimeError as error:
+            _warn(f"trace_overflow={self._trace_overflow!r} has no effect: {error}")
 
     def backward(self, loss: Tensor, optimizer: Any) -> None:
         """Run a backward pass from the loss times its scale; `optimizer` is the one that `boost` returned."""

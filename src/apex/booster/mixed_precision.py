@@ -17,7 +17,7 @@ from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
-from .wrappers import OptimizerWrapper
+from .wrappers import OptimizerWrapper, unwrapped
 
 __all__ = [
     "BF16MixedPrecision",
@@ -291,6 +291,11 @@ class AmpOptimizer(OptimizerWrapper):
 
         with amp.scale_loss(loss, self.optim, delay_unscale=True) as scaled:
             return scaled
+
+    def trace_overflow(self, model: nn.Module, after_skips: int | None = None) -> Any:
+        from .. import amp
+
+        return amp.trace_overflow(unwrapped(model), after_skips=after_skips)
 
     def _unscale(self) -> None:
         from .. import amp

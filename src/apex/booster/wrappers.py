@@ -221,6 +221,10 @@ class OptimizerWrapper(torch.optim.Optimizer):
         """Return the loss times the loss scale, if there is one."""
         return loss
 
+    def trace_overflow(self, model: nn.Module, after_skips: int | None = None) -> Any:
+        """Make messages about skipped steps name a module of the boosted model: see `apex.amp.trace_overflow`."""
+        raise RuntimeError("trace_overflow needs a loss scale, because no step is skipped without one")
+
     def unscale_grad(self) -> None:
         """Divide gradients by the loss scale, if there is one; do it once per step."""
         if not self._is_unscaled:

@@ -24,6 +24,7 @@ from .npu_fused_lamb import NpuFusedLamb
 from .npu_fused_rmsprop import NpuFusedRMSprop
 from .npu_fused_rmsprop_tf import NpuFusedRMSpropTF
 from .npu_fused_sgd import NpuFusedSGD
+from .offloaded import OffloadedOptimizer
 
 __all__ = [
     "FP16_Optimizer",
@@ -50,4 +51,5 @@ __all__ = [
     "NpuFusedRMSprop",
     "NpuFusedRMSpropTF",
     "NpuFusedSGD",
+    "OffloadedOptimizer",
 ]

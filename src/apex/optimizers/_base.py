@@ -37,6 +37,7 @@ _OPTIONS = (bool, int, float, str, torch.dtype, type(None))
 # Attributes that a copy of an optimizer makes anew.
 _NOT_COPIED = {
     *("_group_buckets", "_states", "_ready", "_amp_stash", "_model_params", "_takes_model_grads", "_workspaces"),
+    *("_memories", "_choices"),
 }
 
 
@@ -122,6 +123,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _may_lack: frozenset[str] = frozenset()
     # Makes, from a bucket's tensors, an object that update rules can be applied to.
     _make_lists: Callable[..., Any] = staticmethod(make_lists)
+    # Returns the class of a parameter's bucket. Moves new or loaded state of a parameter to the memory that keeps it.
+    _bucket_type: Callable[..., Any] = staticmethod(lambda param: UpdateBucket)
+    _place_state: Callable[..., None] | None = None
     # torch.amp.GradScaler then passes scale and overflow flag instead of waiting for the device.
     _step_supports_amp_scaling = True
     # Set by apex.amp. `_model_params` maps a float32 master, which the optimizer holds, to the model's half-precision
@@ -229,8 +233,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 bucket_scaling = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
                 self._update(numbers, bucket, count, bucket_scaling, self._seed_for(bucket, seed))
-                if bucket_scaling.unscale is not None:
-                    _unscale_gradients(bucket.gradients(), bucket_scaling.unscale, bucket_scaling.found_inf)
+                if scaling.unscale is not None:
+                    _unscale_gradients(bucket.gradients(), scaling)
                 bucket.release()
         self._ready = []
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
@@ -453,10 +457,11 @@ class EncodingOptimizer(FusedOptimizer):
         return decoded_state(self, saved) if decoded else saved
 
 
-def _unscale_gradients(gradients: list[Tensor], factor: Tensor, noop: Tensor | None) -> None:
+def _unscale_gradients(gradients: list[Tensor], scaling: LossScaling) -> None:
     """Remove the loss scale from the gradients after a step; the step used more digits than gradients may have."""
+    noop, _, factor = scaling.on(gradients[0].device)
     if noop is not None:
-        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
+        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)  # type: ignore[arg-type]
     ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
 

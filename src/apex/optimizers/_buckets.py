@@ -110,7 +110,7 @@ class UpdateBucket:
     @property
     def _keys(self) -> tuple[str, ...]:
         companions = (key for _, key in self._codecs.values() if key is not None)
-        return (*self.names, MASTER) if self.has_masters else (*self.names, *companions)
+        return (*self.names, *companions, MASTER) if self.has_masters else (*self.names, *companions)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients without a change of layout; of distributed gradients, this process's shard."""
@@ -131,7 +131,10 @@ class UpdateBucket:
         """Return the lists for each slot of a rule and the list for copies; and encodings, if slots have codecs."""
         if self._codecs:
             slots: list[Any] = [self.params, gradients, *self._state_lists[: len(self.names)]]
-            return [*slots, *(None for _ in range(SLOTS - len(slots)))], self._models, self._encodings()
+            copy = self._models
+            if self.has_masters:
+                slots[0], copy = self._state_lists[-1], self.params
+            return [*slots, *(None for _ in range(SLOTS - len(slots)))], copy, self._encodings()
         lists = [self.params, gradients, *self._state_lists]
         params, grads, *state = (
             ([local(tensor) for tensor in tensors] for tensors in lists) if self._distributed else lists
@@ -141,9 +144,10 @@ class UpdateBucket:
             params, copy = state.pop(), params
         return [params, grads, *state, *(None for _ in range(SLOTS - 2 - len(state)))], copy
 
-    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None]:
-        """Return the lists for each slot of a rule, with the gradients of this step, and the list for copies."""
-        return self._slots(self._gradients())[:2]  # type: ignore[return-value]
+    def current_slots(self) -> tuple[list[list[Tensor] | None], list[Tensor] | None, Encodings]:
+        """Return the lists for each slot of a rule, with this step's gradients, the list for copies, and encodings."""
+        slots, copy, *encodings = self._slots(self._gradients())
+        return slots, copy, encodings[0] if encodings else {}
 
     def _local_tensors(self) -> list[Tensor]:
         return list(map(local, self._located)) if self._distributed else self._located
@@ -232,6 +236,7 @@ class GroupBuckets:
             key = (
                 tuple(codecs.items()),
                 kind,
+                optimizer._bucket_type(param),
                 tuple(map(id, shard_groups(param))) if optimizer._measures else (),
                 position if position in shared else None,
                 MASTER in state,
@@ -244,10 +249,10 @@ class GroupBuckets:
             members[0].append(param)
             members[1].append(state)
         self.buckets = []
-        for (codecs, kind, *_), (params, states) in kinds.items():
+        for (codecs, kind, make_bucket, *_), (params, states) in kinds.items():
             copied = [models[param] for param in params] if params[0] in models else None
             make = optimizer._make_lists
-            self.buckets.append(UpdateBucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
+            self.buckets.append(make_bucket(params, states, names, make, kind, copied, of_models, dict(codecs)))
 
     def refresh(self, params: Sequence[Tensor]) -> bool:
         """Update the addresses in every bucket; return False if the buckets must be made again."""

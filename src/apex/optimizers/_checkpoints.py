@@ -109,7 +109,8 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
         raise ValueError("the state dict has maximize=True; fused optimizers only minimise: negate the loss")
     before = [dict(group) for group in optimizer.param_groups]
     counts = _step_counts(state_dict)
-    load(state_dict)
+    # PyTorch would copy all state to the device, also state that is kept elsewhere.
+    load(state_dict if optimizer._place_state is None else {**state_dict, "state": {}})
     for group, previous, count in zip(optimizer.param_groups, before, counts, strict=True):
         for option, value in {**optimizer.defaults, **previous}.items():
             group.setdefault(option, value)  # options that PyTorch's optimizers do not have
@@ -126,6 +127,8 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
         for name, value in state_dict["state"][index].items():
             if name != "step":
                 state[name] = _restored(value, param)
+        if optimizer._place_state is not None:
+            optimizer._place_state(state, param)
     optimizer._rename_loaded_state()
 
 

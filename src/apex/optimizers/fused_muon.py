@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +14,13 @@ from typing_extensions import Unpack
 
 from ..ops._host import HOST
 from ..ops.multi_tensor import make_lists, rules
+from ..ops.multi_tensor.codecs import Encodings
 from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.tables import upload
 from ..ops.multi_tensor.torch_lists import TorchLists
 from ..ops.newton_schulz import METHODS, newton_schulz
 from ..ops.newton_schulz.config import matrices_at_once
-from ._base import CommonOptions, FusedOptimizer, LossScaling
+from ._base import CommonOptions, EncodingOptimizer, LossScaling, StateOptions
 from ._buckets import Group, UpdateBucket, local
 
 ALGORITHMS = ("muon", "adamw", "lion")
@@ -33,7 +35,11 @@ SQUARES = "second_momentum_buffer"
 WORKSPACE = 1 << 29
 
 
-class FusedMuon(FusedOptimizer):
+class MuonOptions(CommonOptions, StateOptions, total=False):
+    """Keyword options of FusedMuon beside its own."""
+
+
+class FusedMuon(EncodingOptimizer):
     """Muon (https://kellerjordan.github.io/posts/muon): momentum whose singular values are replaced by 1.
 
     The first nine arguments are `torch.optim.Muon`'s, and give the same numbers:
@@ -59,8 +65,12 @@ class FusedMuon(FusedOptimizer):
       their mean squares, with this decay, and the direction gets its norm back; None (the default) is plain Muon.
 
     A parameter of three dimensions is a stack of matrices, such as experts. `muon_groups(model)` makes the groups.
-    `FusedOptimizer` describes the keyword options.
+    `FusedOptimizer` describes the keyword options, docs/state_formats.md `state_format` and `master_bits`.
     """
+
+    _encodable: Mapping[str, str] = MappingProxyType(
+        {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
+    )
 
     _takes_shards = False
 
@@ -81,7 +91,7 @@ class FusedMuon(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
         cautious_weight_decay: bool = False,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[MuonOptions],
     ) -> None:
         defaults: dict[str, Any] = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, eps=eps)
         defaults |= dict(ns_coefficients=ns_coefficients, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
@@ -179,7 +189,9 @@ class FusedMuon(FusedOptimizer):
         elif group["algorithm"] == "adamw":
             beta1, beta2 = group["betas"]
             hyper = {**decoupled, "beta1": beta1, "beta2": beta2, "eps": group["adam_eps"], "step": step}
-            bucket.lists.apply(rules.ADAM, hyper, (True, False), seed=seed, **scaling.arguments)
+            is_plain = self.state_format == "float32"
+            rule, flags = (rules.ADAM, (True, False)) if is_plain else (rules.GUARDED_ADAM, (True, False, True))
+            bucket.lists.apply(rule, hyper, flags, seed=seed, **scaling.arguments)
         else:
             self._update_matrices(group, bucket, decoupled, cautious, scaling, seed)
 
@@ -197,8 +209,8 @@ class FusedMuon(FusedOptimizer):
             # In a captured step `group` holds numbers that change; how parameters are divided does not.
             own = next(own for own in self.param_groups if own["params"] is group["params"])
             directions = bucket.cache["directions"] = Directions(self, own, bucket)
-        slots, copy = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
-        lists = directions.lists(slots, copy)
+        current = bucket.current_slots()  # held until the end: lists may know gradients by their addresses only
+        lists = directions.lists(*current)
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), **scaling.arguments)
         directions.orthogonalize(group, scaling.found_inf)
@@ -308,14 +320,14 @@ class Directions:
         self._lists: Any = None
         self._addresses: list[int] = []
 
-    def lists(self, slots: list[list[Tensor] | None], copy: list[Tensor] | None) -> Any:
+    def lists(self, slots: list[list[Tensor] | None], copy: list[Tensor] | None, encodings: Encodings) -> Any:
         """Return lists of a bucket's slots with the directions in slot 3."""
         slots[3] = self._views
         addresses = [tensor.data_ptr() for tensors in (*slots, copy) if tensors for tensor in tensors]
         if self._lists is None or not self._lists.usable():
-            self._lists = make_lists(slots, copy)
+            self._lists = make_lists(slots, copy, encodings)
         elif addresses != self._addresses or isinstance(self._lists, TorchLists):
-            self._lists.point_to(slots, copy)
+            self._lists.point_to(slots, copy, encodings)
         self._addresses = addresses
         return self._lists
 

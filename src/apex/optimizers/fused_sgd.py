@@ -5,7 +5,8 @@ FusedSGD takes one pass over all parameters. FusedLARS, which has a learning rat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from torch.optim.optimizer import required
 from typing_extensions import Unpack
 
 from ..ops.multi_tensor import rules
-from ._base import CommonOptions, FusedOptimizer, LossScaling, compiled_function, state_dtype
+from ._base import CommonOptions, EncodingOptimizer, LossScaling, StateOptions, compiled_function, state_dtype
 from ._buckets import Group, UpdateBucket
 from ._checks import check_nesterov, check_options
+from ._formats import saved_in_any_format
 
 BUFFER = "momentum_buffer"
 FRESH = "fresh"
 
 
-class MomentumOptimizer(FusedOptimizer):
+class SGDOptions(CommonOptions, StateOptions, total=False):
+    """Keyword options of FusedSGD beside upstream's."""
+
+
+class MomentumOptimizer(EncodingOptimizer):
     """Base of the optimizers with a momentum buffer."""
 
     _counts_steps = False
@@ -36,7 +42,7 @@ class MomentumOptimizer(FusedOptimizer):
         wd_after_momentum: bool,
         materialize_master_grads: bool,
         set_grad_none: bool,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[SGDOptions],
     ) -> None:
         check_options(defaults)
         check_nesterov(defaults)
@@ -62,7 +68,7 @@ class MomentumOptimizer(FusedOptimizer):
 
     def _prepare(self, param: Tensor, group: dict[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], Any]:
         """Put parameters whose momentum buffer may not have seen a step in separate buckets, if there is dampening."""
-        fresh = BUFFER not in self.state[param]
+        fresh = not saved_in_any_format(BUFFER, self.state[param])
         if fresh:
             self._undampened.pop(param, None)
         state, _ = super()._prepare(param, group, names)
@@ -89,14 +95,18 @@ class MomentumOptimizer(FusedOptimizer):
         if isinstance(first, Tensor):
             first.mul_(0.0 if scaling.found_inf is None else scaling.found_inf.reshape(()) != 0)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, including master weights, in the format of `torch.optim.SGD`, which can load it."""
-        saved = super().state_dict()
+    def state_dict(self, *, decoded: bool = False) -> dict[str, Any]:
+        """Return the state, including master weights, in the format of `torch.optim.SGD`, which can load it.
+
+        State in another format than float32 is saved as it is stored, or as float32 numbers if `decoded`.
+        """
+        saved = super().state_dict(decoded=decoded)
         params = (param for group in self.param_groups for param in group["params"])
         indices = (index for group in saved["param_groups"] for index in group["params"])
         for param, index in zip(params, indices, strict=True):
             if param in self._undampened and bool(self._undampened[param]):
-                saved["state"][index] = {name: v for name, v in saved["state"][index].items() if name != BUFFER}
+                state = saved["state"][index]
+                saved["state"][index] = {name: v for name, v in state.items() if name.partition("::")[0] != BUFFER}
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -127,8 +137,10 @@ class FusedSGD(MomentumOptimizer):
     It computes the same numbers as `torch.optim.SGD`, and each loads the other's state dicts. As in `torch.optim.SGD`,
     the momentum of float16 parameters without masters is float16. With `wd_after_momentum` the decay is added to the
     update instead of the gradient, and so stays out of the momentum. `FusedOptimizer` describes
-    `materialize_master_grads` and the keyword options.
+    `materialize_master_grads` and the keyword options, docs/state_formats.md `state_format` and `master_bits`.
     """
+
+    _encodable: Mapping[str, str] = MappingProxyType({BUFFER: "signed"})
 
     def __init__(
         self,
@@ -141,7 +153,7 @@ class FusedSGD(MomentumOptimizer):
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
         set_grad_none: bool = False,
-        **options: Unpack[CommonOptions],
+        **options: Unpack[SGDOptions],
     ) -> None:
         defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
         super().__init__(params, defaults, wd_after_momentum, materialize_master_grads, set_grad_none, **options)
@@ -163,7 +175,7 @@ class FusedSGD(MomentumOptimizer):
         bucket.lists.apply(
             rules.SGD,
             hyper,
-            rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [bucket.states[0][BUFFER]]),
+            rules.sgd_flags(group["nesterov"], self.wd_after_momentum, [bucket.states[0][bucket.names[0]]]),
             **scaling.arguments,
             seed=seed,
         )

@@ -93,10 +93,8 @@ def mlp(input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (),
         width = _check_layer(width, weight, bias, dtype, f" {layer}")
         widest = max(widest, width)
     needs_graph = torch.is_grad_enabled()
-    # Without gradients kernels always run: there is no node, and fewer operators. Inductor of PyTorch 2.11 gave wrong
-    # gradients of the node with sigmoid on an H200, where it makes the plain operators right.
-    takes_operators = (needs_graph and not is_large(rows * widest)) or not _library.runs_triton(FAMILY, input)
-    if takes_operators or (activation == "sigmoid" and torch.compiler.is_compiling()):
+    # Without gradients kernels always run: there is no node, and fewer operators.
+    if (needs_graph and not is_large(rows * widest)) or not _library.runs_triton(FAMILY, input):
         return reference.mlp(input, weights, biases, activation)
     tensors = (input, *weights, *biases)
     if dtype is None:

@@ -61,11 +61,15 @@ def activated_linear(input: Tensor, weight: Tensor, bias: Tensor | None, activat
         if activation == "gelu":
             return torch._addmm_activation(bias, input, weight.t(), use_gelu=True)
     output = functional.linear(input, weight, bias)
+    if activation in reference.ACTIVATIONS[3:]:
+        return gelu(output, activation)
+    # Not in place in compiled code: Inductor of PyTorch 2.11 then gave wrong gradients on an H200, and it chooses
+    # what to overwrite by itself.
     if activation == "relu":
-        return output.relu_()
+        return output.relu() if torch.compiler.is_compiling() else output.relu_()
     if activation == "sigmoid":
-        return output.sigmoid_()
-    return gelu(output, activation) if activation in reference.ACTIVATIONS[3:] else output
+        return output.sigmoid() if torch.compiler.is_compiling() else output.sigmoid_()
+    return output
 
 
 def activation_backward(

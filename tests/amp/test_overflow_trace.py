@@ -1,0 +1,363 @@
+"""Messages about skipped steps that name the module whose numbers were the first that are not finite."""
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from apex import amp
+from apex.graphs import CapturedStep
+from apex.optimizers import FusedSGD
+from tests.amp.common import loss_of, overflow_at, small_model, train
+from tests.graphs.recorder import CpuGraphs
+
+
+class Times(torch.autograd.Function):
+    """x times a number; in the backward pass times another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Tensor, backward: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(backward)
+        return (x * forward).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return (dy * ctx.saved_tensors[0]).to(dy.dtype), None, None
+
+
+class Large(nn.Module):
+    """A layer whose output, or the gradient of whose input, is multiplied by a number on the device."""
+
+    def __init__(self, forward: float = 1.0, backward: float = 1.0) -> None:
+        super().__init__()
+        self.register_buffer("forward_factor", torch.tensor(forward))
+        self.register_buffer("backward_factor", torch.tensor(backward))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Times.apply(x, self.forward_factor, self.backward_factor)
+
+
+def network(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 4))
+
+
+def prepared(model: nn.Module, level: str = "O2", **options: Any) -> tuple[Any, Any]:
+    optimizer = FusedSGD(model.parameters(), lr=0.01)
+    return amp.initialize(model, optimizer, opt_level=level, **options)
+
+
+def messages(capsys: pytest.CaptureFixture) -> list[str]:
+    return [line.strip() for line in capsys.readouterr().out.splitlines() if " in the " in line or "outputs of" in line]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_first_module_of_the_forward_pass_is_named_with_its_input(
+    level: str, capsys: pytest.CaptureFixture
+) -> None:
+    model, optimizer = prepared(network(nn.ReLU(), Large(math.inf), nn.Tanh()), level)
+    seen: list[float] = []
+    model[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output.float().abs().max().item()))
+    amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert line.startswith("first in the forward pass: the output of 2 (Large) is ")
+    assert line.endswith(f"; largest magnitude of its inputs: {seen[0]:.4g}")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_else_the_first_module_of_the_backward_pass_is_named(level: str, capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(nn.ReLU(), Large(1.0, math.inf), nn.Tanh()), level)
+    amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    named = "first in the backward pass: the gradient of the output of 1 (ReLU) is "
+    assert line.startswith(f"all outputs are finite; {named}")
+    assert "with loss scale 65536; the gradient before it, of 2 (Large), had at most " in line
+
+
+def test_numbers_computed_between_modules_are_told(capsys: pytest.CaptureFixture) -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * math.inf)
+
+    model, optimizer = prepared(Squares())
+    amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert "the output of second (Linear)" in line
+    assert line.endswith("they were computed outside of leaf modules, after first (Linear)")
+
+
+def test_a_gradient_of_a_parameter_is_told_from_gradients_of_outputs(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(nn.ReLU()))
+    amp.trace_overflow(model)
+    with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+        scaled.backward()
+        model[0].weight.grad.fill_(math.inf)
+    optimizer.step()
+    (line,) = messages(capsys)
+    assert line.startswith("all outputs of modules and their gradients (at most ")
+    assert "the gradient of a parameter overflowed" in line
+
+
+def test_shared_and_overwriting_modules_and_tuples(capsys: pytest.CaptureFixture) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.relu, self.lstm = nn.Linear(6, 8), nn.ReLU(inplace=True), nn.LSTM(8, 8)
+            self.last = nn.Linear(8, 4)
+            self.large = Large(1e3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.large(self.relu(self.first(x)))
+            return self.last(self.large(self.large(self.lstm(self.relu(x).abs() + 1)[0] + 10)))
+
+    model, optimizer = prepared(Model())
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert "the output of large (Large, call 3)" in line
+    records = trace.records
+    first, relu = records[0], records[1]
+    assert (relu.module, relu.inputs) == ("relu", (first.largest,))  # the value before it was overwritten
+    assert [record.module for record in records if record.kind == "forward"].count("lstm") == 3
+    assert {record.call for record in records if record.module == "relu"} == {1, 2}
+
+
+def test_all_microbatches_of_a_step_are_looked_at(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0)))
+    trace = amp.trace_overflow(model)
+    for step, factor in enumerate((1.0, math.inf, 1.0)):
+        model[1].forward_factor.fill_(factor)
+        with amp.scale_loss(loss_of(model, step), optimizer, delay_unscale=step < 2) as scaled:
+            scaled.backward()
+    optimizer.step()
+    (line,) = messages(capsys)
+    assert "the output of 1 (Large, call 2)" in line
+    model[1].forward_factor.fill_(1.0)
+    train(model, optimizer, 1)
+    assert {record.call for record in trace.records} == {1}
+    assert not messages(capsys)
+
+
+def test_each_loss_has_gradients_of_its_own(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(), num_losses=2)
+    amp.trace_overflow(model)
+    output = model(torch.ones(5, 6))
+    for loss_id, factor in enumerate((math.inf, 1.0)):
+        with amp.scale_loss(output.mean() * factor, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward(retain_graph=True)
+    optimizer.step()
+    assert len(messages(capsys)) == 1
+
+
+def test_one_step_is_traced_after_skipped_ones(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0)))
+    trace = amp.trace_overflow(model, after_skips=3)
+    on = []
+    for step in range(9):
+        on.append(trace.is_on)
+        train(model, optimizer, [step], overflow_at(0, 1, 3, 4, 5, 6, 7))
+    #                                             three skipped in a row: 3, 4, 5
+    assert on == [False] * 6 + [True] + [False] * 2
+    (line,) = messages(capsys)
+    assert "first in the backward pass: the gradient of the output of 2 (Linear)" in line
+    assert not model[0]._forward_hooks
+
+
+def test_evaluation_is_not_recorded_and_removing_ends_all(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0)))
+    with amp.trace_overflow(model) as trace:
+        train(model, optimizer, 1)
+        records = trace.records
+        assert len(records) == 6
+        with torch.no_grad():
+            model.eval()(torch.full((5, 6), math.inf))
+        model.train()
+        train(model, optimizer, 1, overflow_at(0))
+        assert "(Linear)" in messages(capsys)[0]
+    assert not any(module._forward_hooks for module in model)
+    train(model, optimizer, 1, overflow_at(0))
+    assert not messages(capsys)
+    trace = amp.trace_overflow(model)
+    amp.shutdown()
+    assert not trace.is_alive
+    assert not any(module._forward_hooks for module in model)
+
+
+def test_copies_of_a_model_are_not_traced() -> None:
+    model, optimizer = prepared(network())
+    trace = amp.trace_overflow(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(nn.Sequential(*model)))):
+        copied(torch.ones(5, 6, dtype=next(copied.parameters()).dtype))
+    train(model, optimizer, 1)
+    assert [(record.module, record.kind) for record in trace.records] == [
+        ("0", "forward"), ("1", "forward"), ("1", "backward"), ("0", "backward")
+    ]  # fmt: skip
+
+
+def test_a_model_that_is_gone_is_forgotten() -> None:
+    model, optimizer = prepared(network())
+    other = network()
+    trace = amp.trace_overflow(other)
+    del other
+    assert not trace.is_alive
+    train(model, optimizer, 1, overflow_at(0))
+    assert trace.records == []
+
+
+def test_forward_passes_without_a_step_do_not_grow_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("apex.amp._overflow_trace._MOST_RECORDS", 5)
+    model, optimizer = prepared(network())
+    trace = amp.trace_overflow(model)
+    for _ in range(5):
+        loss_of(model, 0)
+    train(model, optimizer, 1)
+    assert len(trace.records) <= 6
+    train(model, optimizer, 1)
+    assert len(trace.records) == 4
+
+
+def test_double_precision_and_empty_tensors_are_measured_or_left_out() -> None:
+    model, optimizer = prepared(nn.Sequential(nn.Identity(), nn.Linear(6, 4)), "O0", loss_scale="dynamic")
+    trace = amp.trace_overflow(model)
+    model[0](torch.full((2, 2), 1e300, dtype=torch.float64, requires_grad=True) * 1.0)
+    model[0](torch.ones(0, 2))
+    model[0](torch.arange(3))
+    train(model, optimizer, 1)
+    assert all(record.is_finite and all(map(math.isfinite, record.inputs)) for record in trace.records)
+
+
+def test_a_captured_step_is_traced_at_every_replay(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0), nn.ReLU()))
+    amp.trace_overflow(model)
+
+    def step(inputs: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        model[1].forward_factor.copy_(factor)
+        loss = model(inputs).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss
+
+    captured = CapturedStep(step, warmup=2, backend=CpuGraphs())
+    factors = [1.0, 1.0, 1.0, 1.0, math.inf, 1.0, math.inf]
+    for number, factor in enumerate(factors):
+        captured(torch.ones(5, 6), torch.tensor(factor))
+        lines = messages(capsys)
+        assert len(lines) == (0 if math.isfinite(factor) else 1), number
+        if lines:
+            assert "the output of 1 (Large)" in lines[0]
+    assert captured.reason is None
+    assert captured.graphs == 1
+
+
+def test_a_captured_step_is_traced_once_when_steps_were_skipped(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(nn.Tanh()))
+    trace = amp.trace_overflow(model, after_skips=3)
+
+    def step(inputs: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).float().square().mean() * factor
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss
+
+    captured = CapturedStep(step, warmup=2, backend=CpuGraphs())
+    for number in range(9):
+        captured(torch.ones(5, 6), torch.tensor(math.inf if 3 <= number <= 6 else 1.0))
+    (line,) = messages(capsys)
+    assert "the gradient of the output of 2 (Linear)" in line
+    assert not trace.is_on
+    assert captured.reason is None
+    assert captured.graphs == 1
+
+
+def test_compare_reads_the_records(tmp_path: Any) -> None:
+    pytest.importorskip("h5py")
+    from apex.dump import compare
+
+    files = []
+    for level, factor in (("O0", 1e6), ("O2", 1e6)):
+        model, optimizer = prepared(network(Large(factor), nn.Tanh()), level, loss_scale="dynamic", verbosity=0)
+        trace = amp.trace_overflow(model)
+        with pytest.raises(RuntimeError, match="no step has been recorded"):
+            trace.save(tmp_path / "none.hdf5")
+        train(model, optimizer, 1)
+        files.append(tmp_path / f"{level}.hdf5")
+        trace.save(files[-1])
+        amp.shutdown()
+    comparison = compare(*files)
+    assert comparison.first is not None
+    assert (comparison.first.module, comparison.first.kind) == ("1", "forward")
+    assert comparison.first.note == "0 and 1 values are not finite"
+    assert [row.module for row in comparison.rows if row.kind == "backward"] == ["3", "2", "1", "0"]
+    assert compare(files[0], files[0]).first is None
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    model = network()
+    with pytest.raises(RuntimeError, match=r"before amp\.initialize"):
+        amp.trace_overflow(model)
+    prepared(model, "O5")
+    with pytest.raises(RuntimeError, match=r"needs a dynamic loss scale.*loss_scale=1"):
+        amp.trace_overflow(model)
+    prepared(network(), "O2")
+    with pytest.raises(TypeError, match="model"):
+        amp.trace_overflow([model])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="after_skips"):
+        amp.trace_overflow(model, after_skips=0)
+
+
+def test_nothing_is_added_while_it_is_off() -> None:
+    model, optimizer = prepared(small_model())
+    trace = amp.trace_overflow(model, after_skips=3)
+    train(model, optimizer, 2)
+    assert not any(module._forward_hooks for module in model)
+    assert not trace._buffers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("captures", [False, True])
+def test_no_step_waits_for_the_device(level: str, captures: bool, capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0), nn.ReLU()).cuda(), level)
+    amp.trace_overflow(model)
+    inputs = torch.ones(5, 6, device="cuda")
+    factors = [torch.tensor(factor, device="cuda") for factor in (1.0, 1.0, 1.0, 1.0, 1.0, math.inf, 1.0)]
+
+    def step(inputs: Tensor, factor: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        model[1].forward_factor.copy_(factor)
+        loss = model(inputs).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss
+
+    run: Any = CapturedStep(step, warmup=2) if captures else step
+    for factor in factors[:4]:
+        run(inputs, factor)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for factor in factors[4:]:
+            run(inputs, factor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    run(inputs, factors[0])
+    (line,) = messages(capsys)
+    assert "the output of 1 (Large)" in line
+    assert not captures or (run.reason is None and run.graphs == 1)
