@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex.ops.attention import reference
-from apex.transformer import parallel_state
+from apex.transformer import finalize_model_grads, parallel_state
 from apex.transformer.context_parallel import (
     context_attention,
     get_batch_on_this_cp_rank,
     get_pos_emb_on_this_cp_rank,
     get_thd_batch_on_this_cp_rank,
 )
+from apex.transformer.enums import ModelType
+from apex.transformer.pipeline_parallel import build_model
+from apex.transformer.pipeline_parallel._steps import forward_step
 
 TOLERANCE = 1e-12
 
@@ -132,6 +135,47 @@ def check_parts_of_a_batch(rank: int) -> None:
         parallel_state.destroy_model_parallel()
 
 
+def check_losses_of_uneven_parts(rank: int) -> None:
+    """A sum with its number of tokens becomes the mean over the tokens of all ranks."""
+    ranks = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=ranks)
+    try:
+        model = Weight()
+        numbers = torch.arange(rank + 1, dtype=torch.float64)
+
+        def step(batch: Tensor, model: nn.Module) -> Any:
+            return model(batch), lambda losses: (losses.sum(), losses.numel(), "reported")
+
+        reported: list[Any] = []
+        forward_step(step, numbers, model, None, reported, None, num_microbatches=1).backward()
+        finalize_model_grads(model)
+        everyone = torch.cat([torch.arange(each + 1, dtype=torch.float64) for each in range(ranks)])
+        torch.testing.assert_close(model.weight.grad, everyone.mean(), rtol=TOLERANCE, atol=0)
+        assert reported == ["reported"]
+        (wrapped,) = build_model(lambda **parts: Weight(), True)
+        wrapped(numbers).mean().backward()
+        finalize_model_grads(wrapped)
+        means = torch.arange(ranks, dtype=torch.float64) / 2  # of 0 to the rank
+        torch.testing.assert_close(wrapped.module.weight.grad, means.mean(), rtol=TOLERANCE, atol=0)
+        _raises("an encoder-decoder cannot be split", build_model, print, False, None, ModelType.encoder_and_decoder)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+class Weight(nn.Module):
+    """A number by which inputs are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def set_input_tensor(self, tensors: Any) -> None:
+        """Ignore the input of earlier stages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
 def _raises(message: str, call: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(ValueError, match=message):
         call(*arguments, **options)
@@ -147,6 +191,7 @@ def _checks() -> dict[str, Any]:
         if comm != "p2p":
             found[f"{comm} window"] = functools.partial(check_dense, comm, True, 8, 4, 5)
     found["half precision"] = check_half_precision
+    found["losses of uneven parts"] = check_losses_of_uneven_parts
     found["parts of a batch"] = check_parts_of_a_batch
     return found
 
