@@ -297,8 +297,13 @@ def is_refused(rank: int) -> None:
         ({"pp_style": "zbv"}, ValueError, "pp_style='zbv' with num_model_chunks=1"),
         (
             {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring"},
-            NotImplementedError,
-            "sequence_parallelism_mode='ring' is not supported",
+            ValueError,
+            "needs tp_size > 1: 'ring' splits sequences",
+        ),
+        (
+            {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn", "sp_size": 4},
+            ValueError,
+            "times sp_size=4 must divide the number of processes",
         ),
         ({"no_such": 1}, TypeError, "no_such"),
         ({"sp_size": 2}, ValueError, "sp_size=2 needs enable_sequence_parallelism"),

@@ -1,11 +1,16 @@
 """Split models in four processes: with replicas, with layers and stages split at once, and with experts."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from apex.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from apex.transformer import parallel_state
+from apex.transformer.context_parallel import get_batch_on_this_cp_rank
+from apex.transformer.testing.standalone_gpt import GPTModel
+from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
 from tests.booster.hybrid_checks import equality
 from tests.booster.problem import booster as make
 from tests.booster.process_checks import ended
@@ -49,6 +54,47 @@ def experts(rank: int) -> None:
             assert refused.expert.tolist() == [float(rank)] * 2
 
 
+def _stepped(booster: Any, model: Any, optimizer: Any, words: Tensor) -> None:
+    """Train a GPT for two steps on this process's part of the words."""
+    part = get_batch_on_this_cp_rank({"words": words[:, :-1], "labels": words[:, 1:]})
+    for _ in range(2):
+        loss = model(part["words"], labels=part["labels"], reduction="mean")
+        loss.backward() if booster is None else booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def context(mode: str, **options: Any) -> Check:
+    """Return a check that a GPT whose sequences are split over two processes trains as one process does."""
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+    config = TransformerConfig(vocab_size=32, max_position_embeddings=16, **sizes)
+
+    def check(rank: int) -> None:
+        words = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+        with ended():
+            parallel_state.initialize_model_parallel()
+            alone = GPTModel(config=config)
+            _stepped(None, alone, torch.optim.SGD(alone.parameters(), lr=0.5), words)
+        with ended():
+            plugin = HybridParallelPlugin(
+                precision="fp32", enable_sequence_parallelism=True, sequence_parallelism_mode=mode, sp_size=2, **options
+            )
+            assert plugin.sp_group.size() == 2
+            replicas, replica = plugin.data_place()
+            gpt = GPTModel(config=config)
+            booster = make(plugin=plugin)
+            model, optimizer, *_ = booster.boost(gpt, torch.optim.SGD(gpt.parameters(), lr=0.5))
+            exchanges = {each.cp_comm_type for each in gpt.modules() if hasattr(each, "cp_comm_type")}
+            assert exchanges == {{"ring_attn": "p2p", "all_to_all": "a2a"}[mode]}
+            _stepped(booster, model, optimizer, words.chunk(replicas)[replica])
+            for (name, one), other in zip(gpt.named_parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
+            with pytest.raises(ValueError, match="no attention of the model has cp_comm_type"):
+                booster.boost(nn.Linear(2, 2))
+
+    return check
+
+
 CHECKS: dict[str, Check] = {
     "tensor": equality("fp32", tp_size=2),
     "tensor zero": equality("fp16_naive", tp_size=2, zero_stage=1),
@@ -58,4 +104,6 @@ CHECKS: dict[str, Check] = {
     "both": equality("bf16", tp_size=2, pp_size=2),
     "four stages": equality("fp8", pp_size=4),
     "experts": experts,
+    "ring of keys": context("ring_attn"),
+    "exchange of heads": context("all_to_all", zero_stage=1),
 }

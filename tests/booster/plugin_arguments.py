@@ -353,10 +353,12 @@ CASES: dict[str, dict[str, Any]] = {
         ],
         "sequence_parallelism_mode": [
             Warns("split_gather", "no effect of sequence_parallelism_mode='split_gather'"),
+            Warns("ring", "'ring' computes as 'split_gather'", {"enable_sequence_parallelism": True, "tp_size": 2}),
             *[
-                Raises(mode, NotImplementedError, f"'{mode}' is not supported", {"enable_sequence_parallelism": True})
-                for mode in ("ring", "all_to_all", "ring_attn")
+                Raises(mode, ValueError, f"'{mode}' needs sp_size > 1", {"enable_sequence_parallelism": True})
+                for mode in ("all_to_all", "ring_attn")
             ],
+            Raises("none", ValueError, "'none' must be one of", {"enable_sequence_parallelism": True}),
         ],
         "parallel_output": [
             Warns(False, "no effect of parallel_output=False"),

@@ -18,8 +18,8 @@ from tests.support.harness import sum_error
 
 from .small_gpt import SMOOTH, TERMS, Run, parts, split, whole
 
-# Tensor-parallel ranks, stages, chunks; the rest of the four processes are replicas.
-LAYOUTS = ((4, 1, None), (1, 4, None), (1, 2, 2), (2, 1, None), (2, 2, None))
+# Tensor-parallel ranks, stages, chunks and context-parallel ranks; the rest of the four processes are replicas.
+LAYOUTS = ((4, 1, None, 1), (1, 4, None, 1), (1, 2, 2, 1), (2, 1, None, 1), (2, 2, None, 1), (2, 1, None, 2))
 
 
 def in_all_stages(loss: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ def reshards(rank: int) -> None:
         Path("loss").write_text(str(loss.item()))
     two, three = whole(Path("two")), whole(Path("three"))
     assert two["model.layers.3.up.weight"].shape == (16, 8)
-    for tensor, pipeline, chunks in LAYOUTS:
-        with split(tensor, pipeline, chunks):
+    for tensor, pipeline, chunks, context in LAYOUTS:
+        with split(tensor, pipeline, chunks, context):
             run = Run(4, **SMOOTH)
             run.load(Path("two"))
             assert run.step == 2
@@ -58,7 +58,7 @@ def reshards(rank: int) -> None:
 
 
 def zero(params: Any, **options: Any) -> DistributedFusedAdam:
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return DistributedFusedAdam(params, process_group=group, bucket_cap_mb=0.001, **options)
 
 
@@ -71,6 +71,7 @@ def every_optimizer(rank: int) -> None:
             (FusedAdam, {"amp_level": "O2"}, (2, 1), (1, 2)),
             (FusedAdam, {"amp_level": "O5"}, (1, 2), (4, 1)),
             (zero, {}, (2, 1), (1, 1)),
+            (zero, {}, (2, 1, None, 2), (1, 1)),
             (zero, {"amp_level": "O5"}, (1, 2), (2, 1)),
         )
     ):

@@ -110,8 +110,8 @@ def step_function(batch: list[Tensor], model: nn.Module) -> Any:
 
 
 @contextlib.contextmanager
-def split(tensor: int = 1, pipeline: int = 1, chunks: int | None = None) -> Iterator[None]:
-    parallel_state.initialize_model_parallel(tensor, pipeline, chunks)
+def split(tensor: int = 1, pipeline: int = 1, chunks: int | None = None, context: int = 1) -> Iterator[None]:
+    parallel_state.initialize_model_parallel(tensor, pipeline, chunks, context_parallel_size=context)
     try:
         yield
     finally:

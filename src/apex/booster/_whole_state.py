@@ -126,7 +126,7 @@ class _Receivers:
         self._group = pipeline_group() if self._has_stages else None
         self._sends = self._group is not None and 0 in dist.get_process_group_ranks(self._group)
         self.keeps = everywhere or is_first() or self._sends
-        replica = 0 if parallel_state.is_unitialized() else parallel_state.get_data_parallel_rank()
+        replica = 0 if parallel_state.is_unitialized() else parallel_state.get_data_parallel_rank(True)
         self.feeds = self.keeps or (not parallel_state.is_unitialized() and replica == 0)
 
     def gather(self, value: Tensor, param: Any, copies: bool) -> Tensor | None:

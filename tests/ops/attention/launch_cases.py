@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops._device import facts
-from apex.ops.attention import op_biased, op_packed
+from apex.ops.attention import op_biased, op_packed, op_varlen
 from apex.ops.attention.op_common import Problem, output_launch
 
 _META = torch.device("meta")
@@ -41,6 +41,36 @@ def _packed(
     op_packed.launch_backward(output, *given, output, statistics, *settings, [True])
 
 
+def _varlen(
+    heads: int,
+    size: int,
+    dtype: torch.dtype,
+    window: tuple[int, int],
+    dropout_p: float = 0.0,
+    batched: bool = False,
+) -> None:
+    """Forward and backward of 16 sequences with heads in groups of four; `batched` launches run behind cuDNN's."""
+    query = torch.empty(65536, heads, size, dtype=dtype, device=_META)
+    key = torch.empty(65536, heads // 4, size, dtype=dtype, device=_META)
+    bounds = torch.empty(17, dtype=torch.int32, device=_META)
+    seed = torch.empty(1, dtype=torch.int64, device=_META) if dropout_p else None
+    own_bounds = None if batched else bounds
+    tensors, settings = (query, key, key), (4096, 4096, 0.1, *window, dropout_p, False, False)
+    parts = (bounds, own_bounds, seed)
+    if batched:
+        form = op_varlen._form(tensors, parts, (*settings[:-1], True))
+        statistics = torch.empty(heads, 65536, dtype=torch.float32, device=_META)
+        launch, floats = op_varlen._forward_launch(form)
+        launch((*tensors, None, None, *parts, query, statistics), floats)
+        of_queries, of_keys, floats = op_varlen._backward_launches(form)
+        given = (*tensors, None, None, *parts, query, query, statistics, statistics)
+        of_queries((*given, query), floats)
+        of_keys((*given, None, key, key), floats)
+        return
+    output, statistics = op_varlen.launch_forward(*tensors, *parts, *settings)
+    op_varlen.launch_backward(output, *tensors, *parts, output, statistics, *settings, [True] * 3)
+
+
 def _behind_cudnn() -> None:
     """The launch that checks cuDNN's attention, with the tensors that cuDNN would have left."""
     problem = Problem(16, 16, 512, 512, 128, torch.bfloat16, _META, total=8192, cudnn_first=True)
@@ -48,15 +78,19 @@ def _behind_cudnn() -> None:
     number = torch.empty(1, dtype=torch.float32, device=_META)
     cu_seqlens = torch.empty(17, dtype=torch.int32, device=_META)
     of_rows, of_output = (0, 128, 3 * 16 * 128), (0, 128, 16 * 128)
-    tensors = (tensor, tensor, tensor, None, None, cu_seqlens, None, tensor, number)
+    tensors = (tensor, tensor, tensor, None, None, cu_seqlens, None, None, tensor, number)
     launch = output_launch(problem, (*of_rows * 3, *of_output), True, facts(_META))
     launch(tensors, (problem.scale, 0.0, 1.0))
 
 
 def record() -> None:
-    """Plan a bias without a gradient, a mask alone, a long bias in half precision, dropout, and a rest of cuDNN's."""
+    """Plan a bias without a gradient, a mask alone, a long bias, dropout, windows, and launches behind cuDNN's."""
     _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256), (False,))
     _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None, (False,))
     _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536), (True,))
     _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
+    _varlen(32, 128, torch.bfloat16, (-1, 0))
+    _varlen(32, 128, torch.bfloat16, (4096, 0))
+    _varlen(32, 128, torch.bfloat16, (-1, 0), batched=True)
+    _varlen(8, 64, torch.float32, (128, 64), 0.1)
     _behind_cudnn()

@@ -12,9 +12,11 @@ import torch._dynamo  # by the process that divides: optimizers import it, which
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from apex._distributed import exchange
 from apex.optimizers import FusedSGD
 from apex.transformer import finalize_model_grads, parallel_state
 from apex.transformer._groups.device import parameter_device
+from apex.transformer.context_parallel import get_batch_on_this_cp_rank
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -39,6 +41,7 @@ class Layout(NamedTuple):
     schedule: str = "no_pipelining"
     chunks: int = 1
     sequence: bool = False
+    context: int = 1
 
     @property
     def layers(self) -> int:
@@ -47,7 +50,8 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         sequence = "-sequence" if self.sequence else ""
-        return f"tp{self.tensor}{sequence}-pp{self.pipeline}-{self.schedule}-vp{self.chunks}"
+        context = f"-cp{self.context}" if self.context > 1 else ""
+        return f"tp{self.tensor}{sequence}-pp{self.pipeline}-{self.schedule}-vp{self.chunks}{context}"
 
 
 class Trained(NamedTuple):
@@ -79,7 +83,9 @@ def step_function(batch: list[Tensor], model: nn.Module) -> Any:
     def loss(output: Tensor) -> tuple[Tensor, Tensor]:
         return output.mean(), output.detach().mean()
 
-    return model(batch[0][:, :-1], labels=batch[0][:, 1:]), loss
+    # A context-parallel rank has two chunks of the words, and of the labels, which are the words shifted by one.
+    part = get_batch_on_this_cp_rank({"words": batch[0][:, :-1], "labels": batch[0][:, 1:]})
+    return model(part["words"], labels=part["labels"]), loss
 
 
 def train(
@@ -141,7 +147,9 @@ def train_in(layout: Layout, **options: Any) -> Trained:
 @contextlib.contextmanager
 def groups(layout: Layout) -> Iterator[None]:
     chunks = None if layout.chunks == 1 else layout.chunks
-    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, chunks)
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.pipeline, chunks, context_parallel_size=layout.context
+    )
     try:
         yield
     finally:
@@ -176,10 +184,13 @@ def worst_difference(found: Trained, alone: Trained) -> tuple[float, str]:
     """Return the largest difference, relative to its tensor's largest number, and the tensor's name."""
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     count = microbatches() // replicas
+    context = parallel_state.get_context_parallel_group()
     pairs: list[tuple[str, Tensor, Tensor]] = []
     for step, (mine, whole) in enumerate(zip(found.losses, alone.losses, strict=True)):
         expected = whole[replica * count : (replica + 1) * count]
         assert len(mine) in (0, count)
+        # The loss of a context-parallel rank is the mean of its own words' losses.
+        mine = [exchange.sum_over(one, context, "the losses") / dist.get_world_size(context) for one in mine]
         pairs += [(f"loss of step {step}", one, other) for one, other in zip(mine, expected, strict=False)]
     sets = [*zip(found.gradients, alone.gradients, strict=True), (found.parameters, alone.parameters)]
     for step, (mine, whole) in enumerate(sets):

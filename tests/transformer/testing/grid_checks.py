@@ -22,7 +22,7 @@ from .gpt import WHOLE, Layout, groups, reference, train_in, worst_difference
 TOLERANCE = 1e-12
 SOME = {
     4: [Layout(1, 4, "zb_v", 2), Layout(2, 2, "zb_h1", 1, True)],
-    8: [Layout(2, 2, "interleaved", 2, True)],
+    8: [Layout(2, 2, "interleaved", 2, True), Layout(2, 2, "1f1b", 1, True, 2), Layout(1, 2, "zb_h1", 1, False, 4)],
 }
 
 
@@ -32,11 +32,12 @@ def every_layout(processes: int) -> list[Layout]:
     divisions = [(tensor, stages) for tensor in sizes for stages in sizes if tensor * stages <= processes]
     kinds = [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2), ("interleaved", 4)]
     return [
-        Layout(tensor, stages, *kind, sequence)
+        Layout(tensor, stages, *kind, sequence, context)
         for tensor, stages in divisions
         for kind in (kinds if stages > 1 else [("no_pipelining", 1)])
         for sequence in ((False, True) if tensor > 1 else (False,))
-        if stages * kind[1] <= 16
+        for context in (1, 2, 4)
+        if stages * kind[1] <= 16 and tensor * stages * context <= processes
     ]
 
 

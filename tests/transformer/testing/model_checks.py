@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from apex._distributed import collectives
 from apex.optimizers import FusedAdam
 from apex.transformer import finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer._groups.device import parameter_device
+from apex.transformer.context_parallel import get_batch_on_this_cp_rank, get_thd_batch_on_this_cp_rank
 from apex.transformer.enums import ModelType
+from apex.transformer.packed_seq_params import PackedSeqParams
 from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -336,6 +339,79 @@ def mistakes_are_named(rank: int) -> None:
                 gpt(config=config_of(1, **options))
 
 
+def _gradients_split_over(context: int, tensor: int, config: Any, batch: dict[str, Tensor], packed: Any) -> None:
+    """Compare a GPT whose sequences are split over ranks with one process that has them whole."""
+    with groups(Layout()):
+        whole = gpt(config=config)
+        losses = whole(batch["words"], labels=batch["labels"], packed_seq_params=packed)
+        losses.mean().backward()
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+    with groups(Layout(tensor, context=context)):
+        part, params = get_batch_on_this_cp_rank(batch), None
+        if packed is not None:
+            part, params = get_thd_batch_on_this_cp_rank(batch, packed.cu_seqlens_q, None, packed.max_seqlen_q)
+        model = gpt(config=config)
+        found = model(part["words"], labels=part["labels"], packed_seq_params=params)
+        found.mean().backward()
+        for name, gradient in gradients_of(model).items():
+            wanted = part_of(expected[name], model.get_parameter(name))
+            torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12, msg=f"{config}, {name}")
+
+
+def split_sequences_of_gpt(rank: int) -> None:
+    """Every exchange of context-parallel ranks, with grouped queries, tensor parallelism and packed documents."""
+    inputs, labels = words_of(2)
+    dense = {"words": inputs, "labels": labels}
+    row = {"words": inputs.reshape(1, -1), "labels": labels.reshape(1, -1)}
+    bounds = torch.tensor([0, 8, 24, 32], dtype=torch.int32, device=inputs.device)
+    packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=16, max_seqlen_kv=16)
+    for comm, position in (("p2p", "rope"), ("a2a", "learned"), ("all_gather", "rope")):
+        options = {"num_query_groups": 4, "position_embedding": position, "cp_comm_type": comm}
+        config = config_of(2, params_dtype=torch.float64, **options)
+        _gradients_split_over(2, 2, replace(config, sequence_parallel=comm == "p2p"), dense, None)
+        _gradients_split_over(4, 1, config, row, packed)
+
+
+def packed_documents_are_documents_by_themselves(rank: int) -> None:
+    inputs, labels = (tensor[:1] for tensor in words_of(1))
+    bounds = torch.tensor([0, 5, 6, LENGTH], dtype=torch.int32, device=inputs.device)
+    packed = PackedSeqParams(cu_seqlens_q=bounds, max_seqlen_q=LENGTH - 6)
+    for position in ("learned", "rope"):
+        config = config_of(2, params_dtype=torch.float64, position_embedding=position, num_query_groups=2)
+        with groups(Layout()):
+            model = gpt(config=config)
+            found = model(inputs, labels=labels, packed_seq_params=packed)
+            edges = bounds.tolist()
+            alone = [model(inputs[:, start:end], labels=labels[:, start:end]) for start, end in pairwise(edges)]
+            torch.testing.assert_close(found, torch.cat(alone, 1), rtol=0, atol=1e-12)
+            recomputed = gpt(config=replace(config, recompute="selective"))
+            recomputed(inputs, labels=labels, packed_seq_params=packed).mean().backward()
+            mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=inputs.device)
+            with pytest.raises(ValueError, match="attention_mask must be None"):
+                model(inputs, None, mask, packed_seq_params=packed)
+            with pytest.raises(ValueError, match="the batch has 2"):
+                model(inputs.repeat(2, 1), packed_seq_params=packed)
+
+
+def random_numbers_of_split_sequences(rank: int) -> None:
+    """Hidden dropout drops other elements on each context-parallel rank, and the same on tensor-parallel ranks."""
+    with groups(Layout(2, context=2)):
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        torch.manual_seed(7)
+        layer = ParallelTransformerLayer(config_of(1, hidden_dropout=0.5), 0)
+        dropped = layer._dropout(torch.ones(64, device=parameter_device())) == 0
+        everyone = torch.stack(collectives.gather_objects(dropped.cpu(), "masks"))
+        assert torch.equal(everyone[0], everyone[1])
+        assert torch.equal(everyone[2], everyone[3])
+        assert not torch.equal(everyone[0], everyone[2])
+        with pytest.raises(ValueError, match=r"attention_dropout=0\.1 must be 0"):
+            ParallelTransformerLayer(config_of(1, attention_dropout=0.1), 0)
+    with pytest.raises(ValueError, match="num_query_groups=3 must divide"):
+        config_of(1, num_query_groups=3)
+    with pytest.raises(ValueError, match="cp_comm_type must be one of"):
+        config_of(1, cp_comm_type="a2a+p2p")
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -349,6 +425,9 @@ CHECKS = {
         layers_of_a_stage,
         mistakes_are_named,
         exchanges_of_a_layer,
+        split_sequences_of_gpt,
+        packed_documents_are_documents_by_themselves,
+        random_numbers_of_split_sequences,
     )
 }
 CHECKS |= checks(SOME[4])

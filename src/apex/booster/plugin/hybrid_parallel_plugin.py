@@ -72,8 +72,10 @@ class HybridParallelPlugin(PipelinePluginBase):
     - `pp_style`: "1f1b", "interleaved" with `num_model_chunks` > 1, or "zbv" with `num_model_chunks=2`;
     - `num_layers_per_stage`: the number of layers of an `nn.Sequential` in each stage, in the order of the stages;
     - `dp_outside`: whether the ranks of a pipeline are nearer to each other than replicas are;
-    - `enable_sequence_parallelism`, with `sequence_parallelism_mode="split_gather"`: accepted, because layers with
-      `sequence_parallel_enabled` always work; other modes are not supported;
+    - `enable_sequence_parallelism` with `sequence_parallelism_mode`: "split_gather" (None) and "ring" need layers with
+      `sequence_parallel_enabled` and `tp_size` > 1; "all_to_all" and "ring_attn" split sequences over `sp_size`
+      context-parallel processes and set how attention modules with `cp_comm_type` exchange heads or keys. Batches must
+      be cut by `get_batch_on_this_cp_rank` of `apex.transformer.context_parallel`;
     - `enable_fused_normalization`, `enable_flash_attention`, `enable_jit_fused`, `enable_all_optimization`: replace
       norms, attention, other modules that `apex.fuse` knows except heads with their loss, or all three;
     - `gradient_checkpoint_config`: a GradientCheckpointConfig, for layers that recompute their forward pass.
@@ -138,8 +140,12 @@ class HybridParallelPlugin(PipelinePluginBase):
         overrides = changed(HybridParallelPlugin.__init__, locals())
         super().__init__()
         world = dist.get_world_size()
-        if tp_size < 1 or pp_size < 1 or world % (tp_size * pp_size):
-            raise ValueError(f"tp_size={tp_size} times pp_size={pp_size} must divide the number of processes, {world}")
+        self.cp_comm_type = _exchange_of(overrides, tp_size)
+        self.cp_size = 1 if self.cp_comm_type is None else overrides["sp_size"]
+        sizes = f"tp_size={tp_size} times pp_size={pp_size}"
+        sizes += f" times sp_size={self.cp_size}" if self.cp_size > 1 else ""
+        if tp_size < 1 or pp_size < 1 or world % (tp_size * pp_size * self.cp_size):
+            raise ValueError(f"{sizes} must divide the number of processes, {world}")
         if zero_stage not in (0, 1, 2) or (zero_stage == 2 and pp_size > 1):
             raise ValueError(f"zero_stage={zero_stage} must be 0, 1 or 2, and at most 1 with pp_size > 1")
         if pp_size > 1 and (num_microbatches is None) == (microbatch_size is None):
@@ -153,8 +159,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported; 2 is")
         refuse(overrides, "fp8_communication", "communication_dtype=torch.bfloat16 halves the gradients of ZeRO")
-        refuse(overrides, "inner_ring_size", "there is no ring attention")
-        _check_sequences(overrides, tp_size)
+        refuse(overrides, "inner_ring_size", "keys travel around one ring of sp_size processes")
         self.precision = own_precision("HybridParallelPlugin", locals())
         self.tp_size, self.pp_size, self.zero_stage, self.max_norm = tp_size, pp_size, zero_stage, max_norm
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
@@ -171,37 +176,44 @@ class HybridParallelPlugin(PipelinePluginBase):
 
     def _join_groups(self, dp_outside: bool, sequences: bool) -> None:
         """Make the process groups of `apex.transformer`, or check existing ones, and store this process's groups."""
-        replicas = dist.get_world_size() // (self.tp_size * self.pp_size)
+        replicas = dist.get_world_size() // (self.tp_size * self.pp_size * self.cp_size)
         # apex.transformer's own order corresponds to dp_outside=False.
-        mesh: Any = (replicas, self.pp_size, self.tp_size) if dp_outside and min(replicas, self.pp_size) > 1 else None
+        shape = {"dp": replicas, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
+        if self.cp_size == 1:
+            del shape["cp"]
+        mesh: Any = shape if dp_outside and min(replicas, self.pp_size) > 1 else None
         if not parallel_state.model_parallel_is_initialized():
             virtual = self.placement.chunks if self.placement.chunks > 1 else None
-            mesh = mesh and mesh_of_all(mesh, ("dp", "pp", "tp"))
-            parallel_state.initialize_model_parallel(self.tp_size, self.pp_size, virtual, device_mesh=mesh)
+            mesh = mesh and mesh_of_all(tuple(mesh.values()), tuple(mesh))
+            parallel_state.initialize_model_parallel(
+                self.tp_size, self.pp_size, virtual, context_parallel_size=self.cp_size, device_mesh=mesh
+            )
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
         )
-        if sizes != (self.tp_size, self.pp_size):
-            raise ValueError(
-                f"apex.transformer is initialised with (tp_size, pp_size) = {sizes}, not {self.tp_size, self.pp_size}"
-            )
+        wanted = (self.tp_size, self.pp_size, self.cp_size)
+        if sizes != wanted:
+            count = 2 if sizes[2] == wanted[2] == 1 else 3  # sizes of context parallelism only where there is some
+            names = ", ".join(("tp_size", "pp_size", "sp_size")[:count])
+            raise ValueError(f"apex.transformer is initialised with ({names}) = {sizes[:count]}, not {wanted[:count]}")
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.dp_group = parallel_state.get_data_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.sp_group = self.tp_group if sequences else parallel_state.get_context_parallel_group()
+        context = parallel_state.get_context_parallel_group()
+        self.sp_group = self.tp_group if sequences and self.cp_comm_type is None else context
         stage = parallel_state.get_pipeline_model_parallel_rank()
         self.stage_manager = StageManager(self.placement, stage) if self.pp_size > 1 else None
-        # If replicas are outside, neighbouring stages of a pipeline are tp_size ranks apart.
+        # If replicas are outside, neighbouring stages of a pipeline are tp_size * cp_size ranks apart.
         stages, is_outside = dist.get_process_group_ranks(self.pp_group), dp_outside
         if replicas > 1 and self.pp_size > 1:
-            is_outside = stages[1] - stages[0] == self.tp_size
+            is_outside = stages[1] - stages[0] == self.tp_size * self.cp_size
             if is_outside != dp_outside:
                 warn(f"dp_outside={dp_outside} has no effect: apex.transformer has groups in another order already")
         axes = [(replicas, self.dp_group), (self.pp_size, self.pp_group)]
         axes = [*(axes if is_outside else axes[::-1]), (self.tp_size, self.tp_group)]
-        alone = parallel_state.get_context_parallel_group()
-        self.pg_mesh = GroupMesh((*(size for size, _ in axes), 1), (*(group for _, group in axes), alone))
+        self.pg_mesh = GroupMesh((*(size for size, _ in axes), self.cp_size), (*(group for _, group in axes), context))
 
     def control_precision(self) -> bool:
         return True
@@ -215,19 +227,21 @@ class HybridParallelPlugin(PipelinePluginBase):
         return self.pp_size == 1
 
     def replica_groups(self) -> list[Any]:
-        return [parallel_state.get_data_parallel_group(), parallel_state.get_tensor_model_parallel_group()]
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return [replicas, parallel_state.get_tensor_model_parallel_group()]
 
     def data_place(self) -> tuple[int, int]:
         return parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
         self._check_layers(model)
+        self._set_exchange(model)
         chunks = self._chunks(model)
         config = self.gradient_checkpoint_config
         chosen = [chosen_layers(chunk, config, self._stage(index)) for index, chunk in enumerate(chunks)]
         self.fusion.apply(chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks))
         checkpoint_layers([layer for layers in chosen for layer in layers])
-        group = parallel_state.get_data_parallel_group()
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         replicas = dist.get_world_size(group)
         params = [param for chunk in chunks for param in chunk.parameters()]
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers()]
@@ -276,6 +290,19 @@ class HybridParallelPlugin(PipelinePluginBase):
                 f"tp_size={self.tp_size}, but no layer of the model is split; build it from "
                 "apex.transformer.tensor_parallel, or use tp_size=1"
             )
+
+    def _set_exchange(self, model: nn.Module) -> None:
+        """Let attention modules exchange what `sequence_parallelism_mode` says; all processes must call it."""
+        if self.cp_comm_type is None:
+            return
+        attentions = [module for module in model.modules() if hasattr(module, "cp_comm_type")]
+        if not any(gather_from_stages(bool(attentions))):
+            raise ValueError(
+                f"sp_size={self.cp_size}, but no attention of the model has cp_comm_type: use context_attention of "
+                "apex.transformer.context_parallel in it, or sp_size=1"
+            )
+        for module in attentions:
+            module.cp_comm_type = self.cp_comm_type  # type: ignore[assignment]
 
     def _chunks(self, model: Any) -> list[nn.Module]:
         """Return this process's parts of a model."""
@@ -374,25 +401,41 @@ class HybridParallelPlugin(PipelinePluginBase):
         return size
 
 
-def _check_sequences(overrides: dict[str, Any], tp_size: int) -> None:
-    """Raise for unsupported arguments of sequence parallelism; warn of arguments that have no effect."""
+# The exchange of context-parallel processes in each mode of sequence parallelism; None: over the tp_size processes.
+_EXCHANGES = {None: None, "split_gather": None, "ring": None, "all_to_all": "a2a", "ring_attn": "p2p"}
+
+
+def _exchange_of(overrides: dict[str, Any], tp_size: int) -> str | None:
+    """Return the exchange of context-parallel processes, None without them.
+
+    Raise for unsupported arguments of sequence parallelism; warn of arguments that have no effect.
+    """
     mode, size = overrides.get("sequence_parallelism_mode"), overrides.get("sp_size", 1)
     if "enable_sequence_parallelism" not in overrides:
         if size != 1:
             raise ValueError(f"sp_size={size} needs enable_sequence_parallelism=True")
         warn_of(overrides, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
-        return
-    if mode not in (None, "split_gather"):
-        raise NotImplementedError(f"sequence_parallelism_mode={mode!r} is not supported; 'split_gather' is")
+        return None
+    if mode not in _EXCHANGES:
+        accepted = ", ".join(repr(each) for each in _EXCHANGES if each)
+        raise ValueError(f"sequence_parallelism_mode={mode!r} must be one of {accepted}")
+    exchange = _EXCHANGES[mode]
+    if exchange is not None:
+        if not isinstance(size, int) or size < 2:
+            raise ValueError(f"sequence_parallelism_mode={mode!r} needs sp_size > 1, the processes of a sequence")
+        return exchange
     if tp_size == 1:
         raise ValueError(
-            "enable_sequence_parallelism=True needs tp_size > 1: 'split_gather' splits sequences over the processes "
-            "that hold the parts of a layer"
+            f"enable_sequence_parallelism=True needs tp_size > 1: {mode or 'split_gather'!r} splits sequences over the "
+            "processes that hold the parts of a layer"
         )
     if mode is None:
         get_dist_logger().info("sequence_parallelism_mode=None means 'split_gather'", ranks=[0])
+    if mode == "ring":
+        warn("sequence_parallelism_mode='ring' computes as 'split_gather' does: exchanges do not overlap products")
     if size != 1:
-        warn(f"no effect of sp_size={size}: with 'split_gather' sequences have tp_size={tp_size} parts")
+        warn(f"no effect of sp_size={size}: with {mode or 'split_gather'!r} sequences have tp_size={tp_size} parts")
+    return None
 
 
 def _warn_of_unused(overrides: dict[str, Any], tp_size: int, pp_size: int, zero_stage: int) -> None:

@@ -3,3 +3,4 @@
 from .op_biased import attention
 from .op_common import FAMILY
 from .op_packed import packed_attention
+from .op_varlen import varlen_attention

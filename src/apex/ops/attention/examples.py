@@ -17,6 +17,7 @@ from .._examples import Example, Make, Public, Random, Row, Sizes
 from . import reference
 from .op_biased import attention
 from .op_packed import packed_attention
+from .op_varlen import varlen_attention
 
 _BF16, _HALF, _F32 = torch.bfloat16, torch.float16, torch.float32
 _INF = 1e9
@@ -108,6 +109,54 @@ def _packed(name: str, title: str, shortest: int, **others: Any) -> Example:
     )
 
 
+def _documents(count: int, longest: int) -> list[int]:
+    drawn = python_random.Random(0)
+    return [longest, *(drawn.randint(-(-longest // 16), longest) for _ in range(count - 1))][:count]
+
+
+def _varlen_arguments(
+    make: Make, documents: int, longest: int, heads: int, key_heads: int, size: int, window: int
+) -> dict[str, Any]:
+    """Return causal packed attention of documents of different lengths; a `window` of 0 means none."""
+    lengths = _documents(documents, longest)
+    rows, edges = sum(lengths), make.tensor([0, *accumulate(lengths)], torch.int32)
+    query, key, value = (make.normal(rows, number, size) for number in (heads, key_heads, key_heads))
+    arguments = {"query": query, "key": key, "value": value, "cu_seqlens_q": edges, "max_seqlen_q": longest}
+    return {**arguments, "window": window}
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, longest: int, window: int) -> Tensor:
+    size = (window or -1, 0)
+    return varlen_attention(query, key, value, edges, longest, causal=True, window_size=size)  # type: ignore[return-value]
+
+
+def _varlen_exact(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, longest: int, window: int) -> Tensor:
+    bounds = (edges.tolist(), edges.tolist())
+    return reference.varlen_attention(query, key, value, bounds, query.shape[2] ** -0.5, window or -1, 0)[0]
+
+
+def _varlen_torch(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, longest: int, window: int) -> Tensor:
+    """Pad the documents to the greatest length, with a mask of the keys that each query sees."""
+    n = torch.arange(longest, dtype=torch.int64, device=query.device)
+    inside = n < edges.diff()[:, None]
+    seen = (n <= n[:, None]) & (n >= n[:, None] - (window or longest)) & inside[:, None, :]
+    padded = (
+        tensor.new_zeros(*inside.shape, *tensor.shape[1:]).masked_scatter(inside[:, :, None, None], tensor)
+        for tensor in (query, key, value)
+    )
+    q, k, v = (tensor.transpose(1, 2) for tensor in padded)
+    mask = (seen | ~inside[:, :, None])[:, None]
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)[inside]
+
+
+def _varlen_moved(
+    dtype: torch.dtype, documents: int, longest: int, heads: int, key_heads: int, size: int, window: int
+) -> tuple[int, int]:
+    """Return the bytes of queries, keys, values and outputs, and in the backward pass of their gradients, too."""
+    both = 2 * sum(_documents(documents, longest)) * (heads + key_heads) * size * dtype.itemsize
+    return both, 2 * both
+
+
 EXAMPLES = [
     Example(
         "attention",
@@ -168,5 +217,27 @@ EXAMPLES = [
             Row("cpu", _F32, (8, 128, 4, 64, 0)),
         ],
         public=[Public("contrib.fmha:FMHAFun.apply", "qkv", "cu_seqlens", "dropout_p", "max_seqlen", True, False)],
+    ),
+    Example(
+        "varlen_attention",
+        _varlen,
+        _varlen_arguments,
+        torch=_varlen_torch,
+        exact=_varlen_exact,
+        sizes="documents x longest x heads x key heads x size x window",
+        small=[(3, 33, 4, 2, 16, 0), (2, 40, 2, 1, 16, 9), (1, 1, 1, 1, 16, 0)],
+        large=[(5, 1000, 8, 2, 128, 0), (5, 1000, 8, 2, 64, 300), (4, 700, 4, 4, 40, 0)],
+        listed=[
+            Row("cuda", _BF16, (8, 2048, 32, 8, 128, 0)),
+            Row("cuda", _BF16, (8, 2048, 32, 8, 128, 512)),
+            Row("cpu", _F32, (4, 128, 4, 2, 64, 0)),
+        ],
+        moved=_varlen_moved,
+        compiles=False,
+        builds=False,  # the program for the real lengths is another one than a plan without them finds
+        checked=lambda documents, longest, *others: (3, 40, *others[:3], min(others[3], 16)),
+        terms=lambda documents, longest, *others: longest,
+        cancels=True,
+        differentiable_twice=False,
     ),
 ]

@@ -14,8 +14,11 @@ from .kernels_common import (
     is_kept,
     key_of_head,
     key_terms,
+    keys_in_sight,
     locate,
     mix,
+    rows_with_statistics,
+    sees,
     store_tile,
     tile,
 )
@@ -43,12 +46,14 @@ def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK
 
 @triton.jit
 def _queries_tiles(
-    result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, end, partners, m_left, columns,
-    head_dim, k_n, v_n, threshold, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
-    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, end, partners, m_left, place, options,
+    columns, head_dim, k_n, v_n,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of keys `begin` to `end` to the gradient of a tile of queries."""
+    threshold, w_left, w_right, scale, inf, kept = options
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
     k += begin.to(tl.int64) * k_n
@@ -72,7 +77,8 @@ def _queries_tiles(
             ds = tl.where(is_kept(keys[:, None], (column + n)[None, :], threshold), ds, -deltas[:, None])
         ds = p * ds
         if not WHOLE_N:
-            ds = tl.where(n[None, :] < left, ds, 0.0)
+            inside = sees((place - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
+            ds = tl.where(inside, ds, 0.0)
         result = finite_dot(ds.to(ks.dtype), ks, result, PRECISION)
         k += BN * k_n
         v += BN * v_n
@@ -82,16 +88,22 @@ def _queries_tiles(
 @kernel
 @triton.jit
 def attention_backward_queries(
-    q, k, v, mask, bias, cu, seed, out, dout, statistics, delta, dq,
-    batch, heads, rows, columns, head_dim, total,
+    q, k, v, mask, bias, cu, cu_k, seed, out, dout, statistics, delta, dq,
+    batch, heads, rows, columns, head_dim, total, total_k,
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, d_z, d_h, d_m, s_z, s_h, plane,
-    mask_group, bias_group, threshold, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr,
-    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr,
+    mask_group, bias_group, threshold, w_left, w_right, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_S: tl.constexpr,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the queries, and `delta`, the dot product of each row of `out` with its gradient."""
+    """Compute the gradient of the queries, and `delta`, the dot product of each row of `out` with its gradient.
+
+    With REPAIRS, programs end at once if the packed sequences fill all rows: the gradient is there already.
+    """
+    if REPAIRS:
+        if tl.load(cu + batch) == total:
+            return
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
     head_dim = aligned(head_dim, ALIGN_D)
@@ -101,8 +113,8 @@ def attention_backward_queries(
     o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
     g_z, g_h, g_m = aligned_strides(g_z, g_h, g_m, ALIGN_S)
     d_z, d_h, d_m = aligned_strides(d_z, d_h, d_m, ALIGN_S)
-    z, h, first, start, count, partners = locate(
-        tl.program_id(0), cu, batch, heads, rows, columns, total, PACKED, TAIL, BM
+    z, h, first, start, count, start_k, partners = locate(
+        tl.program_id(0), cu, cu_k, batch, heads, rows, columns, total, total_k, PACKED, TAIL, BM
     )
     row = start + first
     left = count - first
@@ -112,15 +124,18 @@ def attention_backward_queries(
     deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
     r = tl.arange(0, BM)
     statistics += z * s_z + h * s_h + row
-    tl.store(delta + z * s_z + h * s_h + row + r, deltas, mask=r < left)
-    largest = tl.load(statistics + r, mask=r < left, other=0.0)
+    known = left
+    if TAIL:
+        known = rows_with_statistics(left, z, batch, s_z)
+    tl.store(delta + z * s_z + h * s_h + row + r, deltas, mask=r < known)
+    largest = tl.load(statistics + r, mask=r < known, other=0.0)
     reciprocal = largest
     if HAS_MASK or HAS_BIAS:
-        reciprocal = tl.load(statistics + plane + r, mask=r < left, other=0.0)
+        reciprocal = tl.load(statistics + plane + r, mask=r < known, other=0.0)
     else:
         largest *= LOG2E
-    k += z * k_z + h * k_h + start * k_n
-    v += z * v_z + h * v_h + start * v_n
+    k += z * k_z + (h // GROUP) * k_h + start_k * k_n
+    v += z * v_z + (h // GROUP) * v_h + start_k * v_n
     if HAS_MASK:
         mask += (z // mask_group) * columns
     if HAS_BIAS:
@@ -129,86 +144,57 @@ def attention_backward_queries(
     if DROPS:
         keys = mix(key_of_head(seed, z * heads + h) ^ (first + r).to(tl.uint32))
     result = tl.zeros((BM, BD), tl.float32)
-    whole = partners // BN * BN
+    place = first + partners - count
+    begin, whole_begin, whole_end, end = keys_in_sight(place, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
+    options = (threshold, w_left, w_right, scale, inf, kept)
     if FULL_N:
         # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
-        whole = tl.maximum(whole, BN)
+        whole_end = tl.maximum(whole_end, BN)
+    if LEFT:
+        result = _queries_tiles(
+            result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, whole_begin, partners, left,
+            place, options, columns, head_dim, k_n, v_n,
+            HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
     result = _queries_tiles(
-        result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole * 0, whole, partners, left, columns,
-        head_dim, k_n, v_n, threshold, scale, inf, kept,
-        HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
+        result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole_begin, whole_end, partners, left,
+        place, options, columns, head_dim, k_n, v_n,
+        HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
     )  # fmt: skip
     if not FULL_N:
         result = _queries_tiles(
-            result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole, partners, partners, left,
-            columns, head_dim, k_n, v_n, threshold, scale, inf, kept,
-            HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+            result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole_end, end, partners, left,
+            place, options, columns, head_dim, k_n, v_n,
+            HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     store_tile(dq + z * d_z + h * d_h + row * d_m, result * scale, left, d_m, head_dim, BM, BD)
 
 
-@kernel
 @triton.jit
-def attention_backward_keys(
-    q, k, v, mask, bias, cu, seed, out, dout, statistics, delta, dlogits, dk, dv,
-    batch, heads, rows, columns, head_dim, total,
-    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, dk_z, dk_h, dk_n, dv_z, dv_h, dv_n,
-    s_z, s_h, plane,
-    mask_group, bias_group, threshold, first_batch, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    STORES: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr,
-    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+def _keys_tiles(
+    dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, place, options, sizes, strides,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
+    STORES: tl.constexpr, WHOLE_M: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of keys and values. Tiles are transposed: keys by queries.
+    """Add the contribution of queries `begin` to `end` to the gradients of a tile of keys and values.
 
-    With STORES, the gradient of the logits is stored in `dlogits` [batches, H, N, pitch of M] for batches from
-    `first_batch` on; the gradients of queries and bias are computed from it. `delta` is then computed here from `out`.
+    `place` is the place of the first query of the sequence, counted from the first key of the tile.
     """
-    rows = aligned(rows, ALIGN_M)
-    columns = aligned(columns, ALIGN_N)
-    head_dim = aligned(head_dim, ALIGN_D)
-    q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
-    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
-    v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
-    o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
-    g_z, g_h, g_m = aligned_strides(g_z, g_h, g_m, ALIGN_S)
-    dk_z, dk_h, dk_n = aligned_strides(dk_z, dk_h, dk_n, ALIGN_S)
-    dv_z, dv_h, dv_n = aligned_strides(dv_z, dv_h, dv_n, ALIGN_S)
-    pitch = tl.cdiv(rows, PITCH) * PITCH
-    z, h, first, start, count, partners = locate(
-        tl.program_id(0), cu, batch, heads, columns, rows, total, PACKED, TAIL, BN
-    )
-    if STORES:
-        dlogits += ((z * heads + h) * columns + first) * pitch
-        z += first_batch
-    column = start + first
-    left = count - first
-    ks = tile(k + z * k_z + h * k_h + column * k_n, left, k_n, head_dim, BN, BD, FULL_N, FULL_D)
-    vs = tile(v + z * v_z + h * v_h + column * v_n, left, v_n, head_dim, BN, BD, FULL_N, FULL_D)
-    q += z * q_z + h * q_h + start * q_m
-    dout += z * g_z + h * g_h + start * g_m
-    statistics += z * s_z + h * s_h + start
-    if STORES:
-        out += z * o_z + h * o_h + start * o_m
-    else:
-        delta += z * s_z + h * s_h + start
+    q, out, dout, bias, statistics, delta, dlogits = pointers
+    threshold, w_left, w_right, scale, kept = options
+    columns, head_dim, pitch, plane = sizes
+    q_m, o_m, g_m = strides
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
-    terms = tl.zeros((BN, 1), tl.float32)
-    if HAS_MASK:
-        terms = key_terms(mask + (z // mask_group) * columns + first, n, left, inf)[:, None]
+    q += begin.to(tl.int64) * q_m
+    dout += begin.to(tl.int64) * g_m
     if HAS_BIAS:
-        bias += ((z // bias_group) * heads + h) * rows * columns + first
         following = bias_tile(bias, r[None, :], n[:, None], partners, left, columns, False, False)
-    if DROPS:
-        head_key = key_of_head(seed, z * heads + h)
-    dks = tl.zeros((BN, BD), tl.float32)
-    dvs = tl.zeros((BN, BD), tl.float32)
-    for row in range(0, tl.maximum(partners, BM) if FULL_M else partners, BM):
+    for row in range(begin, end, BM):
         m_left = partners - row
-        qs = tile(q, m_left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
-        gs = tile(dout, m_left, g_m, head_dim, BM, BD, FULL_M, FULL_D)
+        qs = tile(q, m_left, q_m, head_dim, BM, BD, WHOLE_M, FULL_D)
+        gs = tile(dout, m_left, g_m, head_dim, BM, BD, WHOLE_M, FULL_D)
         # An infinite maximum makes the probabilities beyond the last query 0.
         largest = tl.load(statistics + row + r, mask=r < m_left, other=float("inf"))
         reciprocal = largest
@@ -217,7 +203,7 @@ def attention_backward_keys(
         else:
             largest *= LOG2E
         if STORES:
-            outs = tile(out, m_left, o_m, head_dim, BM, BD, FULL_M, FULL_D)
+            outs = tile(out, m_left, o_m, head_dim, BM, BD, WHOLE_M, FULL_D)
             deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
             out += BM * o_m
         else:
@@ -232,6 +218,8 @@ def attention_backward_keys(
         p = _probabilities(
             products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
+        if (LEFT or RIGHT) and not WHOLE_M:
+            p = tl.where(sees((place + row + r)[None, :], n[:, None], BN, w_left, w_right, LEFT, RIGHT), p, 0.0)
         dp = finite_dot(vs, tl.trans(gs), None, PRECISION)
         ds = dp * kept - deltas[None, :]
         dropped = p
@@ -249,6 +237,123 @@ def attention_backward_keys(
         dks = finite_dot(ds, qs, dks, PRECISION)
         q += BM * q_m
         dout += BM * g_m
+    return dks, dvs
+
+
+@kernel
+@triton.jit
+def attention_backward_keys(
+    q, k, v, mask, bias, cu, cu_k, seed, out, dout, statistics, delta, dlogits, dk, dv,
+    batch, heads, rows, columns, head_dim, total, total_k,
+    q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, dk_z, dk_h, dk_n, dv_z, dv_h, dv_n,
+    s_z, s_h, plane,
+    mask_group, bias_group, threshold, w_left, w_right, first_batch, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, REPAIRS: tl.constexpr, STORES: tl.constexpr,
+    ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr,
+    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of keys and values. Tiles are transposed: keys by queries.
+
+    A program sums the gradients from all GROUP heads of queries that share its head of keys, so that no two programs
+    add to the same element.
+
+    With STORES, the gradient of the logits is stored in `dlogits` [batches, H, N, pitch of M] for batches from
+    `first_batch` on; the gradients of queries and bias are computed from it. `delta` is then computed here from `out`.
+    With REPAIRS, programs end at once if the packed sequences fill all rows: the gradients are there already.
+    """
+    if REPAIRS:
+        if tl.load(cu + batch) == total:
+            return
+    rows = aligned(rows, ALIGN_M)
+    columns = aligned(columns, ALIGN_N)
+    head_dim = aligned(head_dim, ALIGN_D)
+    q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
+    k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
+    v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
+    o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
+    g_z, g_h, g_m = aligned_strides(g_z, g_h, g_m, ALIGN_S)
+    dk_z, dk_h, dk_n = aligned_strides(dk_z, dk_h, dk_n, ALIGN_S)
+    dv_z, dv_h, dv_n = aligned_strides(dv_z, dv_h, dv_n, ALIGN_S)
+    pitch = tl.cdiv(rows, PITCH) * PITCH
+    bounds = cu
+    bounds_q = cu_k
+    total_rows = total
+    if cu_k is not None:
+        bounds = cu_k
+        bounds_q = cu
+        total_rows = total_k
+    z, h, first, start, count, start_q, partners = locate(
+        tl.program_id(0), bounds, bounds_q, batch, heads // GROUP, columns, rows, total_rows, total, PACKED, TAIL, BN
+    )
+    if STORES:
+        dlogits += ((z * heads + h) * columns + first) * pitch
+        z += first_batch
+    column = start + first
+    left = count - first
+    ks = tile(k + z * k_z + h * k_h + column * k_n, left, k_n, head_dim, BN, BD, FULL_N, FULL_D)
+    vs = tile(v + z * v_z + h * v_h + column * v_n, left, v_n, head_dim, BN, BD, FULL_N, FULL_D)
+    n = tl.arange(0, BN)
+    terms = tl.zeros((BN, 1), tl.float32)
+    if HAS_MASK:
+        terms = key_terms(mask + (z // mask_group) * columns + first, n, left, inf)[:, None]
+    if HAS_BIAS:
+        bias += ((z // bias_group) * heads + h) * rows * columns + first
+    dks = tl.zeros((BN, BD), tl.float32)
+    dvs = tl.zeros((BN, BD), tl.float32)
+    # The first query's place, counted from the first key of the tile: where the last query has the last key's.
+    place = count - partners - first
+    begin = partners * 0
+    end = tl.maximum(partners, BM) if FULL_M else partners
+    whole_begin = begin
+    whole_end = partners // BM * BM
+    if RIGHT:
+        begin = tl.maximum(-place - w_right, 0) // BM * BM
+        whole_begin = tl.cdiv(tl.maximum(BN - 1 - place - w_right, 0), BM) * BM
+    if LEFT:
+        end = tl.minimum(partners, tl.maximum(BN - place + w_left, 0))
+        whole_end = tl.minimum(whole_end, tl.maximum(1 - place + w_left, 0) // BM * BM)
+    whole_end = tl.maximum(whole_end, begin)
+    whole_begin = tl.minimum(whole_begin, whole_end)
+    options = (threshold, w_left, w_right, scale, kept)
+    sizes = (columns, head_dim, pitch, plane)
+    strides = (q_m, o_m, g_m)
+    for member in range(GROUP):
+        head = h * GROUP + member
+        queries = q + z * q_z + head * q_h + start_q * q_m
+        gradients = dout + z * g_z + head * g_h + start_q * g_m
+        outputs = out + z * o_z + head * o_h + start_q * o_m
+        place_of_row = z * s_z + head * s_h + start_q
+        head_key = tl.cast(0, tl.uint32)
+        if DROPS:
+            head_key = key_of_head(seed, z * heads + head)
+        row_delta = delta
+        if not STORES:
+            row_delta = delta + place_of_row
+        pointers = (queries, outputs, gradients, bias, statistics + place_of_row, row_delta, dlogits)
+        if LEFT or RIGHT:
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_begin, partners, left, first, place, options,
+                sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_begin, whole_end, partners, left, first, place,
+                options, sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, place, options,
+                sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+        else:
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, place, options, sizes,
+                strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, FULL_M, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
     store_tile(dk + z * dk_z + h * dk_h + column * dk_n, dks * scale, left, dk_n, head_dim, BN, BD)
     store_tile(dv + z * dv_z + h * dv_h + column * dv_n, dvs * kept, left, dv_n, head_dim, BN, BD)
 

@@ -8,10 +8,15 @@ same element.
     out = dropout(probabilities) v
 
 `q_z, q_h, q_m` are strides of q, in elements, for each letter; the innermost dimension of every tensor has stride 1.
-`cu` holds the first row of each packed sequence and, last, their end. Logits are kept in units of log 2. With a mask or
-bias, `statistics` holds the largest logit of each row and the reciprocal of its sum of exponentials. Without both it
-holds the natural logarithm of a row's sum of exponentials, as PyTorch's attentions return it. The loops run twice: over
-whole tiles without masks, then over the remainder with masks.
+`cu` holds the first row of each packed sequence of queries and, last, their end; `cu_k` does for keys, and is None if
+queries and keys have the same bounds. GROUP heads of the queries share a head of keys and values. With RIGHT, a query
+sees keys up to `w_right` after its own place, with LEFT from `w_left` before it on; the last query of a sequence has
+the place of its last key, so that causal attention is RIGHT with `w_right` 0.
+
+Logits are kept in units of log 2. With a mask or bias, `statistics` holds the largest logit of each row and the
+reciprocal of its sum of exponentials. Without both it holds the natural logarithm of a row's sum of exponentials, as
+PyTorch's attentions return it. The loops run twice: over whole tiles without masks, then over the remainder with masks.
+With LEFT, masked tiles come first, too.
 """
 
 import triton
@@ -93,16 +98,30 @@ def is_kept(row_keys, n, threshold):
 
 
 @triton.jit
+def _bounds(cu, z, batch, total):
+    """Return first row and number of rows of packed sequence z; beyond the last one, of the rows that are left over.
+
+    Clamped, so that nothing outside of the rows is read or written, whatever the values of `cu` are.
+    """
+    start = tl.minimum(tl.maximum(tl.load(cu + z), 0), total).to(tl.int32)
+    end = tl.minimum(tl.load(cu + z + 1, mask=z < batch, other=total), total).to(tl.int32)
+    return start, end - start
+
+
+@triton.jit
 def locate(
-    program, cu, batch, heads, rows, columns, total, PACKED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return a program's tile: batch, head, first row of the tile, and start, rows and partners of its sequence.
+    program, cu, cu_other, batch, heads, rows, columns, total, total_other,
+    PACKED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return a program's tile: batch, head, first row of the tile, and of its sequence start, rows, start of the
+    partners and partners. Partners are the keys of queries, or the queries of keys.
 
     With TAIL, tiles of rows without partners follow the last packed sequence: their results are zeros. A tile beyond
     the end of its sequence also has 0 partners, and so nothing to do.
     """
     blocks = tl.cdiv(rows, BLOCK)
     start = program * 0
+    other_start = start
     count = rows
     partners = columns
     zh = program // blocks
@@ -117,12 +136,58 @@ def locate(
                 z = batch
                 h = beyond // tail_blocks
                 first = (beyond % tail_blocks) * BLOCK
-        # Clamped, so that nothing outside of the rows is read or written, whatever the values of `cu` are.
-        start = tl.minimum(tl.maximum(tl.load(cu + z), 0), total).to(tl.int32)
-        end = tl.minimum(tl.load(cu + z + 1, mask=z < batch, other=total), total).to(tl.int32)
-        count = end - start
-        partners = tl.where((z < batch) & (first < count), count, 0)
-    return z.to(tl.int64), h.to(tl.int64), first, start.to(tl.int64), count, partners
+        start, count = _bounds(cu, z, batch, total)
+        other_start = start
+        partners = count
+        if cu_other is not None:
+            other_start, partners = _bounds(cu_other, z, batch, total_other)
+        partners = tl.where((z < batch) & (first < count), partners, 0)
+    return z.to(tl.int64), h.to(tl.int64), first, start.to(tl.int64), count, other_start.to(tl.int64), partners
+
+
+@triton.jit
+def rows_with_statistics(left, z, batch, s_z):
+    """Return how many of the `left` rows of a tile have statistics.
+
+    The statistics of cuDNN's attention, whose batch stride `s_z` is not 0, have no place for rows after the last
+    packed sequence.
+    """
+    return tl.where((s_z == 0) | (z < batch), left, 0)
+
+
+@triton.jit
+def keys_in_sight(
+    place, partners, w_left, w_right,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Return where the keys of a tile of queries begin, where its whole tiles begin and end, and where keys end.
+
+    All but the last are multiples of BN. `place` is the place of the tile's first query among the keys. A tile of keys
+    is whole if every query of the tile sees every key of it.
+    """
+    begin = partners * 0
+    end = partners
+    whole_end = partners // BN * BN
+    if RIGHT:
+        end = tl.minimum(partners, tl.maximum(place + BM + w_right, 0))
+        whole_end = tl.minimum(whole_end, tl.maximum(place + w_right + 1, 0) // BN * BN)
+    whole_begin = begin
+    if LEFT:
+        begin = tl.maximum(place - w_left, 0) // BN * BN
+        whole_end = tl.maximum(whole_end, begin)
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(place + BM - 1 - w_left, 0), BN) * BN, whole_end)
+    return begin, whole_begin, whole_end, end
+
+
+@triton.jit
+def sees(place, n, left, w_left, w_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Return whether queries at `place` see keys `n`, of which `left` exist; `place` and `n` broadcast."""
+    inside = n < left
+    if RIGHT:
+        inside = inside & (n <= place + w_right)
+    if LEFT:
+        inside = inside & (n >= place - w_left)
+    return inside
 
 
 @triton.jit

@@ -14,8 +14,11 @@ from .kernels_common import (
     is_kept,
     key_of_head,
     key_terms,
+    keys_in_sight,
     locate,
     mix,
+    rows_with_statistics,
+    sees,
     store_tile,
     tile,
 )
@@ -23,12 +26,14 @@ from .kernels_common import (
 
 @triton.jit
 def _forward_tiles(
-    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, pitch, head_dim, k_n, v_n,
-    threshold, scale, inf,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr,
-    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, place, options, head_dim, k_n,
+    v_n,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
+    WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Update the running result, maximum and sum of one tile of queries with keys `begin` to `end`."""
+    _, _, threshold, w_left, w_right, pitch, scale, inf, _ = options
     r = tl.arange(0, BM)
     n = tl.arange(0, BN)
     k += begin.to(tl.int64) * k_n
@@ -52,13 +57,19 @@ def _forward_tiles(
             if HAS_BIAS:
                 new = tl.where(new == float("-inf"), 0.0, new)  # a bias may hold -inf for whole tiles
             p = tl.exp2(logits - new[:, None])
+            correction = tl.exp2(largest - new)
         else:
             if not WHOLE_N:
-                products = tl.where(n[None, :] < left, products, float("-inf"))
+                inside = sees((place - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
+                products = tl.where(inside, products, float("-inf"))
             # The scale is positive, so the maximum may be taken first; one instruction then multiplies and subtracts.
             new = tl.maximum(largest, tl.max(products, 1) * (scale * LOG2E))
-            p = tl.exp2(products * (scale * LOG2E) - new[:, None])
-        correction = tl.exp2(largest - new)
+            if (LEFT or RIGHT) and not WHOLE_N:
+                shift = tl.where(new == float("-inf"), 0.0, new)  # a row may see no key so far
+            else:
+                shift = new
+            p = tl.exp2(products * (scale * LOG2E) - shift[:, None])
+            correction = tl.exp2(largest - shift)
         norm = norm * correction + tl.sum(p, 1)
         result = result * correction[:, None]
         if DROPS:
@@ -74,20 +85,23 @@ def _forward_tiles(
 @triton.jit
 def _forward_program(
     program, tensors, sizes, strides, options,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr, FULL_M: tl.constexpr,
+    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
-    q, k, v, mask, bias, cu, seed, out, statistics = tensors
-    batch, heads, rows, columns, head_dim, total = sizes
+    q, k, v, mask, bias, cu, cu_k, seed, out, statistics = tensors
+    batch, heads, rows, columns, head_dim, total, total_k = sizes
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane = strides
-    mask_group, bias_group, threshold, pitch, scale, inf, kept = options
-    z, h, first, start, count, partners = locate(program, cu, batch, heads, rows, columns, total, PACKED, TAIL, BM)
+    mask_group, bias_group, _, w_left, w_right, pitch, _, _, kept = options
+    z, h, first, start, count, start_k, partners = locate(
+        program, cu, cu_k, batch, heads, rows, columns, total, total_k, PACKED, TAIL, BM
+    )
     row = start + first
     left = count - first
     qs = tile(q + z * q_z + h * q_h + row * q_m, left, q_m, head_dim, BM, BD, FULL_M, FULL_D)
-    k += z * k_z + h * k_h + start * k_n
-    v += z * v_z + h * v_h + start * v_n
+    k += z * k_z + (h // GROUP) * k_h + start_k * k_n
+    v += z * v_z + (h // GROUP) * v_h + start_k * v_n
     if HAS_MASK:
         mask += (z // mask_group) * columns
     if HAS_BIAS:
@@ -99,26 +113,37 @@ def _forward_program(
     largest = tl.full((BM,), float("-inf"), tl.float32)
     norm = tl.zeros((BM,), tl.float32)
     result = tl.zeros((BM, BD), tl.float32)
-    whole = partners // BN * BN
+    place = first + partners - count
+    begin, whole_begin, whole_end, end = keys_in_sight(place, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
     if FULL_N:
         # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
-        whole = tl.maximum(whole, BN)
+        whole_end = tl.maximum(whole_end, BN)
+    if LEFT:
+        result, largest, norm = _forward_tiles(
+            result, largest, norm, qs, k, v, mask, bias, keys, begin, whole_begin, partners, left, place, options,
+            head_dim, k_n, v_n,
+            HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+        )  # fmt: skip
     result, largest, norm = _forward_tiles(
-        result, largest, norm, qs, k, v, mask, bias, keys, whole * 0, whole, partners, left, pitch, head_dim, k_n,
-        v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
+        result, largest, norm, qs, k, v, mask, bias, keys, whole_begin, whole_end, partners, left, place, options,
+        head_dim, k_n, v_n,
+        HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
     )  # fmt: skip
     if not FULL_N:
         result, largest, norm = _forward_tiles(
-            result, largest, norm, qs, k, v, mask, bias, keys, whole, partners, partners, left, pitch, head_dim, k_n,
-            v_n, threshold, scale, inf, HAS_MASK, HAS_BIAS, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
+            result, largest, norm, qs, k, v, mask, bias, keys, whole_end, end, partners, left, place, options,
+            head_dim, k_n, v_n,
+            HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     reciprocal = 1.0 / norm
     if PACKED:
-        reciprocal = tl.where(partners > 0, reciprocal, 0.0)
+        reciprocal = tl.where(norm == 0.0, 0.0, reciprocal)  # rows that see no key
     weight = reciprocal * kept if DROPS else reciprocal
     store_tile(out + z * o_z + h * o_h + row * o_m, result * weight[:, None], left, o_m, head_dim, BM, BD)
     if SAVES:
         statistics += z * s_z + h * s_h + row
+        if TAIL:
+            left = rows_with_statistics(left, z, batch, s_z)
         if HAS_MASK or HAS_BIAS:
             tl.store(statistics + r, largest, mask=r < left)
             tl.store(statistics + plane + r, reciprocal, mask=r < left)
@@ -129,38 +154,52 @@ def _forward_program(
 @kernel
 @triton.jit
 def attention_forward(
-    q, k, v, mask, bias, cu, seed, out, statistics,
-    batch, heads, rows, columns, head_dim, total,
+    q, k, v, mask, bias, cu, cu_k, seed, out, statistics,
+    batch, heads, rows, columns, head_dim, total, total_k,
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane,
-    mask_group, bias_group, threshold, pitch, scale, inf, kept,
-    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, DROPS: tl.constexpr,
-    SAVES: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_P: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr,
-    ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    mask_group, bias_group, threshold, w_left, w_right, pitch, scale, inf, kept,
+    HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, SAVES: tl.constexpr, REPAIRS: tl.constexpr,
+    ALIGN_P: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr,
+    FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Compute output and statistics, one tile of queries per program. `pitch` is the row stride of the bias.
 
     With REPAIRS, the output already holds the result for packed sequences that fill all rows. A few programs then end
     at once if the sequences fill all rows, or compute all tiles if they do not.
     """
-    sizes = (batch, heads, aligned(rows, ALIGN_M), aligned(columns, ALIGN_N), aligned(head_dim, ALIGN_D), total)
+    sizes = (
+        batch,
+        heads,
+        aligned(rows, ALIGN_M),
+        aligned(columns, ALIGN_N),
+        aligned(head_dim, ALIGN_D),
+        total,
+        total_k,
+    )
     q_z, q_h, q_m = aligned_strides(q_z, q_h, q_m, ALIGN_S)
     k_z, k_h, k_n = aligned_strides(k_z, k_h, k_n, ALIGN_S)
     v_z, v_h, v_n = aligned_strides(v_z, v_h, v_n, ALIGN_S)
     o_z, o_h, o_m = aligned_strides(o_z, o_h, o_m, ALIGN_S)
     strides = (q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, s_z, s_h, plane)
-    options = (mask_group, bias_group, threshold, aligned(pitch, ALIGN_P), scale, inf, kept)
-    tensors = (q, k, v, mask, bias, cu, seed, out, statistics)
+    options = (mask_group, bias_group, threshold, w_left, w_right, aligned(pitch, ALIGN_P), scale, inf, kept)
+    tensors = (q, k, v, mask, bias, cu, cu_k, seed, out, statistics)
     if REPAIRS:
         filled = tl.load(cu + batch) == total
-        tiles = tl.where(filled, 0, batch * heads * tl.cdiv(rows, BM))
+        tiles = batch * heads * tl.cdiv(rows, BM)
+        if TAIL:
+            tiles += heads * tl.cdiv(total, BM)
+        tiles = tl.where(filled, 0, tiles)
         for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _forward_program(
                 program, tensors, sizes, strides, options,
-                HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+                HAS_MASK, HAS_BIAS, PACKED, TAIL, GROUP, LEFT, RIGHT, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION,
+                BM, BN, BD,
             )  # fmt: skip
     else:
         _forward_program(
             tl.program_id(0), tensors, sizes, strides, options,
-            HAS_MASK, HAS_BIAS, PACKED, TAIL, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION, BM, BN, BD,
+            HAS_MASK, HAS_BIAS, PACKED, TAIL, GROUP, LEFT, RIGHT, DROPS, SAVES, FULL_M, FULL_N, FULL_D, PRECISION,
+            BM, BN, BD,
         )  # fmt: skip

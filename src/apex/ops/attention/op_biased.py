@@ -163,7 +163,7 @@ def launch_forward(
         padded = empty(*launch.bias, bias.dtype)
         padded[..., : bias.shape[-1]].copy_(bias)
         bias = padded
-    tensors = (query, key, value, mask, bias, None, None, output, statistics)
+    tensors = (query, key, value, mask, bias, None, None, None, output, statistics)
     launch.main(tensors, (launch.scale, inf, 1.0))
     return output, statistics
 
@@ -243,7 +243,7 @@ def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
     empty, floats = empty_on(device), (launches.scale, inf, 1.0)
     dquery, dkey = empty(*launches.dquery, of_query), empty(*launches.dkey, of_query)
     dvalue, dbias = empty(*launches.dvalue, of_query), None
-    tensors = (query, key, value, mask, bias, None, None, output, dout, statistics)
+    tensors = (query, key, value, mask, bias, None, None, None, output, dout, statistics)
     if launches.dlogits is None:
         delta = torch.empty_like(statistics[0])
         ((of_dquery, of_dkey_dvalue),) = launches.parts

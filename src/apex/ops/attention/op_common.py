@@ -51,7 +51,9 @@ class Problem(NamedTuple):
     stride of the bias in the forward pass, 0 if rows have no gaps. `total` is the number of rows of packed sequences, 0
     if none are packed; `batch` then counts the sequences, and `tail` says that rows after the last sequence must be
     zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of `rows` each; its result is right if
-    they all have that length and fill all rows.
+    they all have that length and fill all rows. `total_keys` is the number of packed rows of keys if they have bounds
+    of their own. `group` heads of queries share a head of keys. A query sees keys from `window[0]` before its own
+    place to `window[1]` after it, -1 for all.
     """
 
     batch: int
@@ -68,6 +70,9 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     cudnn_first: bool = False
     bias_pitch: int = 0
+    total_keys: int = 0
+    group: int = 1
+    window: tuple[int, int] = (-1, -1)
 
     @property
     def scale(self) -> float:
@@ -85,10 +90,10 @@ class Problem(NamedTuple):
     def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
         """Return the tile of a kernel whose programs split the queries or the keys."""
         device = facts(self.device)
-        parts = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total}
+        parts = {"mask": self.mask_group, "bias": self.bias_group, "packed": self.total, "window": max(self.window) + 1}
         kind = " ".join(name for name, number in parts.items() if number)
         tile = rule(self.head_dim, self.dtype.itemsize, self.rows, self.columns, kind, device)
-        heads = self.batch * self.heads
+        heads = self.batch * self.heads // (self.group if split == "keys" else 1)
         return config.spread(tile, split, self.rows, self.columns, heads, self.head_dim, self.dtype.itemsize, device)
 
     def tiling(self, tile: config.Tile) -> dict[str, Any]:
@@ -96,24 +101,32 @@ class Problem(NamedTuple):
         sizes = (self.rows, self.columns, self.head_dim)
         return config.tile_constants(tile, *sizes, self.total > 0, self.dtype, facts(self.device))
 
-    def programs(self, batch: int, rows: int, block: int) -> int:
-        """Return the number of programs: one per tile of each head, also for tiles after the last packed sequence."""
-        tail = -(-self.total // block) if self.tail else 0
-        return (batch * -(-rows // block) + tail) * self.heads
+    def programs(self, batch: int, rows: int, block: int, keys: bool = False) -> int:
+        """Return the number of programs: one per tile of each head, also for tiles after the last packed sequence.
+
+        Tiles are of queries, or of `keys` and their heads.
+        """
+        total = (self.total_keys if keys else 0) or self.total
+        tail = -(-total // block) if self.tail else 0
+        return (batch * -(-rows // block) + tail) * (self.heads // self.group if keys else self.heads)
 
     def prepare(
         self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int
     ) -> Any:
         """Prepare a kernel with these sizes and options; `more` and `flags` are its additional arguments."""
         mask_group, bias_group, total, dropout = self.mask_group, self.bias_group, self.total, self.dropout_p
-        sizes = (*self[:5], total, *strides, *self._statistics_strides())
+        sizes = (*self[:5], total, self.total_keys or total, *strides, *self._statistics_strides())
+        left, right = self.window
         return kernel.prepare(
             (programs,),
-            (*sizes, mask_group or 1, bias_group or 1, dropout_threshold(dropout), *more),
+            (*sizes, mask_group or 1, bias_group or 1, dropout_threshold(dropout), left, right, *more),
             HAS_MASK=mask_group > 0,
             HAS_BIAS=bias_group > 0,
             PACKED=total > 0,
             TAIL=self.tail,
+            GROUP=self.group,
+            LEFT=left >= 0,
+            RIGHT=right >= 0,
             DROPS=dropout > 0,
             ALIGN_S=math.gcd(16, *strides),
             **flags,
@@ -122,33 +135,38 @@ class Problem(NamedTuple):
 
 
 def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, device: DeviceFacts) -> Any:
-    """Prepare the kernel that reads q, k, v, mask, bias, cu_seqlens, seed and writes the output.
+    """Prepare the kernel that reads q, k, v, mask, bias, cu_seqlens of queries and keys, seed and writes the output.
 
     It also writes the statistics if it `saves` them. `strides` belong to q, k, v and output.
     """
     tile = problem.choose(config.forward_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
-    repairs = problem.cudnn_first
-    if repairs:
+    if problem.cudnn_first:
         programs = min(programs, config.REPAIRS_PER_MULTIPROCESSOR * device.multiprocessors)
     pitch = problem.bias_pitch or problem.columns
-    flags = {"SAVES": saves, "REPAIRS": repairs, "ALIGN_P": math.gcd(pitch, 16)}
+    flags = {"SAVES": saves, "REPAIRS": problem.cudnn_first, "ALIGN_P": math.gcd(pitch, 16)}
     return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, pitch, **flags)
 
 
-def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
-    """Prepare the kernel that computes `delta` and dquery.
+def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts, repairs: bool = False) -> Any:
+    """Prepare the kernel that computes `delta` and dquery; if it `repairs`, only unless sequences fill all rows.
 
-    It reads q, k, v, mask, bias, cu_seqlens, seed, output, its gradient and statistics. `delta` is the dot product of
-    every row of the output with its gradient. `strides` belong to q, k, v, output, its gradient and dquery.
+    It reads q, k, v, mask, bias, cu_seqlens of queries and of keys, seed, output, its gradient and statistics. `delta`
+    is the dot product of every row of the output with its gradient. `strides` belong to q, k, v, output, its gradient
+    and dquery.
     """
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
-    return problem.prepare(kernels_backward.attention_backward_queries, programs, tile, strides)
+    kernel = kernels_backward.attention_backward_queries
+    return problem.prepare(kernel, programs, tile, strides, REPAIRS=repairs)
 
 
 def dkey_dvalue_launch(
-    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int] | None, device: DeviceFacts
+    problem: Problem,
+    strides: tuple[int, ...],
+    batches: tuple[int, int] | None,
+    device: DeviceFacts,
+    repairs: bool = False,
 ) -> Any:
     """Prepare the kernel that computes dkey and dvalue from the tensors of `dquery_launch` and `delta`.
 
@@ -157,8 +175,9 @@ def dkey_dvalue_launch(
     """
     tile = problem.choose(config.keys_tile, "keys")
     first, count = batches or (0, problem.batch)
-    programs, stores = problem.programs(count, problem.columns, tile.keys), batches is not None
-    return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, STORES=stores)
+    programs = problem.programs(count, problem.columns, tile.keys, keys=True)
+    flags = {"REPAIRS": repairs, "STORES": batches is not None}
+    return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, **flags)
 
 
 def dquery_dbias_launch(

@@ -191,7 +191,7 @@ def launch_forward(
         output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), qkv.dtype)
         statistics = empty((1, heads, total), (heads * total, total, 1), torch.float32) if saves else None
     launch, floats = launch_and_floats
-    launch((query, key, value, None, None, cu_seqlens, seed, output, statistics), floats)
+    launch((query, key, value, None, None, cu_seqlens, None, seed, output, statistics), floats)
     return output, statistics
 
 
@@ -217,7 +217,7 @@ def launch_backward(dout: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, 
     empty: Any = empty_on(qkv.device)
     dqkv, delta = empty(*of_gradient, qkv.dtype), empty(*of_delta, torch.float32)
     dquery, dkey, dvalue = dqkv.unbind(1)
-    tensors = (*qkv.unbind(1), None, None, cu_seqlens, seed, output, dout, statistics, delta)
+    tensors = (*qkv.unbind(1), None, None, cu_seqlens, None, seed, output, dout, statistics, delta)
     of_query((*tensors, dquery), floats)
     of_key_value((*tensors, None, dkey, dvalue), floats)
     return dqkv

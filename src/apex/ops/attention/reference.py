@@ -119,7 +119,15 @@ def sdpa_attention(
     return _sdpa(query, key, value, added)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None) -> Tensor:
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    added: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
     """Call PyTorch's attention with one batch dimension, for its fused versions, and without a second autocast."""
     lead = query.shape[:-3]
     if added is not None:
@@ -132,7 +140,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, added: Tensor | None = None
         query, key, value = query.float(), key.float(), value.float()
         added = None if added is None else added.float()
     with autocast_off(query):
-        output = scaled_dot_product_attention(query, key, value, added).to(dtype)
+        output = scaled_dot_product_attention(query, key, value, added, is_causal=causal, scale=scale).to(dtype)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 
@@ -183,3 +191,178 @@ def padded_attention(
         output = _times_values(probabilities, value)
     flat = output.transpose(1, 2).flatten(0, 1)
     return flat.new_zeros(total + 1, *flat.shape[1:]).index_add(0, rows.reshape(-1), flat)[:-1]
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[list[int], list[int]],
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return attention within packed sequences, and the log of each row's sum of exponentials [H, total].
+
+    `bounds` are the edges of the sequences of queries and of keys. A query sees keys from `left` before its own place
+    to `right` after it, -1 for all; the last query of a sequence has the place of its last key.
+    """
+    heads, outputs, sums = query.shape[1], [], []
+    compute = compute_dtype(query, key)
+    for index, (of_queries, of_keys) in enumerate(zip(pairwise(bounds[0]), pairwise(bounds[1]), strict=True)):
+        q = query[slice(*of_queries)].to(compute).transpose(0, 1)
+        k, v = (_repeated(t[slice(*of_keys)], heads).to(compute).transpose(0, 1) for t in (key, value))
+        rows, columns = q.shape[1], k.shape[1]
+        logits = (q @ k.transpose(1, 2) * scale).masked_fill(~_sees(rows, columns, left, right, q.device), -torch.inf)
+        keep = None if seed is None else dropout_keep(seed, index, heads, rows, columns, dropout_p)
+        outputs.append((_dropped(_softmax_or_zeros(logits), keep, dropout_p) @ v).transpose(0, 1))
+        sums.append(logits.detach().logsumexp(2) if columns else logits.new_full((heads, rows), -torch.inf))
+    end = bounds[0][-1]
+    sums.append(query.new_full((heads, query.shape[0] - end), -torch.inf, dtype=compute))
+    tail = query[end:].masked_fill(torch.ones((), dtype=torch.bool, device=query.device), 0.0).to(compute)
+    return torch.cat([*outputs, tail]).to(query.dtype), torch.cat(sums, 1)
+
+
+def varlen_attention_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bounds: tuple[list[int], list[int]],
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `varlen_attention` from its output and logs of sums, or from those of a whole."""
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    dquery, dkey, dvalue = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value))
+    delta = (dout.to(lse.dtype) * output.to(lse.dtype)).sum(-1).transpose(0, 1)
+    for of_queries, of_keys in zip(pairwise(bounds[0]), pairwise(bounds[1]), strict=True):
+        queries, keys = slice(*of_queries), slice(*of_keys)
+        q, g = (tensor[queries].to(lse.dtype).transpose(0, 1) for tensor in (query, dout))
+        k, v = (_repeated(tensor[keys], heads).to(lse.dtype).transpose(0, 1) for tensor in (key, value))
+        seen = _sees(q.shape[1], k.shape[1], left, right, q.device)
+        logits = (q @ k.transpose(1, 2) * scale - lse[:, queries, None]).masked_fill(~seen, -torch.inf)
+        p = logits.exp().nan_to_num(0.0)  # rows that see no key have -inf in both
+        ds = p * (g @ v.transpose(1, 2) - delta[:, queries, None]) * scale
+        dquery[queries] += (ds @ k).transpose(0, 1)
+        for total, part in ((dkey, ds.transpose(1, 2) @ q), (dvalue, p.transpose(1, 2) @ g)):
+            total[keys] += part.transpose(0, 1).unflatten(1, (-1, group)).sum(2)
+    return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Return keys or values [..., key heads, D] with each head repeated for the heads of queries that share it."""
+    return tensor if tensor.shape[-2] == heads else tensor.repeat_interleave(heads // tensor.shape[-2], -2)
+
+
+def _sees(rows: int | Tensor, columns: int | Tensor, left: int, right: int, device: torch.device) -> Tensor:
+    """Return whether each of the queries sees each key, bool [rows, columns]."""
+    place = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + (columns - rows)
+    return _in_window(torch.arange(columns, dtype=torch.int64, device=device) - place, left, right)
+
+
+def _in_window(distance: Tensor, left: int, right: int) -> Tensor:
+    """Return whether a key at this distance behind a query's place is seen."""
+    inside = torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        inside = inside & (distance >= -left)
+    if right >= 0:
+        inside = inside & (distance <= right)
+    return inside
+
+
+def _softmax_or_zeros(logits: Tensor) -> Tensor:
+    """Return the softmax of the last dimension, zeros for rows that are -inf; their gradients are zeros, too."""
+    if not logits.shape[-1]:
+        return logits
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+
+
+def sdpa_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], masks: tuple[Any, ...], with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `varlen_attention` and, with `with_lse`, the logs of sums; PyTorch's attention where lengths are at hand.
+
+    `lengths` are the bounds of queries and keys and the greatest lengths of both; `masks` are scale, `left`, `right`,
+    dropout's probability and seed. Sequences are padded if reading the bounds would wait for a device.
+    """
+    bounds, bounds_k, _, _ = lengths
+    scale, left, right, _, seed = masks
+    if not _host.on_host(bounds) or torch.compiler.is_compiling():
+        return padded_varlen_attention(query, key, value, lengths, masks)
+    edges = (bounds.tolist(), bounds_k.tolist())
+    if with_lse or seed is not None:
+        return varlen_attention(query, key, value, edges, *masks)
+    heads, outputs = query.shape[1], []
+    for of_queries, of_keys in zip(pairwise(edges[0]), pairwise(edges[1]), strict=True):
+        q = query[slice(*of_queries)].transpose(0, 1)[None]
+        k, v = (_repeated(t[slice(*of_keys)], heads).transpose(0, 1)[None] for t in (key, value))
+        rows, columns = q.shape[2], k.shape[2]
+        seen = _sees(rows, columns, left, right, q.device)
+        if not rows or not columns or (rows > columns and right >= 0):  # rows without keys: PyTorch returns NaN
+            single = (edge_of(of_queries), edge_of(of_keys))
+            parts = (t[slice(*edge)] for t, edge in ((query, of_queries), (key, of_keys), (value, of_keys)))
+            outputs.append(varlen_attention(*parts, single, *masks)[0])
+            continue
+        causal = rows == columns and (left, right) == (-1, 0)
+        added = None
+        if not causal and (left >= 0 or right >= 0):
+            added = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf)
+        outputs.append(_sdpa(q, k, v, added, causal=causal, scale=scale)[0].transpose(0, 1))
+    end = edges[0][-1]
+    tail = query[end:].masked_fill(torch.ones((), dtype=torch.bool, device=query.device), 0.0)
+    statistics = query.new_zeros((heads, query.shape[0]), dtype=compute_dtype(query))
+    return torch.cat([*outputs, tail]), statistics
+
+
+def edge_of(edges: tuple[int, int]) -> list[int]:
+    """Return the bounds of a sequence taken by itself."""
+    return [0, edges[1] - edges[0]]
+
+
+def padded_varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], masks: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return `varlen_attention` without reading bounds on the host: pads every sequence to the greatest length."""
+    bounds, bounds_k, longest, longest_keys = lengths
+    scale, left, right, dropout_p, seed = masks
+    heads, compute = query.shape[1], compute_dtype(query, key)
+    q, rows, count = _padded(query, bounds, longest)
+    k, _, count_k = _padded(_repeated(key, heads), bounds_k, longest_keys)
+    v, _, _ = _padded(_repeated(value, heads), bounds_k, longest_keys)
+    m = torch.arange(longest, dtype=torch.int64, device=query.device)[:, None]
+    n = torch.arange(longest_keys, dtype=torch.int64, device=query.device)
+    distance = n - m - (count_k - count)[:, None, None]  # [sequences, longest, longest_keys]
+    seen = _in_window(distance, left, right) & (n < count_k[:, None, None]) & (m < count[:, None, None])
+    logits = q.to(compute) @ k.to(compute).transpose(-1, -2) * scale
+    logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    keep = None
+    if seed is not None:  # all heads of all sequences are numbered one after the other
+        keep = dropout_keep(seed, 0, q.shape[0] * heads, longest, longest_keys, dropout_p)
+        keep = keep.unflatten(0, (q.shape[0], heads))
+    output = _dropped(_softmax_or_zeros(logits), keep, dropout_p) @ v.to(compute)
+    sums = logits.detach().logsumexp(-1) if longest_keys else logits.new_zeros(logits.shape[:3])
+    flat, flat_sums = output.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1)
+    places = rows.reshape(-1)
+    padded = flat.new_zeros(query.shape[0] + 1, *flat.shape[1:]).index_add(0, places, flat)[:-1]
+    all_sums = flat_sums.new_full((query.shape[0] + 1, heads), -torch.inf).index_copy(0, places, flat_sums)[:-1]
+    return padded.to(query.dtype), all_sums.transpose(0, 1)
+
+
+def _padded(tensor: Tensor, bounds: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed rows as [sequences, H, longest, D], the row of each element, and the lengths of the sequences.
+
+    Padding is read from and written to a row of zeros beyond the last row.
+    """
+    total = tensor.shape[0]
+    rows = bounds[:-1, None] + torch.arange(longest, dtype=torch.int64, device=bounds.device)
+    inside = (rows < bounds[1:, None]) & (rows >= 0) & (rows < total)
+    rows = torch.where(inside, rows, total)
+    whole = torch.cat((tensor, tensor.new_zeros((1, *tensor.shape[1:]))))
+    return whole[rows].transpose(1, 2), rows, inside.sum(1)

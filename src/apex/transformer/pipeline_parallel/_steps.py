@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
 from ..._arguments import checked
+from ..._distributed import exchange
 from .. import parallel_state
 from .._groups.device import parameter_device
+from ..context_parallel._parts import size_and_rank
 from ..enums import ModelType
 from .p2p_communication import FutureTensor
 from .utils import get_model_type, get_num_microbatches, unwrap_model
 
 Batch = Any  # a tensor, tensors in a list or tuple, or None if a stage needs no data
 Model = nn.Module | list[nn.Module]  # a stage, or the list of a rank's chunks
-LossFunc = Callable[[Tensor], tuple[Tensor, Any]]
+LossFunc = Callable[[Tensor], tuple[Any, ...]]
 FwdStepFunc = Callable[..., tuple[Tensor, LossFunc]]
 # A tensor, None, or a list of these.
 Tensors = Tensor | FutureTensor | Sequence[Tensor | FutureTensor | None] | None
@@ -35,6 +37,24 @@ def _listed(tensors: Any) -> list[Any]:
 def _passes_encoder_on(model_type: ModelType) -> bool:
     """Return True if a stage forwards the encoder's output beside its own."""
     return model_type == ModelType.encoder_and_decoder and parallel_state.is_pipeline_stage_after_split()
+
+
+def _loss_of(found: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the loss and the value to report, from the two or three results of a loss function.
+
+    Gradients become means over data-parallel and context-parallel ranks. If context-parallel ranks have different
+    numbers of tokens, their sums are divided by the mean number.
+    """
+    if len(found) == 2:
+        return found
+    total, tokens, reduced = found
+    ranks, _ = size_and_rank(None)
+    wide = torch.float64 if total.dtype == torch.float64 else torch.float32
+    count = torch.as_tensor(tokens, dtype=wide, device=total.device)
+    if ranks > 1:
+        group = parallel_state.get_context_parallel_group()
+        count = exchange.sum_over(count, group, "the number of tokens of context-parallel ranks")
+    return total * ranks / count.clamp(min=1), reduced
 
 
 @checked
@@ -54,8 +74,9 @@ def forward_step(
     """Run one microbatch through a stage and return its output for the next stage, or the loss in the last stage.
 
     The model's `set_input_tensor` gets the inputs from the previous stage as a list. float16 or bfloat16 as `dtype`
-    enables autocast. The last stage divides the loss by the number of microbatches and appends the second result of
-    `loss_func` to `losses_reduced`. Decoder stages behind an encoder return two tensors: their output and the
+    enables autocast. In the last stage `loss_func` returns the mean loss of this process's tokens and a value, or the
+    sum of its losses, the number of its tokens and a value. The loss is divided by the number of microbatches, and the
+    value is appended to `losses_reduced`. Decoder stages behind an encoder return two tensors: their output and the
     encoder's. Other stages return a list only if `input_tensor` is a list.
     """
     inputs = _listed(input_tensor)
@@ -67,7 +88,7 @@ def forward_step(
     with torch.autocast(parameter_device().type, dtype if enabled else None, enabled):
         output, loss_func = forward_step_func(batch, model, *extra)
         if last:
-            loss, reduced = loss_func(output)
+            loss, reduced = _loss_of(loss_func(output))
             output = loss / (get_num_microbatches() if num_microbatches is None else num_microbatches)
             losses_reduced.append(reduced)
     if _passes_encoder_on(get_model_type(module)):

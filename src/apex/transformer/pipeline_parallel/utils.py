@@ -160,11 +160,11 @@ def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float
 
 @checked
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Return the means of the given losses over the data-parallel ranks as one vector."""
+    """Return the means of the given losses over data-parallel and context-parallel ranks as one vector."""
     if not losses or any(loss.numel() != 1 for loss in losses):
         raise ValueError(f"losses must be tensors of one element each, got {[list(loss.shape) for loss in losses]}")
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if dist.get_world_size(group) > 1:
         collectives.all_reduce(averaged, group, "the mean of losses over data-parallel ranks", True).wait()
     return averaged

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..._arguments import Count, checked
 from ...ops._host import HOST
 from .._groups.device import parameter_device
+from ..context_parallel._parts import size_and_rank
 from ..parallel_state import get_tensor_model_parallel_rank
 from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff
@@ -19,6 +20,10 @@ from .memory import MemoryBuffer, allocate_mem_buff
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Far from the seeds of data-parallel ranks, which are consecutive.
 _MODEL_PARALLEL_SEED_OFFSET = 2718
+# The stream of a context-parallel rank that its tensor-parallel ranks share.
+CONTEXT_PARALLEL_STREAM = "context-parallel-rng"
+# Distance between the seeds of context-parallel ranks; tensor-parallel ranks are in the first half of it.
+_CONTEXT_PARALLEL_SEED_STRIDE = 1024
 
 _activations: MemoryBuffer | None = None
 
@@ -106,14 +111,19 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default stream equally on all tensor-parallel ranks, and a second stream differently on each.
 
     The default stream serves computations that all ranks repeat, such as dropout outside of split layers. The second
-    stream, used inside `fork()`, serves each rank's own part.
+    stream, used inside `fork()`, serves each rank's own part. Ranks that have different parts of the same sequences
+    (context) also get a third stream, for dropout that tensor-parallel ranks repeat.
     """
-    own = seed + _MODEL_PARALLEL_SEED_OFFSET + get_tensor_model_parallel_rank()
-    for each in (seed, own):
+    ranks, rank = size_and_rank(None)
+    first = seed + _MODEL_PARALLEL_SEED_OFFSET + _CONTEXT_PARALLEL_SEED_STRIDE * rank
+    own, shared = first + get_tensor_model_parallel_rank(), first + _CONTEXT_PARALLEL_SEED_STRIDE // 2
+    for each in (seed, own, shared):
         _state_after(each)  # raises before anything is changed
     _generator().manual_seed(seed)
     _tracker.reset()
     _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)
+    if ranks > 1:
+        _tracker.add(CONTEXT_PARALLEL_STREAM, shared)
 
 
 @checked

@@ -9,6 +9,7 @@ import torch
 
 from ...ops._host import HOST
 from .. import parallel_state
+from ..context_parallel.attention import COMMUNICATIONS
 from ..layers import FusedLayerNorm
 from ..pipeline_parallel._schedule import Placement
 from ..utils import divide
@@ -22,6 +23,9 @@ class TransformerConfig:
     - `position_embedding`: "learned", or "rope", which rotates queries and keys.
     - `activation`: "gelu" (tanh form) or "swiglu".
     - `attention`: "softmax" (materialised scores and the fused softmax) or "sdpa" (PyTorch's).
+    - `num_query_groups`: heads of keys and values, each shared by as many heads of queries; None: one for each.
+    - `cp_comm_type`: what context-parallel ranks exchange, "p2p" (a ring), "all_gather" or "a2a"; see
+      `apex.transformer.context_parallel.context_attention`.
     - `recompute`: None, "selective" (attention only) or "full" (whole layers). With the method "uniform", full
       recomputation checkpoints `recompute_num_layers` layers at a time; with "block" it recomputes that many layers of
       a stage.
@@ -35,6 +39,7 @@ class TransformerConfig:
     max_position_embeddings: int
     ffn_hidden_size: int | None = None
     kv_channels: int | None = None
+    num_query_groups: int | None = None
     position_embedding: str = "learned"
     activation: str = "gelu"
     attention: str = "softmax"
@@ -50,6 +55,7 @@ class TransformerConfig:
     recompute_method: str = "uniform"
     recompute_num_layers: int = 1
     distribute_saved_activations: bool = False
+    cp_comm_type: str = "p2p"
 
     def __post_init__(self) -> None:
         for name, accepted in (
@@ -58,6 +64,7 @@ class TransformerConfig:
             ("attention", ("softmax", "sdpa")),
             ("recompute", (None, "selective", "full")),
             ("recompute_method", ("uniform", "block")),
+            ("cp_comm_type", COMMUNICATIONS),
         ):
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
@@ -66,6 +73,16 @@ class TransformerConfig:
                 f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}: "
                 "choose a multiple of it, or give kv_channels, the channels of each head"
             )
+
+        if self.num_attention_heads % self.key_heads:
+            raise ValueError(
+                f"num_query_groups={self.num_query_groups} must divide num_attention_heads={self.num_attention_heads}"
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Return the number of heads of keys and values."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
 
     @property
     def head_size(self) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...contrib.xentropy import linear_cross_entropy
 from .. import parallel_state
 from ..enums import AttnMaskType
+from ..packed_seq_params import PackedSeqParams
 from ..tensor_parallel import vocab_parallel_cross_entropy
 from .standalone_transformer_lm import LanguageModelStage, parallel_lm_logits
 
@@ -28,17 +29,24 @@ class GPTModel(LanguageModelStage):
         *,
         reduction: str = "none",
         checkpoint_activations_micro_batch: bool | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Map words [batch, sequence] to logits [batch, sequence, words], or to losses [batch, sequence] with `labels`.
 
         Without a mask attention is causal. `reduction="mean"` returns the mean loss; if one rank holds all words, the
-        logits are then never materialised as a whole.
+        logits are then never materialised as a whole. With `packed_seq_params` the words [1, rows] are packed
+        documents: attention stays within each, and positions begin anew.
         """
         if reduction not in ("none", "mean"):
             raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')
         with self._offloading():
             x = self.language_model(
-                input_ids, position_ids, attention_mask, tokentype_ids, checkpoint_activations_micro_batch
+                input_ids,
+                position_ids,
+                attention_mask,
+                tokentype_ids,
+                checkpoint_activations_micro_batch,
+                packed_seq_params,
             )
             return self._head(x, labels, reduction) if self.post_process else x
 

@@ -12,8 +12,6 @@ whose logits use it.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,13 +21,15 @@ from torch import Tensor, nn
 from ...fused_bias_swiglu import fused_bias_swiglu
 from ...fused_dense import fused_dense_gelu_dense_function
 from ...ops._host import HOST
-from ...ops.rope import rotary_embedding_pair
 from .. import parallel_state, tensor_parallel
+from ..context_parallel._parts import size_and_rank
+from ..context_parallel._positions import positions_of
 from ..enums import AttnMaskType
-from ..functional import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+from ..packed_seq_params import PackedSeqParams
 from ..tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from ..utils import divide
+from ._attention import CoreAttention, ParallelAttention
 from ._config import TransformerConfig, config_from_args, stage_layers
+from ._layers import Init, dropout, get_linear_layer, init_method_normal, scaled_init_method_normal
 
 __all__ = [
     "CoreAttention",
@@ -49,38 +49,6 @@ __all__ = [
     "scaled_init_method_normal",
     "stage_layers",
 ]
-
-Init = Callable[[Tensor], Tensor]
-
-
-def init_method_normal(sigma: float, generator: torch.Generator | None = None) -> Init:
-    """Return a function that fills a weight with normal numbers of standard deviation `sigma`."""
-    return lambda tensor: nn.init.normal_(tensor, mean=0.0, std=sigma, generator=generator)
-
-
-def scaled_init_method_normal(sigma: float, num_layers: int, generator: torch.Generator | None = None) -> Init:
-    """Return the initializer of layers that add to the residual, scaled down by the square root of 2 * `num_layers`."""
-    return init_method_normal(sigma / math.sqrt(2.0 * num_layers), generator)
-
-
-def get_linear_layer(rows: int, columns: int, init_method: Init) -> nn.Linear:
-    """Return a linear layer that is not split, with a bias of zeros."""
-    layer = nn.Linear(rows, columns, device=HOST, dtype=torch.float32)
-    init_method(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-def _own_random_numbers(own: bool) -> contextlib.AbstractContextManager:
-    """Return a context that draws this rank's own random numbers if `own`, for dropout of split activations."""
-    return tensor_parallel.get_cuda_rng_tracker().fork() if own else contextlib.nullcontext()
-
-
-def _dropout(x: Tensor, probability: float, training: bool, own: bool) -> Tensor:
-    if not training or probability == 0.0:
-        return x
-    with _own_random_numbers(own):
-        return F.dropout(x, probability)
 
 
 class ParallelMLP(nn.Module):
@@ -124,78 +92,6 @@ class ParallelMLP(nn.Module):
         return down(hidden)[0]
 
 
-class CoreAttention(nn.Module):
-    """Attention without its linear layers."""
-
-    def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType) -> None:
-        super().__init__()
-        self.config, self.causal = config, attn_mask_type == AttnMaskType.causal
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Map query, key and value [s, b, n, d] to [s, b, n * d].
-
-        The mask [1 or b, 1, s, s] is True for hidden keys. If a mask is given, causal attention uses only the mask,
-        which must hide later keys; without a mask it is faster.
-        """
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        causal = self.causal and attention_mask is None
-        dropout = self.config.attention_dropout if self.training else 0.0
-        if self.config.attention == "sdpa":
-            mask = None if attention_mask is None else attention_mask.logical_not()
-            with _own_random_numbers(dropout > 0.0):
-                mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
-        else:
-            scores, scale = query @ key.transpose(-1, -2), self.config.head_size**-0.5
-            if causal:
-                weights = scaled_upper_triang_masked_softmax(scores, None, scale)
-            else:
-                weights = scaled_masked_softmax(scores, attention_mask, scale)
-            mixed = _dropout(weights, dropout, self.training, own=True) @ value
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-class ParallelAttention(nn.Module):
-    """Self-attention whose heads are split over the ranks."""
-
-    def __init__(self, config: TransformerConfig, attn_mask_type: AttnMaskType, generator: torch.Generator) -> None:
-        super().__init__()
-        self.config = config
-        self.heads = divide(
-            config.num_attention_heads,
-            parallel_state.get_tensor_model_parallel_world_size(),
-            "num_attention_heads over the tensor-parallel ranks",
-        )
-        width = config.num_attention_heads * config.head_size
-        self.query_key_value = tensor_parallel.ColumnParallelLinear(
-            config.hidden_size,
-            3 * width,
-            init_method=init_method_normal(config.init_method_std, generator),
-            **config.column(),
-        )
-        self.core_attention = CoreAttention(config, attn_mask_type)
-        self.dense = tensor_parallel.RowParallelLinear(
-            width,
-            config.hidden_size,
-            input_is_parallel=True,
-            init_method=scaled_init_method_normal(config.init_method_std, config.num_layers, generator),
-            **config.row(),
-        )
-
-    def forward(self, x: Tensor, attention_mask: Tensor | None, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Map [s, b, h] to the same shape."""
-        mixed = self.query_key_value(x)[0]
-        # Rows of the weight are ordered by head, then query, key and value, so that ranks hold whole heads.
-        query, key, value = mixed.view(*mixed.shape[:2], self.heads, -1).chunk(3, -1)
-        if rotary is not None:
-            query, key = rotary_embedding_pair(query, key, rotary)
-        arguments = (query, key, value, attention_mask)
-        if self.config.recompute == "selective" and torch.is_grad_enabled():
-            mixed = tensor_parallel.checkpoint(self.core_attention, False, *arguments)
-        else:
-            mixed = self.core_attention(*arguments)
-        return self.dense(mixed)[0]
-
-
 class ParallelTransformerLayer(nn.Module):
     """A layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -211,14 +107,19 @@ class ParallelTransformerLayer(nn.Module):
         self.mlp = ParallelMLP(config, generator)
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Map [s, b, h] to the same shape."""
-        x = x + self._dropout(self.self_attention(self.input_layernorm(x), attention_mask, rotary))
+        mixed = self.self_attention(self.input_layernorm(x), attention_mask, rotary, packed_seq_params)
+        x = x + self._dropout(mixed)
         return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
 
     def _dropout(self, x: Tensor) -> Tensor:
-        return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+        return dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
 
 
 class ParallelTransformer(nn.Module):
@@ -239,20 +140,24 @@ class ParallelTransformer(nn.Module):
         self.final_layernorm = config.norm() if post_process else None
 
     def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, checkpoint_activations_micro_batch: bool | None = None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        checkpoint_activations_micro_batch: bool | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Map [s, b, h] to the same shape.
 
         A pipeline schedule passes `checkpoint_activations_micro_batch`: True recomputes all layers in the backward pass
         of this microbatch, False none. If it is None, the configuration decides.
         """
-        rotary = self._rotary(x)
+        rotary = self._rotary(x, packed_seq_params)
         layers = list(self.layers.values())
         for first, last, recompute in self._recompute_groups(len(layers), checkpoint_activations_micro_batch):
 
             def run(x: Tensor, group: list[nn.Module] = layers[first:last]) -> Tensor:
                 for layer in group:
-                    x = layer(x, attention_mask, rotary)
+                    x = layer(x, attention_mask, rotary, packed_seq_params)
                 return x
 
             if recompute and torch.is_grad_enabled():
@@ -272,15 +177,19 @@ class ParallelTransformer(nn.Module):
             return [*((index, index + 1, True) for index in range(recomputed)), (recomputed, count, False)]
         return [(first, min(first + group_size, count), True) for first in range(0, count, group_size)]
 
-    def _rotary(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines [s, 1, 1, d] of the whole sequence, in float32: half precision is too coarse."""
+    def _rotary(self, x: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines [s, 1, 1, d] of all tensor-parallel ranks' positions.
+
+        In float32: half precision is too coarse.
+        """
         if self.config.position_embedding != "rope":
             return None
         ranks = parallel_state.get_tensor_model_parallel_world_size() if self.config.splits_sequence else 1
         options: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         half = self.config.head_size // 2
         frequencies = 10000.0 ** (-torch.arange(half, **options) / half)
-        angles = torch.outer(torch.arange(ranks * x.shape[0], **options), frequencies).repeat(1, 2)[:, None, None]
+        places = positions_of(ranks * x.shape[0], packed, x.device).to(torch.float32)
+        angles = torch.outer(places, frequencies).repeat(1, 2)[:, None, None]
         return angles.cos(), angles.sin()
 
 
@@ -316,8 +225,17 @@ class Embedding(nn.Module):
         init_method(table.weight)
         return table.to(self.config.params_dtype)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None) -> Tensor:
-        """Map words [b, s], positions and token types to [s, b, h]. Without `position_ids`, positions count from 0."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Map words [b, s], positions and token types to [s, b, h].
+
+        Without `position_ids`, positions count from 0 in each sequence; a context-parallel rank has two chunks of it.
+        """
         types = 0 if self.tokentype_embeddings is None else self.tokentype_embeddings.num_embeddings
         if types and tokentype_ids is None:
             raise ValueError(
@@ -331,18 +249,21 @@ class Embedding(nn.Module):
             )
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
-            x = x + self._positions(input_ids, position_ids)
+            x = x + self._positions(input_ids, position_ids, packed_seq_params)
         if self.tokentype_embeddings is not None:
             x = x + self.tokentype_embeddings(tokentype_ids)
         x = x.transpose(0, 1).contiguous()
         if self.config.splits_sequence:
             x = tensor_parallel.scatter_to_sequence_parallel_region(x)
-        return _dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
+        return dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)
 
-    def _positions(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    def _positions(self, input_ids: Tensor, position_ids: Tensor | None, packed: PackedSeqParams | None) -> Tensor:
         """Return the position embeddings, or raise a ValueError that names the positions out of range."""
         assert self.position_embeddings is not None
-        length, limit = input_ids.shape[1], self.position_embeddings.num_embeddings
+        limit = self.position_embeddings.num_embeddings
+        length = input_ids.shape[1] * size_and_rank(None)[0]
+        if packed is not None:
+            length = packed.bounds()[1]
         if position_ids is not None:
             try:
                 return self.position_embeddings(position_ids)
@@ -357,7 +278,7 @@ class Embedding(nn.Module):
                 f"a sequence of {length} words is longer than max_position_embeddings={limit}: shorten it, make the "
                 'model with more positions, or use position_embedding="rope"'
             )
-        return self.position_embeddings(torch.arange(length, dtype=torch.int64, device=input_ids.device))
+        return self.position_embeddings(positions_of(input_ids.shape[1], packed, input_ids.device))
 
 
 class Pooler(nn.Module):
@@ -413,12 +334,15 @@ class TransformerLanguageModel(nn.Module):
         attention_mask: Tensor | None,
         tokentype_ids: Tensor | None = None,
         checkpoint_activations_micro_batch: bool | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """Map words [b, s], or the input from the previous stage, to [s, b, h]."""
-        x = self.embedding(input_ids, position_ids, tokentype_ids) if self.pre_process else self.input_tensor
+        x = self.input_tensor
+        if self.pre_process:
+            x = self.embedding(input_ids, position_ids, tokentype_ids, packed_seq_params)
         if x is None:
             raise RuntimeError("a stage without an embedding needs set_input_tensor before it is called")
-        return self.encoder(x, attention_mask, checkpoint_activations_micro_batch)
+        return self.encoder(x, attention_mask, checkpoint_activations_micro_batch, packed_seq_params)
 
 
 class LanguageModelStage(nn.Module):

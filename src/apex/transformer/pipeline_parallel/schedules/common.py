@@ -12,6 +12,7 @@ from ...._distributed.experts import hide_experts_from_ddp
 from ...._distributed.groups import own_group
 from ... import parallel_state
 from ..._groups.device import parameter_device
+from ...context_parallel._parts import size_and_rank
 from ...enums import ModelType
 from ...layers import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm
 from ...log_util import get_transformer_logger
@@ -59,8 +60,8 @@ def build_model(
     `model_provider_func(*args, **kwargs, pre_process=..., post_process=...)` makes a chunk. `pre_process` is True for
     the first stage, which has the embeddings; `post_process` is True for the last, which has the head. For an
     encoder-decoder the function also gets `add_encoder` and `add_decoder`. Chunks are moved to the device and, with
-    `wrap_with_ddp`, wrapped in torch's DistributedDataParallel over the data-parallel group. `placement="v"` is for the
-    zero-bubble schedule ZB-V: it takes two chunks and puts the last stage on the first rank.
+    `wrap_with_ddp`, wrapped in torch's DistributedDataParallel over data-parallel and context-parallel ranks.
+    `placement="v"` is for the zero-bubble schedule ZB-V: it takes two chunks and puts the last stage on the first rank.
     """
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -73,6 +74,9 @@ def build_model(
     has_both = model_type == ModelType.encoder_and_decoder
     if has_both and virtual_pipeline_model_parallel_size is not None and ranks > 1:
         raise ValueError(f"an encoder-decoder cannot be interleaved, got {virtual_pipeline_model_parallel_size} chunks")
+    contexts, _ = size_and_rank(None)
+    if has_both and contexts > 1:
+        raise ValueError(f"an encoder-decoder cannot be split over {contexts} context-parallel ranks")
     stages = Placement(ranks, chunks, placement == "v")
     previous_chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
     model = []
@@ -99,7 +103,7 @@ def build_model(
     _report_parameters(model, rank)
     if not wrap_with_ddp:
         return model
-    group = own_group(parallel_state.get_data_parallel_group())
+    group = own_group(parallel_state.get_data_parallel_group(with_context_parallel=True))
     for module in model:
         hide_experts_from_ddp(module)
     return [nn.parallel.DistributedDataParallel(module, process_group=group) for module in model]

@@ -1,0 +1,403 @@
+"""Attention within packed sequences whose queries, keys and values are tensors of their own, with masks.
+
+`query` is [total of queries, H, D], `key` and `value` are [total of keys, heads of keys, D]. Sequence i has the queries
+`cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`. The host never waits
+for the device: only kernels read the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _library
+from .._checks import check_floats, check_tensors, integer, number, values_at_hand
+from .._device import contiguous_strides, empty_on, facts, launch_rule
+from .._op import Derivative, Kernels, Op, Saved
+from . import config, reference
+from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
+from .op_packed import draw_seed
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return softmax(scale * q k^T) v within every sequence, shaped like the query.
+
+    The keys have the bounds of the queries unless `cu_seqlens_k` is given. `max_seqlen_q` and `max_seqlen_k` are at
+    least the lengths of the longest sequences. Consecutive heads of the query share a head of keys and values if there
+    are fewer of these. The last query of a sequence has the place of its last key. With `causal`, a query sees no key
+    after its own place; with `window_size=(left, right)` it sees at most `left` keys before it and `right` after it, -1
+    for all. `scale` is 1 / sqrt(D) by default. Probabilities are dropped with probability `dropout_p`.
+
+    Rows that see no key, and rows after the last sequence, are zeros. With `return_lse`, also returns the logarithm of
+    each row's sum of exponentials, [H, total of queries], which has no gradient; it is -inf for rows that see no key.
+    """
+    check_tensors(query=query, key=key, value=value)
+    dtype = autocast_dtype(query)
+    if dtype is not None:
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    own_keys = cu_seqlens_k is not None
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    if max_seqlen_k is None:
+        max_seqlen_k = max_seqlen_q
+    _check(query, key, value, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), own_keys)
+    left, right = _window(window_size, causal)
+    if not 0.0 <= number("dropout_p", dropout_p) < 1.0:
+        raise ValueError(f"dropout_p={dropout_p} is not in [0, 1)")
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[2])
+    elif not 0.0 < number("scale", scale) < math.inf:
+        raise ValueError(f"scale={scale} must be positive and finite")
+    seed = draw_seed(query.device) if dropout_p > 0 else None
+    batched = not (dropout_p or return_lse) and _asks_cudnn(
+        query, key, value, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k), (left, right)
+    )
+    bounds_k = cu_seqlens_k if own_keys else None
+    settings = (max_seqlen_q, max_seqlen_k, float(scale), left, right, float(dropout_p), return_lse, batched)
+    arguments = (query, key, value, cu_seqlens_q, bounds_k, seed, *settings)
+    if not return_lse:
+        return VARLEN_ATTENTION(*arguments)
+    if torch.compiler.is_compiling() or not (_library.is_eager(query) and torch.is_grad_enabled()):
+        output, statistics = VARLEN_ATTENTION.run_or_trace(*arguments)
+    else:
+        output, statistics = _WithLse.apply(*arguments)
+    return output, statistics.detach()
+
+
+class _WithLse(torch.autograd.Function):
+    """The autograd node of packed attention that also returns the log of each row's sum of exponentials."""
+
+    @staticmethod
+    def forward(ctx, *arguments):  # type: ignore[no-untyped-def, override]
+        results = VARLEN_ATTENTION.run(*arguments)
+        ctx.mark_non_differentiable(results[1])
+        return VARLEN_ATTENTION.save(ctx, arguments, results), results[1]
+
+    @staticmethod
+    def backward(ctx, dout, _):  # type: ignore[no-untyped-def, override]
+        return *VARLEN_ATTENTION.backward_from_saved(ctx, dout), *(None,) * 11
+
+
+def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
+    """Return how many keys before and after its own place a query sees, -1 for all."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size={window_size!r} must be (left, right), -1 for all keys")
+    left, right = (integer("window_size", each) for each in window_size)
+    if min(left, right) < -1:
+        raise ValueError(f"window_size={tuple(window_size)} must be (left, right), each at least 0, or -1 for all keys")
+    return left, 0 if causal else right
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int], own_keys: bool
+) -> None:
+    """Raise for arguments that do not fit together; check the lengths if the host can read them without waiting."""
+    check_floats(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3 or 0 in tensor.shape[1:]:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [total, heads, head size]")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            kinds = f"{tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}"
+            raise ValueError(f"{name} is {kinds}; they must be alike")
+    if key.shape != value.shape:
+        raise ValueError(f"key has shape {list(key.shape)}, value {list(value.shape)}; they must be equal")
+    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads of {query.shape[2]}, key {key.shape[1]} of {key.shape[2]}; heads must "
+            "have equal sizes, and the query's number must be a multiple of the key's"
+        )
+    named = (("q", query, *queries), ("k", key, *keys))
+    for letter, tensor, bounds, longest in named if own_keys else named[:1]:
+        name = f"cu_seqlens_{letter}"
+        check_tensors(**{name: bounds})
+        if bounds.dim() != 1 or not bounds.shape[0]:
+            raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
+        if bounds.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
+        if bounds.device != query.device:
+            raise ValueError(f"{name} is on {bounds.device}, query on {query.device}")
+        integer(f"max_seqlen_{letter}", longest)
+        edges = values_at_hand(bounds)
+        if edges is None:
+            continue
+        lengths = [end - start for start, end in pairwise(edges)]
+        if edges[0] != 0 or edges[-1] > tensor.shape[0] or any(length < 0 for length in lengths):
+            raise ValueError(f"{name}={edges} must grow from 0 to at most the {tensor.shape[0]} rows it bounds")
+        if lengths and max(lengths) > longest:
+            raise ValueError(f"max_seqlen_{letter}={longest} is less than the longest sequence, {max(lengths)} rows")
+    if keys[0].shape != queries[0].shape:
+        shapes = f"{list(queries[0].shape)} and {list(keys[0].shape)}"
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k have shapes {shapes}; they must be equal")
+    if not own_keys and key.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"query has {query.shape[0]} rows, key {key.shape[0]}; without cu_seqlens_k they must be equal"
+        )
+
+
+def _asks_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, int, int], window: tuple[int, int]
+) -> bool:
+    """Return whether cuDNN should first compute the sequences as one batch, as `op_packed.asks_cudnn` explains."""
+    return (
+        query.is_cuda
+        and not torch.compiler.is_compiling()
+        and _cudnn_takes(query.shape, key.shape, query.dtype, lengths, window, query.device)
+        and _library.runs_triton_now(FAMILY, query)
+        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (query, key, value))
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+@launch_rule
+def _cudnn_takes(
+    shape: torch.Size,
+    key_shape: torch.Size,
+    dtype: torch.dtype,
+    lengths: tuple[int, int, int],
+    window: tuple[int, int],
+    device: torch.device,
+) -> bool:
+    (total, heads, head_dim), (sequences, queries, keys) = shape, lengths
+    return (
+        total == sequences * queries
+        and key_shape[0] == sequences * keys
+        # cuDNN's causal mask begins in the other corner, which is the same if the lengths are.
+        and window in ((-1, -1), *([(-1, 0)] if queries == keys else []))
+        and min(queries, keys) >= config.CUDNN_SHORTEST
+        and total * heads * head_dim >= config.CUDNN_FEWEST_ELEMENTS
+        and dtype.itemsize == 2
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)  # cuDNN is quicker there; other GPUs were not measured
+        and torch.backends.cudnn.is_available()
+    )
+
+
+def _batch(tensor: Tensor, length: int) -> Tensor:
+    """Return packed rows as a batch [sequences, H, length, D]."""
+    return tensor.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return cuDNN's output [sequences, H, length, D] and the log of each row's sum of exponentials."""
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    output, lse, *_ = operator(query, key, value, None, True, 0.0, causal, False, scale=scale)
+    return output, lse
+
+
+def cudnn_attention_backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cuDNN's gradients of query, key and value, each [sequences, heads, length, D]."""
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's seed and offset
+    lengths = (query.shape[2], key.shape[2])
+    operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    tensors = (dout, query, key, value, output, lse.view(*query.shape[:3], 1), unused, unused, None, None, None)
+    return operator(*tensors, *lengths, 0.0, causal, scale=scale)
+
+
+def block_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """Return output and logs of sums [H, total] of packed attention, without autograd and without checks."""
+    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    arguments = (query, key, value, bounds, bounds_k, None, *settings)
+    run = VARLEN_ATTENTION.run if _takes(*arguments) else VARLEN_ATTENTION.run_reference
+    return run(*arguments)  # type: ignore[return-value]
+
+
+def block_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    bounds_k: Tensor,
+    longest: int,
+    longest_k: int,
+    scale: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of packed attention from its output and logs of sums.
+
+    These may be those of an attention of which this is a part: gradients of the parts then add up.
+    """
+    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    saved = (query, key, value, bounds, bounds_k, None, output, lse)
+    if _takes(query, key, value, bounds, bounds_k, None, *settings) and _library.runs_triton_now(FAMILY, query):
+        return VARLEN_ATTENTION.run_backward((dout,), saved, settings, [True] * 3)  # type: ignore[return-value]
+    edges = (bounds.tolist(), bounds_k.tolist())
+    return reference.varlen_attention_backward(dout, query, key, value, output, lse, edges, scale, left, right)
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
+    """Return whether the kernels take tensors of these shapes."""
+    longest, longest_keys = others[2:4]
+    return (
+        takes_head(query)
+        and min(query.numel(), key.numel()) > 0
+        and cu_seqlens_q.shape[0] > 1
+        and min(longest, longest_keys) > 0
+    )
+
+
+def _form(tensors: tuple[Tensor, ...], bounds: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
+    """Return everything that launches depend on, of contiguous tensors."""
+    query, key = tensors[:2]
+    kinds = tuple(None if each is None else each.dtype for each in bounds)
+    return query.shape, key.shape, query.dtype, kinds, bounds[0].shape[0], settings, query.device  # type: ignore[union-attr]
+
+
+def _problem(form: Any) -> tuple[Problem, tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Return the problem, the strides of the query and of the key, and the floats of the launches."""
+    (total, heads, head_dim), (total_keys, key_heads, _), dtype, kinds, edges, settings, device = form
+    longest, longest_keys, scale, left, right, dropout_p, _, batched = settings
+    problem = Problem(
+        edges - 1,
+        heads,
+        longest,
+        longest_keys,
+        head_dim,
+        dtype,
+        device,
+        total=total,
+        tail=True,
+        dropout_p=dropout_p,
+        cudnn_first=batched,
+        total_keys=total_keys if kinds[1] is not None else 0,
+        group=heads // key_heads,
+        window=(left, right),
+    )
+    of_query, of_key = (0, head_dim, heads * head_dim), (0, head_dim, key_heads * head_dim)
+    return problem, of_query, of_key, (scale, 0.0, 1 / (1 - dropout_p))
+
+
+def launch_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
+    """Return output and statistics: the log of each row's sum of exponentials, [H, total] unless cuDNN's."""
+    (bounds, bounds_k, seed), settings = others[:3], others[3:]
+    longest, longest_keys, scale, _, right, _, _, batched = settings
+    form = _form((query, key), (bounds, bounds_k, seed), settings)
+    launch, floats = _forward_launch(form)
+    (total, heads, head_dim), empty = query.shape, empty_on(query.device)
+    if batched:
+        batches = (_batch(query, longest), _batch(key, longest_keys), _batch(value, longest_keys))
+        output, statistics = cudnn_attention(*batches, right == 0, scale)
+        output = output.transpose(1, 2).reshape(total, heads, head_dim).detach()
+        statistics = statistics.reshape(heads, total)
+    else:
+        output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), query.dtype)
+        statistics = empty((heads, total), (total, 1), torch.float32)
+    launch((query, key, value, None, None, bounds, bounds_k, seed, output, statistics), floats)
+    return output, statistics
+
+
+@launch_rule
+def _forward_launch(form: Any) -> tuple[Any, tuple[float, ...]]:
+    """Return the prepared kernel and its floats."""
+    problem, of_query, of_key, floats = _problem(form)
+    return output_launch(problem, (*of_query, *of_key, *of_key, *of_query), True, facts(problem.device)), floats
+
+
+def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key and value.
+
+    `saved` is the saved tensors of `VARLEN_ATTENTION`, its settings and `wanted`.
+    """
+    (query, key, value, bounds, bounds_k, seed, output, statistics), settings, wanted = (
+        saved[:8],
+        saved[8:-1],
+        saved[-1],
+    )
+    longest, longest_keys, scale, _, right, _, _, batched = settings
+    of_queries, of_keys, floats = _backward_launches(_form((query, key), (bounds, bounds_k, seed), settings))
+    empty: Any = empty_on(query.device)
+    delta = empty(statistics.shape, contiguous_strides(statistics.shape), torch.float32)
+    if batched:
+        batches = [_batch(t, longest) for t in (dout, query)]
+        batches += [_batch(t, longest_keys) for t in (key, value)]
+        gradients = cudnn_attention_backward(*batches, _batch(output, longest), statistics, right == 0, scale)
+        dquery, dkey, dvalue = (gradient.transpose(1, 2).flatten(0, 1).contiguous() for gradient in gradients)
+    else:
+        dquery, dkey, dvalue = (empty(t.shape, contiguous_strides(t.shape), t.dtype) for t in (query, key, value))
+    tensors = (query, key, value, None, None, bounds, bounds_k, seed, output, dout, statistics, delta)
+    of_queries((*tensors, dquery), floats)  # also computes `delta`, which the other kernel needs
+    if any(wanted[1:]):
+        of_keys((*tensors, None, dkey, dvalue), floats)
+    gradients = (dquery, dkey, dvalue)
+    return tuple(gradient if asked else None for gradient, asked in zip(gradients, wanted, strict=True))
+
+
+@launch_rule
+def _backward_launches(form: Any) -> tuple[Any, Any, tuple[float, ...]]:
+    """Return the kernels for dquery and for dkey and dvalue, and their floats."""
+    problem, of_query, of_key, floats = _problem(form)
+    here, repairs = facts(problem.device), problem.cudnn_first
+    strides = (*of_query, *of_key, *of_key, *of_query, *of_query)
+    of_queries = dquery_launch(problem, (*strides, *of_query), here, repairs)
+    of_keys = dkey_dvalue_launch(problem, (*strides, *of_key, *of_key), None, here, repairs)
+    return of_queries, of_keys, floats
+
+
+def _reference(query, key, value, bounds, bounds_k, seed, *settings):  # type: ignore[no-untyped-def]
+    longest, longest_keys, scale, left, right, dropout_p, with_lse, _ = settings
+    bounds_k = bounds if bounds_k is None else bounds_k
+    lengths, masks = (bounds, bounds_k, longest, longest_keys), (scale, left, right, dropout_p, seed)
+    return reference.sdpa_varlen_attention(query, key, value, lengths, masks, with_lse)
+
+
+def _formula(query, key, value, bounds, bounds_k, seed, *settings):  # type: ignore[no-untyped-def]
+    longest, longest_keys, scale, left, right, dropout_p, *_ = settings
+    bounds_k = bounds if bounds_k is None else bounds_k
+    lengths, masks = (bounds, bounds_k, longest, longest_keys), (scale, left, right, dropout_p, seed)
+    return reference.padded_varlen_attention(query, key, value, lengths, masks)
+
+
+def _fake(query, *others):  # type: ignore[no-untyped-def]
+    total, heads, _ = query.shape
+    statistics = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return query.new_empty(query.shape), query.new_empty((heads, total), dtype=statistics)
+
+
+VARLEN_ATTENTION = Op(
+    FAMILY,
+    "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
+    "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, float dropout_p, bool with_lse, "
+    "bool cudnn_first) -> (Tensor output, Tensor statistics)",
+    reference=_reference,
+    kernels=Kernels(launch_forward, launch_backward, _takes),
+    shapes=_fake,
+    saved=Saved("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seed", "output", "statistics"),
+    derivative=Derivative(of=("query", "key", "value"), formula=_formula),
+)

@@ -1,0 +1,61 @@
+"""Attention of some queries with some keys, for results that are put together of several such blocks.
+
+A block returns its output and the logarithm of each row's sum of exponentials. Its backward pass takes these of the
+whole attention: probabilities are then those of the whole, and gradients of blocks add up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops.attention.op_varlen import block_backward, block_forward
+
+
+class Block(NamedTuple):
+    """Bounds of the sequences of queries and keys, their greatest lengths, scale, and how far a query sees."""
+
+    bounds: Tensor
+    bounds_k: Tensor
+    longest: int
+    longest_k: int
+    scale: float
+    left: int = -1
+    right: int = -1
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [rows, H, D] and the logs of sums [H, rows]."""
+        return block_forward(query, key, value, *self)
+
+    def backward(self, dout: Tensor, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor) -> Any:
+        """Return the gradients of query, key and value, from output and logs of sums of the whole attention."""
+        return block_backward(dout, *tensors, output, lse, *self)
+
+
+class Merged:
+    """The sum of blocks, in float32 or wider: outputs weighted by each block's share of the sum of exponentials."""
+
+    def __init__(self, output: Tensor, lse: Tensor) -> None:
+        self.dtype = output.dtype
+        self.output = output.to(lse.dtype)
+        self.lse = lse.transpose(0, 1).contiguous()  # [rows, H]
+
+    def add(self, output: Tensor, lse: Tensor, rows: Tensor | None = None) -> None:
+        """Add a block of all rows, or of those with the indices `rows`."""
+        other = lse.transpose(0, 1)
+        here = self.lse if rows is None else self.lse.index_select(0, rows)
+        mine = self.output if rows is None else self.output.index_select(0, rows)
+        empty = other == -torch.inf
+        share = torch.sigmoid(other - here).masked_fill(empty, 0.0)
+        mine = mine - share[..., None] * (mine - output.to(mine.dtype))
+        here = torch.where(empty, here, here - torch.nn.functional.logsigmoid(here - other))
+        if rows is None:
+            self.output, self.lse = mine, here
+        else:
+            self.output, self.lse = self.output.index_copy(0, rows, mine), self.lse.index_copy(0, rows, here)
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return the output in the blocks' dtype and the logs of sums [H, rows], contiguous."""
+        return self.output.to(self.dtype), self.lse.transpose(0, 1).contiguous()

@@ -1,0 +1,97 @@
+"""Attention of sequences that are split over the ranks of a context-parallel group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._arguments import checked
+from ...ops.attention import varlen_attention
+from .. import parallel_state
+from ._exchange import all_gather_attention, all_to_all_attention
+from ._parts import check_documents
+from ._ring import RingAttention
+from ._rows import equal_bounds
+
+COMMUNICATIONS = ("p2p", "all_gather", "a2a")
+
+
+@checked
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    group: Any = None,
+    comm: str = "p2p",
+    window: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Return attention of sequences of which each rank of `group` holds two chunks, shaped like the query.
+
+    Tensors are [sequence, batch, heads, head size], with this rank's part of the sequence as
+    `get_batch_on_this_cp_rank` returns it. With `cu_seqlens`, the bounds of packed documents in the whole rows, they
+    are [rows, heads, head size] as `get_thd_batch_on_this_cp_rank` returns them. Key and value may have fewer heads.
+    `group` is the context-parallel group of the model by default.
+
+    `comm` says what ranks exchange: "p2p" passes keys around a ring while computing, "all_gather" collects all keys
+    first, "a2a" exchanges heads for whole sequences. `window`, the keys before its own place that a query sees, needs a
+    causal mask and "all_gather" or "a2a". `max_seqlen`, at least the length of the longest document, saves time with
+    `cu_seqlens`.
+    """
+    if comm not in COMMUNICATIONS:
+        raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, COMMUNICATIONS))}")
+    if window is not None and (window < 0 or not causal or comm == "p2p"):
+        raise ValueError(
+            f'window={window} must be at least 0, and needs causal=True and comm="all_gather" or "a2a", got '
+            f"causal={causal}, comm={comm!r}"
+        )
+    packed = cu_seqlens is not None
+    if query.dim() != (3 if packed else 4):
+        expected = "[rows, heads, head size] with cu_seqlens" if packed else "[sequence, batch, heads, head size]"
+        raise ValueError(f"query has shape {list(query.shape)}, expected {expected}")
+    if group is None and not parallel_state.is_unitialized():
+        group = parallel_state.get_context_parallel_group()
+    ranks = 1 if group is None else dist.get_world_size(group)
+    rows, layout = _packed((query, key, value), ranks, cu_seqlens, max_seqlen)
+    bounds, _, longest = layout
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    masks: dict[str, Any] = {
+        "causal": causal,
+        "scale": scale,
+        "window_size": (-1 if window is None else window, -1),
+    }
+    if ranks == 1:
+        output: Any = varlen_attention(*rows, bounds, longest, **masks)
+    elif comm == "p2p":
+        output = RingAttention.apply(*rows, *layout, scale, causal, group)
+    else:
+        attend = all_gather_attention if comm == "all_gather" else all_to_all_attention
+        output = attend(*rows, layout, masks, group)
+    return output if packed else output.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
+
+
+def _packed(
+    tensors: tuple[Tensor, ...], ranks: int, cu_seqlens: Tensor | None, max_seqlen: int | None
+) -> tuple[list[Tensor], tuple[Tensor, int, int]]:
+    """Return tensors as packed rows, and bounds, number of rows and greatest length of the whole sequences."""
+    query = tensors[0]
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, ranks)
+        total = query.shape[0] * ranks
+        return [tensor.contiguous() for tensor in tensors], (cu_seqlens.long(), total, max_seqlen or total)
+    length, batch = query.shape[0], query.shape[1]
+    if ranks > 1 and length % 2:
+        raise ValueError(
+            f"this rank's part of the sequence has {length} rows; it must be two chunks of equal length: pad sequences "
+            f"to a multiple of {2 * ranks}"
+        )
+    bounds = equal_bounds(batch, length * ranks, query.device)
+    rows = [tensor.transpose(0, 1).flatten(0, 1).contiguous() for tensor in tensors]
+    return rows, (bounds, batch * length * ranks, length * ranks)
