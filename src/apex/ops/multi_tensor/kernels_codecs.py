@@ -42,25 +42,16 @@ def round_stochastically(x, noise):
 
 
 @triton.jit
-def plain_quotient(x, y):
-    """Return x / y."""
-    return x / y
-
-
-@triton.jit
-def quick_quotient(x, y):
-    """Return x / y for normal numbers y, with a relative error of 2^-22, by NVIDIA's reciprocal."""
-    return x * tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
 def _divided(x, y, CODEC: tl.constexpr):
-    """Return x / y for normal numbers y: in 2 instructions in place of 10, if the codec is QUICK."""
+    """Return x / y for normal numbers y.
+
+    By NVIDIA's reciprocal, if the codec is QUICK: 2 instructions in place of 10, with a relative error of 2^-23.
+    """
     if CODEC == QUICK:
-        return quick_quotient(x, y)
-    return plain_quotient(x, y)
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x / y
 
 
 @triton.jit

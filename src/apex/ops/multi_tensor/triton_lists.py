@@ -12,7 +12,7 @@ from .. import _device, _library
 from .._graph_numbers import Number
 from .._tickets import TICKETS, tickets_on
 from . import config
-from .codecs import QUICK, REMAINDERS, Encodings
+from .codecs import REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
 from .torch_lists import StateSeed, move_averages
@@ -319,7 +319,7 @@ def _rule_launch(
     """Prepare the launch of a rule, without its tables and numbers."""
     return kernels.apply_rule.prepare(
         (programs,),
-        RULE=kernels.compiled(rule, any(codec in QUICK for codec in codecs)),
+        RULE=kernels.compiled(rule),
         TYPES=tuple(None if name is None else getattr(kernels.tl, name) for name in types),
         CONSTANTS=(  # see kernels.py
             (*flags, *OFF[len(flags) :]),
