@@ -31,8 +31,8 @@ _DTYPES = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e
 REMAINDERS = {"remainder8": torch.int8, "remainder16": torch.int16}
 # The numbers that kernels know codecs by; 0 is none.
 NUMBERS = {codec: number for number, codec in enumerate((*_DTYPES, *REMAINDERS), 1)}
-# Numbers of codecs on GPUs with instructions for them: a quick reciprocal, and conversions to and from float8.
-QUICK_SIGNED8, QUICK_FLOAT8 = len(NUMBERS) + 1, len(NUMBERS) + 2
+# The number of signed8 on GPUs of NVIDIA, whose kernels divide more quickly.
+QUICK_SIGNED8 = len(NUMBERS) + 1
 STOCHASTIC = frozenset({"root8", "bfloat16"})
 # Added to the seed's hash, so that slots have different noise; slot 0 keeps the noise of stochastic rounding.
 SALT = 0x27D4EB2F

@@ -9,13 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codecs import NUMBERS, QUICK_FLOAT8, QUICK_SIGNED8
+from .codecs import NUMBERS, QUICK_SIGNED8
 
 # Codecs are numbers here: tuples of constants hold no strings.
 PLAIN = tl.constexpr(0)
 SIGNED8 = tl.constexpr(NUMBERS["signed8"])
 QUICK = tl.constexpr(QUICK_SIGNED8)
-CONVERTED = tl.constexpr(QUICK_FLOAT8)
 ROOT8 = tl.constexpr(NUMBERS["root8"])
 FLOAT8 = tl.constexpr(NUMBERS["float8"])
 BFLOAT16 = tl.constexpr(NUMBERS["bfloat16"])
@@ -101,8 +100,6 @@ def decoded(pointer, companions, offset, size, mask, CODEC: tl.constexpr, MASKED
         elif CODEC == ROOT8:
             root = codes.to(tl.float32) * _spread(scales * (1 / 255), BLOCK)
             x = root * root
-        elif CODEC == CONVERTED:
-            x = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _spread(scales * (1 / 448), BLOCK)
         else:
             # By integers: not every GPU has float8. Exponents of e4m3 are biased by 7; the smallest one has no
             # leading 1, and steps of 2**-9.
@@ -153,9 +150,6 @@ def store_encoded(
             number = magnitudes * _spread(inverse * 8355840.0, BLOCK) + 8388608.0
             codes = (number.to(tl.int32, bitcast=True) - 0x4B000000 + (noise & 0x7FFF).to(tl.int32)) >> 15
             codes = tl.minimum(tl.maximum(codes, tl.where(x > 0.0, 1, 0)), 255).to(tl.uint8)
-        elif CODEC == CONVERTED:
-            number = magnitudes * _spread(inverse * 448.0, BLOCK)
-            codes = number.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             share = magnitudes * _spread(inverse, BLOCK)
             number = tl.minimum(tl.abs(share) * 448.0, 448.0)
