@@ -12,7 +12,7 @@ from .. import _device, _library
 from .._graph_numbers import Number
 from .._tickets import TICKETS, tickets_on
 from . import config
-from .codecs import NUMBERS, QUICK_SIGNED8, REMAINDERS, Encodings
+from .codecs import NUMBERS, REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
 from .torch_lists import StateSeed, move_averages
@@ -68,10 +68,7 @@ class TritonLists:
         if encodings:
             self._has_remainders = 0 in encodings and encodings[0].codec in REMAINDERS
             self._columns += sum(each.companions is not None for each in encodings.values())
-            numbers = dict(NUMBERS)
-            if _device.facts(self.device).backend == "cuda":
-                numbers["signed8"] = QUICK_SIGNED8
-            self._codecs = tuple(numbers[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
+            self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
         # Set by the owner of lists of shards, see `codecs.NoisePlace`.
         self.noise_places: Tensor | None = None
