@@ -15,7 +15,7 @@ from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops._host import HOST
 from ..ops.multi_tensor import Lists, rules
 from ..ops.multi_tensor.flat import flat, with_strides_of
-from ..optimizers import FusedAdam, FusedSGD
+from ..optimizers import FusedAdam, FusedSGD, OffloadedOptimizer
 
 BYTES_OF_A_GRADIENT = 4
 
@@ -61,10 +61,14 @@ def zero_optimizer(
     else:
         raise ValueError(
             f"the optimizer is a {type(optimizer).__name__}, whose state cannot be divided; use Adam, AdamW or SGD of "
-            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers"
+            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers; DistributedFusedMuon and DistributedFusedLAMB "
+            "of apex.contrib.optimizers divide theirs without a plugin"
         )
     if any(group.get("maximize") for group in groups):
         raise ValueError("maximize=True is not supported by ZeRO: give the negative of the loss")
+    _check_options(optimizer, options.get("store_params", True))
+    if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups):
+        options["capturable"] = True
     saved = optimizer.state_dict() if optimizer.state else None
     # A bucket is hardly larger than all parameters, because the engine warns of buckets that stay mostly empty.
     elements = sum(param.numel() for group in groups for param in group["params"])
@@ -80,6 +84,26 @@ def zero_optimizer(
             group.setdefault(name, value)
     divided.param_groups = groups
     return divided, saved
+
+
+def _check_options(optimizer: Any, stores_params: bool) -> None:
+    """Raise an error if the optimizer has an option that a ZeRO optimizer would ignore."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError(f"{name} is not supported by ZeRO: use the plain optimizer and cpu_offload=True")
+    if getattr(optimizer, "master_weights", False) and not stores_params:
+        raise ValueError(f"master_weights=True of {name} and master_weights=False of ZeRO contradict each other")
+    refused = {"state_format": "float32", "master_bits": None, "stochastic_rounding": False}
+    for option, usual in refused.items():
+        value = getattr(optimizer, option, usual)
+        if value != usual:
+            raise ValueError(
+                f"{option}={value!r} of {name} is not supported by ZeRO, whose state and weights are float32, "
+                "divided among processes; leave the option out"
+            )
+    for option in ("amsgrad", "decoupled_weight_decay"):
+        if len({bool(group.get(option)) for group in optimizer.param_groups}) > 1:
+            raise ValueError(f"{option} differs between parameter groups, which ZeRO does not support")
 
 
 def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> None:
