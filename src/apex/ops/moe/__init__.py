@@ -1,0 +1,4 @@
+"""Experts of a mixture: rows sorted by expert, grouped products with a gated unit, a sum over each token's experts."""
+
+from .op import FAMILY, MOE_EXPERTS, moe_experts
+from .reference import ACTIVATIONS
