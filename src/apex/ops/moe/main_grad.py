@@ -72,7 +72,7 @@ def accumulate(
     """Add the matrices' gradients to `into`, where not None; return the other gradients that are wanted."""
     arguments: list[Any] = [dy.contiguous(), *saved, *settings, wanted]
     if takes(*saved[1:4]) and _library.runs_triton_now(FAMILY, saved[0]):
-        return launch_backward(*arguments, into)
+        return launch_backward(*[*arguments, into])
     found = list(reference.backward(*arguments))
     for place, target in enumerate(into, 1):
         if target is not None:
