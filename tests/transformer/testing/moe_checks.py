@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from .gpt import Layout, groups, reference, train_in, worst_difference
+from apex.optimizers import FusedAdam
+from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer.moe import MoELayer
+from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func, utils
+from apex.transformer.testing.standalone_gpt import gpt_model_provider
+from tests.transformer.small_gpt import parts, whole
+
+from .gpt import LENGTH, WORDS, Layout, config_of, groups, reference, step_function, train_in, worst_difference
 
 TOLERANCE = 1e-12
 EXPERTS = {"activation": "swiglu", "num_moe_experts": 8, "moe_ffn_hidden_size": 12, "params_dtype": torch.float64}
@@ -81,4 +91,90 @@ def check(number: int, rank: int) -> None:
         assert all(bias.dtype == torch.float32 and bias.abs().max() > 0.015 for bias in biases)
 
 
-CHECKS = {f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))}
+class Saved(NamedTuple):
+    """A model and its optimizer, as `parts` takes them."""
+
+    model: list[nn.Module]
+    optimizer: FusedAdam
+
+    @classmethod
+    def of(cls, layout: Layout) -> Saved:
+        options = {**SIGMOID, **TO_ALL, "recompute": None, "moe_layer_freq": 2}
+        config = config_of(2, sequence_parallel=layout.sequence, **options)
+        model = build_model(gpt_model_provider, False, config=config)
+        return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+
+    def step(self, forward_only: bool) -> Tensor:
+        """Run two microbatches, the same in every replica, and return their losses in every stage."""
+        replicas = parallel_state.get_data_parallel_world_size()
+        utils._reconfigure_microbatch_calculator(1, None, 2 * replicas, 1, replicas)
+        words = torch.randint(0, WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        schedule = get_forward_backward_func(None, stages)
+        losses = schedule(step_function, [words], self.model, forward_only=forward_only)
+        if not forward_only:
+            finalize_model_grads(self.model)
+            self.optimizer.step()
+        total = torch.stack(losses) if losses else torch.zeros(2, dtype=torch.float64)
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        return total
+
+
+def resharding(rank: int) -> None:
+    """Experts, biases and their optimizer state load into other splits of experts, and the model computes the same."""
+    if dist.get_world_size() != 4:
+        return
+    layouts = (Layout(expert=2), Layout(2, sequence=True, expert=4, expert_tensor=1), Layout(1, 2, expert=2), Layout())
+    before = None
+    for number, layout in enumerate(layouts):
+        with groups(layout):
+            run = Saved.of(layout)
+            if number:
+                checkpoint.load(f"saved{number - 1}", run.model, run.optimizer)
+            else:
+                run.step(forward_only=False)
+                run.step(forward_only=False)
+            checkpoint.save(f"saved{number}", run.model, run.optimizer)
+            saved = whole(Path(f"saved{number}"))
+            loss = run.step(forward_only=True)
+            for key, view, place in parts(run):
+                assert torch.equal(view, saved[key][place]), key
+        if before is not None:
+            assert saved.keys() == before[0].keys()
+            assert all(torch.equal(value, before[0][key]) for key, value in saved.items())
+            torch.testing.assert_close(loss, before[1], rtol=TOLERANCE, atol=0)
+        before = saved, loss
+    experts = "language_model.encoder.layers.0.mlp.experts.weight1"
+    assert saved[f"model.{experts}"].shape == saved[f"optimizer.exp_avg.{experts}"].shape == (8, 24, 32)
+    assert saved["model.language_model.encoder.layers.0.mlp.router.expert_bias"].any()
+
+
+def refusals(rank: int) -> None:
+    """Sizes that do not fit, and ranks with other numbers of tokens, are errors in every rank."""
+    with groups(Layout(expert=dist.get_world_size())):
+        with pytest.raises(ValueError, match=r"num_moe_experts=9 is not divisible by . expert-parallel ranks"):
+            MoELayer(config_of(2, **{**EXPERTS, "num_moe_experts": 9}))
+        layer = MoELayer(config_of(2, **EXPERTS))
+        with pytest.raises(ValueError, match="all ranks must pass the same dtype and shape, got rank 0"):
+            layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
+    words = "the width 13 of an expert is not divisible by . expert-tensor"
+    with groups(Layout(expert_tensor=dist.get_world_size())), pytest.raises(ValueError, match=words):
+        MoELayer(config_of(2, **{**EXPERTS, "moe_ffn_hidden_size": 13}))
+    with groups(Layout(2)), pytest.raises(ValueError, match="need sequence_parallel=True"):
+        MoELayer(config_of(2, **EXPERTS))
+
+
+def random_streams(rank: int) -> None:
+    """Ranks with the same part of the same experts share a stream; others have their own."""
+    with groups(Layout(expert=2, expert_tensor=1)):
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        with tensor_parallel.get_cuda_rng_tracker().fork(tensor_parallel.get_expert_parallel_rng_tracker_name()):
+            drawn = torch.rand(2)
+        expert = parallel_state.get_expert_model_parallel_rank()
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(7 + 1024 + 100 * expert)))
+
+
+CHECKS: dict[str, Any] = {
+    f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
+}
+CHECKS |= {each.__name__: each for each in (resharding, refusals, random_streams)}
