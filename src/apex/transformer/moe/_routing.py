@@ -54,7 +54,7 @@ def choose(
             return scores.topk(topk, -1)
         if num_groups is None:
             raise ValueError("group_topk needs num_groups")
-        return group_limited_topk(scores, topk, *scores.shape, num_groups, group_topk)
+        return group_limited_topk(scores, topk, scores.shape[0], scores.shape[1], num_groups, group_topk)
 
     if score_function == "sigmoid":
         scores = wide.sigmoid()

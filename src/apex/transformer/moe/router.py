@@ -99,7 +99,8 @@ class TopKRouter(nn.Module):
         """Return the experts and their weights [tokens, topk] of x [..., hidden]; the index E means nobody."""
         weight, index, _ = self._choose(x)
         if self.config.moe_expert_capacity_factor is not None:
-            _, kept = apply_router_token_dropping(*dense(index, weight.detach(), self.num_experts), *self._capacity())
+            probs, routing_map = dense(index, weight.detach(), self.num_experts)
+            _, kept = apply_router_token_dropping(probs, routing_map, *self._capacity())
             is_kept = kept.gather(1, index)
             index, weight = index.where(is_kept, self.num_experts), weight * is_kept
         return index, weight

@@ -12,7 +12,7 @@ the same experts. The steps of a dispatcher are called in the order of `MoEToken
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class MoETokenDispatcher(ABC):
         if list(local_expert_indices) != list(range(self.first_expert, self.first_expert + num_local_experts)):
             raise ValueError(f"local_expert_indices must be {num_local_experts} consecutive numbers")
         self._shape: torch.Size
+        self._rows: tuple[Tensor, Tensor]  # the token of each row, and the rows of each token
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Prepare tokens [..., H] and their weights, both results of the router [T, E], for the exchange."""
@@ -215,7 +216,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         )
 
 
-DISPATCHERS: dict[str, type[MoETokenDispatcher]] = {
+DISPATCHERS: dict[str, Callable[..., MoETokenDispatcher]] = {
     "allgather": MoEAllGatherTokenDispatcher,
     "alltoall": MoEAlltoAllTokenDispatcher,
     "flex": MoEFlexTokenDispatcher,
