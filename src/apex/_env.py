@@ -42,7 +42,7 @@ def torchrun_numbers() -> tuple[int, int] | None:
 
 
 def error_file() -> Path | None:
-    """Return the file in which torchrun looks for the error of this process, or None."""
+    """Return the file that torchrun reads the error of this process from, or None."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return None if not path else Path(path)
 

@@ -142,7 +142,7 @@ def pretends() -> bool:
 
 
 def real_tensors() -> contextlib.AbstractContextManager:
-    """Return a context in which the host can make and read real tensors even while launches are planned."""
+    """Return a context that lets the host make and read real tensors even while launches are planned."""
     return _disable_current_modes() if pretends() else contextlib.nullcontext()
 
 

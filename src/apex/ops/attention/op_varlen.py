@@ -345,9 +345,11 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     empty: Any = empty_on(query.device)
     delta = empty(statistics.shape, contiguous_strides(statistics.shape), torch.float32)
     if batched:
-        batches = [_batch(t, longest) for t in (dout, query)]
-        batches += [_batch(t, longest_keys) for t in (key, value)]
-        gradients = cudnn_attention_backward(*batches, _batch(output, longest), statistics, right == 0, scale)
+        dout_batch, query_batch, output_batch = (_batch(t, longest) for t in (dout, query, output))
+        key_batch, value_batch = (_batch(t, longest_keys) for t in (key, value))
+        gradients = cudnn_attention_backward(
+            dout_batch, query_batch, key_batch, value_batch, output_batch, statistics, right == 0, scale
+        )
         dquery, dkey, dvalue = (gradient.transpose(1, 2).flatten(0, 1).contiguous() for gradient in gradients)
     else:
         dquery, dkey, dvalue = (empty(t.shape, contiguous_strides(t.shape), t.dtype) for t in (query, key, value))

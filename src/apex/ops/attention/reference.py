@@ -260,7 +260,7 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[-2] == heads else tensor.repeat_interleave(heads // tensor.shape[-2], -2)
 
 
-def _sees(rows: int | Tensor, columns: int | Tensor, left: int, right: int, device: torch.device) -> Tensor:
+def _sees(rows: Any, columns: Any, left: int, right: int, device: torch.device) -> Tensor:
     """Return whether each of the queries sees each key, bool [rows, columns]."""
     place = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + (columns - rows)
     return _in_window(torch.arange(columns, dtype=torch.int64, device=device) - place, left, right)
@@ -307,8 +307,8 @@ def sdpa_varlen_attention(
         seen = _sees(rows, columns, left, right, q.device)
         if not rows or not columns or (rows > columns and right >= 0):  # rows without keys: PyTorch returns NaN
             single = (edge_of(of_queries), edge_of(of_keys))
-            parts = (t[slice(*edge)] for t, edge in ((query, of_queries), (key, of_keys), (value, of_keys)))
-            outputs.append(varlen_attention(*parts, single, *masks)[0])
+            q, k, v = (t[slice(*edge)] for t, edge in ((query, of_queries), (key, of_keys), (value, of_keys)))
+            outputs.append(varlen_attention(q, k, v, single, *masks)[0])
             continue
         causal = rows == columns and (left, right) == (-1, 0)
         added = None
