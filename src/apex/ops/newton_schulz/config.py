@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .._device import DeviceFacts
 
-# Sides of matrices up to which PyTorch's product is quicker than half the tiles of ours.
+# Largest side of matrices whose product is quicker in PyTorch than half the tiles of ours.
 SMALL = 256
 
 # Bytes that the iteration of one batch may take beside its input and output, unless one matrix needs more. With it,

@@ -104,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
 def _unscale_shards(
     gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """Unscale this process's parts of gradients, of which some are DTensors, and return its overflow flags.
+    """Unscale this process's parts of gradients, plain tensors or DTensors, and return its overflow flags.
 
     PyTorch refuses DTensors of different meshes, and DTensors beside plain tensors.
     """
