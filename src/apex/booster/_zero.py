@@ -64,8 +64,6 @@ def zero_optimizer(
             "torch.optim, or FusedAdam or FusedSGD of apex.optimizers; DistributedFusedMuon and DistributedFusedLAMB "
             "of apex.contrib.optimizers divide theirs without a plugin"
         )
-    if any(group.get("maximize") for group in groups):
-        raise ValueError("maximize=True is not supported by ZeRO: give the negative of the loss")
     _check_options(optimizer, options.get("store_params", True))
     if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups):
         options["capturable"] = True
@@ -86,24 +84,32 @@ def zero_optimizer(
     return divided, saved
 
 
-def _check_options(optimizer: Any, stores_params: bool) -> None:
-    """Raise an error if the optimizer has an option that a ZeRO optimizer would ignore."""
-    name = type(optimizer).__name__
+# Options that an update of divided state would lose, the value that each must have, and advice.
+_LOST_OPTIONS = {
+    "maximize": (False, "give the negative of the loss"),
+    "differentiable": (False, "a divided step has no gradient"),
+    "stochastic_rounding": (False, "updates are added to float32 weights, and the model's are rounded to the nearest"),
+    "state_format": ("float32", "divided state is float32. TorchDDPPlugin keeps the optimizer as it is"),
+    "master_bits": (None, "divided weights are float32. TorchDDPPlugin keeps the optimizer as it is"),
+}
+
+
+def _check_options(optimizer: torch.optim.Optimizer, stores_params: bool) -> None:
+    """Raise a ValueError for an option of an optimizer that its divided twin would not have."""
     if isinstance(optimizer, OffloadedOptimizer):
-        raise ValueError(f"{name} is not supported by ZeRO: use the plain optimizer and cpu_offload=True")
+        raise ValueError(
+            "an OffloadedOptimizer cannot be divided; give the plugin cpu_offload=True and boost the plain optimizer"
+        )
     if getattr(optimizer, "master_weights", False) and not stores_params:
-        raise ValueError(f"master_weights=True of {name} and master_weights=False of ZeRO contradict each other")
-    refused = {"state_format": "float32", "master_bits": None, "stochastic_rounding": False, "differentiable": False}
-    for option, usual in refused.items():
-        value = getattr(optimizer, option, optimizer.param_groups[0].get(option, usual))
-        if value != usual:
-            raise ValueError(
-                f"{option}={value!r} of {name} is not supported by ZeRO, whose state and weights are float32, "
-                "divided among processes; leave the option out"
-            )
-    for option in ("amsgrad", "decoupled_weight_decay"):
-        if len({bool(group.get(option)) for group in optimizer.param_groups}) > 1:
-            raise ValueError(f"{option} differs between parameter groups, which ZeRO does not support")
+        raise ValueError("master_weights=True of the optimizer and master_weights=False of ZeRO contradict each other")
+    for name, (kept, advice) in _LOST_OPTIONS.items():
+        for value in (getattr(optimizer, name, kept), *(group.get(name, kept) for group in optimizer.param_groups)):
+            if value != kept:
+                raise ValueError(f"{name}={value!r} is not supported by ZeRO: {advice}; use {name}={kept!r}")
+    for name in ("amsgrad", "decoupled_weight_decay"):
+        values = {bool(group.get(name, False)) for group in optimizer.param_groups}
+        if len(values) > 1:
+            raise ValueError(f"{name} differs between parameter groups; ZeRO needs one value for all of them")
 
 
 def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> None:
