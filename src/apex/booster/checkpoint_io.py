@@ -61,7 +61,7 @@ class CheckpointIO:
         `size_per_shard` MB, whose names begin with `prefix`, and an index. `gather_dtensor` must be True.
 
         With `use_async` a background process of the first rank writes while the training goes on, and at most one save
-        is in flight; `staging` and `if_busy` are those of `apex.checkpoint.save_sharded`.
+        is in flight; `staging` and `if_busy` mean the same as in `apex.checkpoint.save_sharded`.
         """
         check_model(model)
         _check_gathered(gather_dtensor)

@@ -74,11 +74,11 @@ class _Writer:
         self._close_listener()
 
     def is_own(self) -> bool:
-        """Return True if the writer is this process's own, and not that of the process which forked it."""
+        """Return True if this process has started the writer, and did not inherit it in a fork."""
         return self._owner == os.getpid()
 
     def is_usable(self) -> bool:
-        """Return True if the writer is this process's own, and the processes are still those of its group."""
+        """Return True if the writer is this process's own, made under the present default process group."""
         return self.is_own() and self._world is _default_group()
 
     def stage(self, data: Any, on_device: bool) -> tuple[bytes, Copies]:

@@ -200,7 +200,7 @@ def _named(name: str, prefix: str | None) -> str:
 
 
 def _write_index(path: Path, metadata: dict[str, Any], keys: list[list[Any]], files: list[str]) -> None:
-    """Write an index of the files, each of which has the tensors named by its list of keys."""
+    """Write an index of files; `keys` has the names of each file's tensors."""
     weight_map = {str(key): file for part, file in zip(keys, files, strict=True) for key in part}
     with atomic_file(path, "w") as file:
         json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2)

@@ -24,7 +24,7 @@ class ElasticLoader:
     `shuffle` each epoch has another order, which depends on `seed` alone.
 
     Batches count as taken when they are yielded, not when workers read them in advance. `rank` and `ranks` default to
-    those of the default process group. Other options are DataLoader's.
+    the default process group's. Other options are DataLoader's.
     """
 
     @checked

@@ -102,7 +102,7 @@ def resume_latest(series: Series, model: Model, optimizer: Any = None, **others:
     """Load the newest intact checkpoint of a sharded series of `state_of`; all processes call it.
 
     Returns the number of the checkpoint's step and the saved values that `load` returns, or (0, {}) if the series has
-    no checkpoint. `model`, `optimizer` and `others` are those of `load`.
+    no checkpoint. `model`, `optimizer` and `others` mean the same as in `load`.
     """
     if not series.sharded:
         raise ValueError("resume_latest needs a sharded series: Series(folder, sharded=True)")
