@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 import sys
 import textwrap
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint
-from apex.checkpoint import _background
+from apex.checkpoint import _background, _writer
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="writers are forked"),
@@ -237,6 +238,24 @@ def test_another_process_group_gets_another_writer(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert first.is_usable()
+
+
+def test_a_writer_that_meets_nobody_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the writers of a run that was killed and started again would keep their memory for half an hour."""
+    monkeypatch.setattr(_writer, "_WATCH_SECONDS", 0.05)
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if not parent:
+        parent = os.getpid()
+        if not os.fork():
+            with _writer._ending_with(parent):
+                signal.pause()
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(parent, 0)
+    ended = select.select([reading], [], [], 60)[0]  # the pipe's end, which the writer held
+    os.close(reading)
+    assert ended
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def _meeting() -> tuple[socket.socket | None, _writer.Meeting]:
         port=port,
         listener=None if listener is None else listener.fileno(),
         timeout=timeout_of(dist.group.WORLD),
+        parent=os.getpid(),
     )
     return listener, meeting
 

@@ -48,11 +48,13 @@ class Meeting:
     port: int
     listener: int | None
     timeout: timedelta | None
+    # The training process that this writer works for.
+    parent: int
 
     def join(self) -> None:
         """Connect to the writers of the other ranks."""
         timeout = self.timeout or timedelta(minutes=30)
-        with _ending_with_parent():
+        with _ending_with(self.parent):
             store = dist.TCPStore(
                 self.host,
                 self.port,
@@ -66,9 +68,9 @@ class Meeting:
 
 
 @contextlib.contextmanager
-def _ending_with_parent() -> Iterator[None]:
-    """End this process if the training process ends in the block: writers of killed processes would never come."""
-    parent, done = os.getppid(), threading.Event()
+def _ending_with(parent: int) -> Iterator[None]:
+    """End this process if its parent ends in the block or has ended: writers of killed processes would never come."""
+    done = threading.Event()
 
     def watch() -> None:
         while not done.wait(_WATCH_SECONDS):
