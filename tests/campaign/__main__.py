@@ -42,6 +42,8 @@ PARTS: dict[str, tuple[Any, ...]] = {
     "kill, the same file again": (250, kill, False, 7),
     "kill, sharded": (100, kill, True, None),
     "kill, the same sharded again": (100, kill, True, 7),
+    "kill, asynchronous": (100, kill, True, None, True),
+    "kill, the same asynchronous": (100, kill, True, 7, True),
     "threads, files": (20, threads, False),
     "threads, sharded": (8, threads, True),
     "full disk": (100, full_disk),

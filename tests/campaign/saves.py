@@ -29,14 +29,14 @@ def state_of(number: int) -> dict[str, Any]:
     return {"step": number, "weights": torch.full((5000,), float(number)), "more": [torch.arange(number % 50)]}
 
 
-def kill(trials: Trials, sharded: bool, same: int | None) -> None:
+def kill(trials: Trials, sharded: bool, same: int | None, use_async: bool = False) -> None:
     """SIGKILL at a random moment of saving: what was said to be saved is there, whole, and so are those before."""
     folder = trials.folder / "run"
     while trials.done < trials.count:
         with trials.expecting(f"after {trials.done} kills"):
             left = trials.count - trials.done
             seed = trials.seed + trials.done
-            found = kills.main(folder, left, sharded, same=same, seed=seed, told=trials.tell)
+            found = kills.main(folder, left, sharded, same=same, use_async=use_async, seed=seed, told=trials.tell)
             assert not [name for name in found["remaining"] if name.startswith(".")], found["remaining"]
             trials.outcomes["in the middle of a save"] += found["cut_short"]
             trials.outcomes["left something unfinished"] += found["leftovers"]

@@ -105,7 +105,7 @@ def launch_rows(
     z_loss: float = 0.0,
     gradient: bool = False,
 ) -> None:
-    """Write the statistics in `found`, of which `reference.statistics` has the names, "top" and the losses.
+    """Write the statistics that `reference.statistics` names, "top" and the losses into `found`.
 
     With `gradient`, overwrite the logits with the gradient of the losses, times the number `scale` if there is one.
     """

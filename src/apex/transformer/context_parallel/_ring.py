@@ -88,7 +88,7 @@ class RingAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, bounds, total, longest, scale, causal, group):  # type: ignore[no-untyped-def, override]
         plan = _Plan(bounds, total, longest, scale, causal, group)
         travelling = torch.stack((key, value))
-        merged = None
+        merged: Any = None
         for number in range(plan.ranks):
             passing = Passing(travelling, group) if number + 1 < plan.ranks else None
             block, queries, keys = plan.step(number)
@@ -111,7 +111,8 @@ class RingAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         plan, group, wide = ctx.plan, ctx.group, lse.dtype
         dout, travelling = dout.contiguous(), torch.stack((key, value))
-        dquery, dkeys, passing_gradients = torch.zeros_like(query, dtype=wide), None, None
+        dquery = torch.zeros_like(query, dtype=wide)
+        passing_gradients: Any = None
         for number in range(plan.ranks):
             passing = Passing(travelling, group) if number + 1 < plan.ranks else None
             block, queries, keys = plan.step(number)

@@ -174,12 +174,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_arenas(self, params: Iterable[Tensor], make_arena: Callable[[list[Tensor], list[int]], Arena]) -> None:
-        """Lay parameters out in one arena per dtype, and make their state.
+        """Lay parameters out in one arena per dtype and `_kind`, and make their state.
 
         `make_arena` gets the parameters of an arena and the indices of their parameter groups.
         """
         group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[Any, list[Tensor]] = {}
         for param in params:
             if param not in group_of:
                 raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
@@ -188,14 +188,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
                     "parameters and state of a process are on one device"
                 )
-            by_dtype.setdefault(param.dtype, []).append(param)
-        for members in by_dtype.values():
+            alike.setdefault((param.dtype, self._kind(self.param_groups[group_of[param]])), []).append(param)
+        for members in alike.values():
             arena = make_arena(members, [group_of[param] for param in members])
             self._parameters.add(arena)
             self._gradients.add(arena)
             self._states.append(self._new_state(arena))
             self._locations.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
+
+    def _kind(self, group: dict[str, Any]) -> Any:
+        """Return a key; parameters of groups with different keys go to different arenas."""
+        return None
 
     def _new_state(self, arena: Arena) -> Any:
         """Return new state for the parameters of an arena."""
