@@ -387,3 +387,29 @@ def test_other_refusals() -> None:
     with pytest.raises(ValueError, match="must be 2 consecutive numbers"):
         moe.MoEAlltoAllTokenDispatcher(2, [0, 2], config(), ExpertGroups())
     assert [config(moe_layer_freq=freq).has_experts(1) for freq in (1, 2, [0, 1], [1, 0])] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_expert_capacity_factor": 0.5},
+        {**BIASED, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+        {
+            "moe_expert_capacity_factor": 0.5,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+    ],
+    ids=["losses", "bias", "padded"],
+)
+def test_compiled(options: dict[str, Any]) -> None:
+    """One graph, also of a capacity, with the gradients of losses and the tokens that are counted."""
+    x, found = numbers(6, 2, HIDDEN, requires_grad=True), []
+    for compiles in (False, True):
+        layer = moe.MoELayer(config(**options))
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        output = run(x)[0]
+        found.append((output, *torch.autograd.grad(output.square().sum(), (x, *layer.parameters()))))
+        if options.get("moe_router_enable_expert_bias"):
+            found[-1] += (layer.router.local_tokens_per_expert,)
+    torch.testing.assert_close(*found)
