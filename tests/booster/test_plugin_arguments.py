@@ -374,3 +374,12 @@ def test_layers_come_from_the_longest_module_list() -> None:
     assert chosen_layers(model, counts, 1) == list(model.blocks)
     row = nn.Sequential(nn.Identity(), nn.ReLU())
     assert chosen_layers(row, GradientCheckpointConfig(0.5), 0) == [row[0]]
+
+
+def test_arguments_of_experts() -> None:
+    """One size of expert parallelism is known; the order of its groups has no effect then."""
+    with pytest.raises(NotImplementedError, match="ep_size=2 is not supported; use 1"):
+        plugins.MoeHybridParallelPlugin(1, 1, 2)
+    with pytest.warns(UserWarning, match="no effect of moe_dp_outside=False"):
+        plugin = plugins.MoeHybridParallelPlugin(1, 1, 1, None, "bf16", moe_dp_outside=False)
+    assert plugin.precision.dtype == torch.bfloat16
