@@ -334,6 +334,21 @@ def test_experts_load_megatrons_layout() -> None:
     other.load_state_dict(experts.state_dict())
 
 
+def test_gradients_in_main_grad() -> None:
+    plain, fused = (moe.MoELayer(config(gradient_accumulation_fusion=fusion)) for fusion in (False, True))
+    x = numbers(5, 3, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(plain(x)[0], fused(x)[0])  # needs no main_grad
+    for weight in fused.experts.parameters():
+        weight.main_grad = torch.ones_like(weight)
+    for layer in (plain, fused):
+        layer(x)[0].square().sum().backward()
+    for name, weight in fused.experts.named_parameters():
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad - 1, plain.experts.get_parameter(name).grad)
+    torch.testing.assert_close(fused.router.weight.grad, plain.router.weight.grad)
+
+
 def test_experts_of_sorted_rows() -> None:
     experts, rows, probs = moe.GroupedMLP(EXPERTS, config()), numbers(9, HIDDEN), numbers(9, seed=1)
     output, bias = experts(rows, torch.tensor([2, 0, 5, 1]), probs)
