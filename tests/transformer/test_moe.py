@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex import amp
@@ -97,6 +98,26 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         assert torch.equal(counts, routing_map.sum(0))
         results = steps.token_combine(steps.combine_preprocess(layer.experts(rows, counts, weights)[0]))
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Raise for operators whose results, or their shapes, the host must read from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique_dim", "_unique2"):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], OPTIONS[5], OPTIONS[6]], ids=str)
+def test_nothing_waits_for_the_device(options: dict[str, Any]) -> None:
+    layer = moe.MoELayer(config(**options, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1))
+    layer.experts.routed = lambda x, index, weight: x * weight.sum(1, keepdim=True)  # its kernels have their own tests
+    with NothingOnTheHost():
+        layer(numbers(5, 3, HIDDEN, requires_grad=True))[0].sum().backward()
+    with pytest.raises(AssertionError, match="nonzero waits"), NothingOnTheHost():
+        moe_utils.permute(numbers(2, 3), numbers(2, 4) > 0)
 
 
 def test_choices() -> None:
