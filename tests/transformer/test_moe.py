@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex import amp
@@ -97,6 +98,26 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         assert torch.equal(counts, routing_map.sum(0))
         results = steps.token_combine(steps.combine_preprocess(layer.experts(rows, counts, weights)[0]))
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
+
+
+class NothingOnTheHost(TorchDispatchMode):
+    """Raise for operators whose results, or their shapes, the host must read from the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique_dim", "_unique2"):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2], OPTIONS[5], OPTIONS[6]], ids=str)
+def test_nothing_waits_for_the_device(options: dict[str, Any]) -> None:
+    layer = moe.MoELayer(config(**options, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1))
+    layer.experts.routed = lambda x, index, weight: x * weight.sum(1, keepdim=True)  # its kernels have their own tests
+    with NothingOnTheHost():
+        layer(numbers(5, 3, HIDDEN, requires_grad=True))[0].sum().backward()
+    with pytest.raises(AssertionError, match="nonzero waits"), NothingOnTheHost():
+        moe_utils.permute(numbers(2, 3), numbers(2, 4) > 0)
 
 
 def test_choices() -> None:
@@ -334,6 +355,21 @@ def test_experts_load_megatrons_layout() -> None:
     other.load_state_dict(experts.state_dict())
 
 
+def test_gradients_in_main_grad() -> None:
+    plain, fused = (moe.MoELayer(config(gradient_accumulation_fusion=fusion)) for fusion in (False, True))
+    x = numbers(5, 3, HIDDEN)
+    with torch.no_grad():
+        assert torch.equal(plain(x)[0], fused(x)[0])  # needs no main_grad
+    for weight in fused.experts.parameters():
+        weight.main_grad = torch.ones_like(weight)
+    for layer in (plain, fused):
+        layer(x)[0].square().sum().backward()
+    for name, weight in fused.experts.named_parameters():
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad - 1, plain.experts.get_parameter(name).grad)
+    torch.testing.assert_close(fused.router.weight.grad, plain.router.weight.grad)
+
+
 def test_experts_of_sorted_rows() -> None:
     experts, rows, probs = moe.GroupedMLP(EXPERTS, config()), numbers(9, HIDDEN), numbers(9, seed=1)
     output, bias = experts(rows, torch.tensor([2, 0, 5, 1]), probs)
@@ -387,3 +423,29 @@ def test_other_refusals() -> None:
     with pytest.raises(ValueError, match="must be 2 consecutive numbers"):
         moe.MoEAlltoAllTokenDispatcher(2, [0, 2], config(), ExpertGroups())
     assert [config(moe_layer_freq=freq).has_experts(1) for freq in (1, 2, [0, 1], [1, 0])] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1, "moe_expert_capacity_factor": 0.5},
+        {**BIASED, "moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1},
+        {
+            "moe_expert_capacity_factor": 0.5,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+    ],
+    ids=["losses", "bias", "padded"],
+)
+def test_compiled(options: dict[str, Any]) -> None:
+    """One graph, also of a capacity, with the gradients of losses and the tokens that are counted."""
+    x, found = numbers(6, 2, HIDDEN, requires_grad=True), []
+    for compiles in (False, True):
+        layer = moe.MoELayer(config(**options))
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiles else layer
+        output = run(x)[0]
+        found.append((output, *torch.autograd.grad(output.square().sum(), (x, *layer.parameters()))))
+        if options.get("moe_router_enable_expert_bias"):
+            found[-1] += (layer.router.local_tokens_per_expert,)
+    torch.testing.assert_close(*found)

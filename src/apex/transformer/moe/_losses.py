@@ -33,13 +33,20 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     return torch.logsumexp(logits.to(compute_dtype(logits)), -1).square().mean() * z_loss_coeff
 
 
+class _Scale:
+    """The factor of the main loss in the backward pass; None is 1. The compiler reads attributes of an instance."""
+
+    value: Tensor | None = None
+
+
+_scale = _Scale()
+
+
 class MoEAuxLossAutoScaler(torch.autograd.Function):
     """A tensor passed on unchanged, whose backward pass also starts the backward pass of a loss.
 
     The gradient of the loss is the scale of the main loss, which pipeline schedules set.
     """
-
-    main_loss_backward_scale: Tensor | None = None
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:  # type: ignore[override]
@@ -51,10 +58,17 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the gradient of the output, and the scale as gradient of the loss."""
         (aux_loss,) = ctx.saved_tensors
-        gradient, scale = torch.ones_like(aux_loss), MoEAuxLossAutoScaler.main_loss_backward_scale
-        return grad_output, gradient if scale is None else gradient * scale.to(gradient).reshape(())
+        gradient, scale = torch.ones_like(aux_loss), _scale.value
+        if scale is not None:
+            gradient = gradient * scale.to(gradient.dtype).to(gradient.device).reshape(())
+        return grad_output, gradient
 
     @staticmethod
     def set_loss_scale(scale: Tensor | None) -> None:
         """Set the factor of the main loss in the backward pass; None is 1."""
-        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        _scale.value = scale
+
+    @staticmethod
+    def loss_scale() -> Tensor | None:
+        """Return the factor of the main loss in the backward pass; None is 1."""
+        return _scale.value

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._host import HOST
-from ...ops.moe import moe_experts
+from ...ops.moe import moe_experts, moe_experts_main_grad
+from ..tensor_parallel import backward_part
 from ..tensor_parallel.layers import set_tensor_model_parallel_attributes
 from ._groups import ExpertGroups, rank_in, size_of
 from .options import FIRST_EXPERT, seeded
@@ -25,7 +26,8 @@ class GroupedMLP(nn.Module):
 
     `weight1` is [E, 2F, H], rows of gates before rows of values, `weight2` [E, H, F], as in Hugging Face's models. With
     expert tensor parallelism F is this rank's part of the width. Loading also takes Megatron's [H, E * 2F] and
-    [E * F, H]. Weights are drawn on the host with a seed for each expert, so they do not depend on the ranks.
+    [E * F, H]. With `gradient_accumulation_fusion` gradients are added to `main_grad`. Weights are drawn on the host
+    with a seed for each expert, so they do not depend on the ranks.
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class GroupedMLP(nn.Module):
 
     def routed(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         """Return the weighted sum [T, H] of the experts `index` [T, K] of each token; the index E means nobody."""
-        return moe_experts(x, self.weight1, self.weight2, index, weight)
+        arguments = (x, self.weight1, self.weight2, index, weight)
+        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled():
+            return moe_experts_main_grad(*arguments, wanted=backward_part.wanted)
+        return moe_experts(*arguments)
 
 
 def _from_megatron(module: GroupedMLP, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

@@ -76,7 +76,6 @@ class TopKRouter(nn.Module):
         # Not buffers, which DistributedDataParallel copies from the first rank.
         self.local_tokens_per_expert: Any = 0.0
         self._global_tokens: Any = 0.0
-        self._global_batches = 0
 
     def _apply(self, fn: Any, recurse: bool = True) -> TopKRouter:
         """Convert the weight; the bias only changes its device, because half precision would lose its steps."""
@@ -131,7 +130,10 @@ class TopKRouter(nn.Module):
             weight = MoEAuxLossAutoScaler.apply(weight, self._balance_loss(logits, batch))
         if trains and self.expert_bias is not None:
             counts = count_rows(index, self.num_experts).to(torch.float32)
-            weight = _CountInBackward.apply(weight, counts, self)
+            if torch.compiler.is_compiling():  # the compiler traces no changes in a backward pass
+                self.local_tokens_per_expert = self.local_tokens_per_expert + counts
+            else:
+                weight = _CountInBackward.apply(weight, counts, self)
         return weight, index, logits
 
     def _jittered(self, rows: Tensor) -> Tensor:
@@ -162,8 +164,9 @@ class TopKRouter(nn.Module):
         if kind == "global_aux_loss":
             ranks = size_of(self.groups.tp_dp_cp)
             counts = _summed(counts, self.groups.tp_dp_cp)
-            self._global_tokens, self._global_batches = self._global_tokens + counts, self._global_batches + 1
-            counts = self._global_tokens / self._global_batches
+            self._global_tokens = self._global_tokens + counts
+            # The mean over the microbatches of a step so far.
+            counts = self._global_tokens * (counts.sum() / self._global_tokens.sum())
             # Gradients become means over replicas; with this factor they are the gradients of the whole loss.
             coefficient, parts = coefficient * (ranks // parts), ranks
         else:
@@ -172,7 +175,7 @@ class TopKRouter(nn.Module):
 
     def finish_step(self) -> None:
         """Forget the tokens that were counted; `finalize_model_grads` calls it after the bias is updated."""
-        self.local_tokens_per_expert, self._global_tokens, self._global_batches = 0.0, 0.0, 0
+        self.local_tokens_per_expert = self._global_tokens = 0.0
 
 
 def _summed(counts: Tensor, group: Any) -> Tensor:

@@ -111,6 +111,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     Ranks that hold parts of the same experts gather the tokens of all of them, and add up their results.
     """
 
+    _counts: Tensor  # rows of each of this rank's experts
+
     def prepare(self, hidden_states: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         self._shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -128,6 +130,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._rows = order // index.shape[1], place
         rows, probs = RowsOfTokens.apply(tokens, *self._rows), weight.reshape(-1)[order]
         self._plan(counts.on_host())
+        self._counts = counts.everywhere[:, self.first_expert : self.first_expert + self.num_local_experts].sum(0)
         return rows, probs
 
     def _pad(self, tokens: int, index: Tensor) -> None:
@@ -144,7 +147,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         place = torch.empty_like(order).index_copy(0, order, slot).view_as(index)
         rows = torch.full((experts * capacity + 1,), tokens, dtype=torch.int64, device=index.device)
         self._rows = rows.scatter(0, slot, order // chosen)[:-1], place
-        self._plan([[capacity] * experts] * size_of(self.groups.tp_ep))
+        ranks = size_of(self.groups.tp_ep)
+        self._plan([[capacity] * experts] * ranks)
+        self._counts = torch.full((self.num_local_experts,), capacity * ranks, dtype=torch.int64, device=index.device)
 
     def _plan(self, counts: list[list[int]]) -> None:
         """Compute the sizes of all messages from the rows that each rank of `tp_ep` has for each expert."""
@@ -159,7 +164,6 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self._chunks = [size for part in mine for chunk in part for size in chunk]
         sources = len(self._chunks) // local
         self._order = [source * local + expert for expert in range(local) for source in range(sources)]
-        self._counts = [sum(self._chunks[expert::local]) for expert in range(local)]
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         exchanged = (self.groups.ep, self._received, self._sent)
@@ -169,8 +173,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         gathered = (gather_uneven(tensor, self.groups.expt_tp, self._of_parts) for tensor in (hidden_states, probs))
         rows, own_probs = sort_chunks_by_idxs(next(gathered), self._chunks, self._order, next(gathered))
         assert own_probs is not None
-        counts = torch.tensor(self._counts, dtype=torch.int64, device=HOST)
-        return rows, counts.to(rows.device, non_blocking=True), own_probs
+        return rows, self._counts, own_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         back = sorted(range(len(self._order)), key=self._order.__getitem__)
@@ -193,7 +196,8 @@ class _Counts:
         counts = count_rows(index, experts)
         if size_of(group) > 1:
             counts = exchange.gather(counts, group, "the number of rows of each expert")
-        self._values = counts.view(-1, experts).to(HOST, non_blocking=True)
+        self.everywhere = counts.view(-1, experts)
+        self._values = self.everywhere.to(HOST, non_blocking=True)
         self._copied: Any = None
         if not on_host(counts):
             self._copied = torch.Event(counts.device.type)

@@ -163,7 +163,7 @@ class Step:
         The main loss is divided by the microbatches, and gradients by the context-parallel ranks; a router's loss is a
         sum over the parts of a sequence.
         """
-        before = MoEAuxLossAutoScaler.main_loss_backward_scale
+        before = MoEAuxLossAutoScaler.loss_scale()
         if not self.options.forward_only:
             factor = size_and_rank(None)[0] / self.microbatches
             scale = torch.full((1,), factor, dtype=torch.float64, device=parameter_device())

@@ -142,6 +142,7 @@ def config_from_args(args: Any = None) -> TransformerConfig:
     args = global_vars.get_args() if args is None else args
     return TransformerConfig(
         vocab_size=args.padded_vocab_size,
+        num_moe_experts=args.num_experts,
         recompute=args.recompute_granularity,
         recompute_method=args.recompute_method or "uniform",
         **{name: getattr(args, name) for name in _SAME_NAMES.split()},

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...._distributed.comparison import check_settings, optimizer_settings
-from ...._distributed.experts import refuse_experts
+from ...._distributed.experts import is_expert, refuse_experts
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
 from . import checkpoints
@@ -116,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _steps: StepCount
     # The device of parameters and state.
     device: torch.device
+    # Whether the caller has named the processes, which may be those with the same experts.
+    _takes_experts = False
     # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
     # Whether the first step has compared this process's settings with the other processes'.
@@ -153,12 +155,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            refuse_experts(
-                self.param_groups[-1]["params"],
-                type(self).__name__,
-                "Give experts to an optimizer whose state is not divided, such as apex.optimizers.FusedAdam, and call "
-                "apex.transformer.finalize_model_grads(model, data_parallel=False), which reduces their gradients",
-            )
+            if not (self._takes_experts and all(is_expert(param) for param in self.parameters())):
+                refuse_experts(
+                    self.parameters(),
+                    type(self).__name__,
+                    "Give experts to an optimizer of their own: one whose state is not divided, such as "
+                    "apex.optimizers.FusedAdam, or DistributedFusedAdam with process_group="
+                    "get_expert_data_parallel_group(). Call apex.transformer.finalize_model_grads(model, "
+                    "data_parallel=False) before its step, which reduces their gradients",
+                )
             if self._made:
                 self._take_params_of_first(len(self.param_groups) - 1)
         except (RuntimeError, ValueError):

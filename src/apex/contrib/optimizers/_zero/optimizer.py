@@ -107,6 +107,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self.capturable = capturable
         groups = Groups(process_group or own_world(), distributed_process_group, redundant_process_group)
         self._groups = groups
+        self._takes_experts = process_group is not None
         self._dtypes = dtypes
         self.process_group = groups.process_group
         self.distributed_process_group = groups.distributed
