@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import random
-import sys
 import warnings
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import _env
+from ._random import seed_host
 from .logging import get_dist_logger
 from .ops._host import HOST
 
@@ -104,17 +103,9 @@ def _start(
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             backend = dist.get_default_backend_for_device(accelerator or HOST)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
-    seed_generators(seed)
+    seed_host(seed)
     if verbose:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
         get_dist_logger().info(
             f"{world_size} processes are connected by {dist.get_backend()}, with {device}", ranks=[0]
         )
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the random numbers of Python, PyTorch and, if it is loaded, NumPy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
