@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex import graphs
+from apex import amp, graphs
 from apex.ops import implementation
 from apex.optimizers import FusedAdam, FusedLAMB, FusedMuon, FusedSGD
 from tests.support.harness import Route, routes
@@ -366,6 +366,15 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 def test_refusals(optimizer: Callable[..., Any], options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         optimizer(make(), **options)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_of_amp_are_refused_before_anything_is_cast(level: str) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = FusedAdam(model.parameters(), state_format="int8")
+    with pytest.raises(ValueError, match=f"state_format='int8'.*not the float32 masters that {level} makes"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model.weight.dtype == torch.float32
 
 
 def test_parameters_with_gaps_are_refused() -> None:

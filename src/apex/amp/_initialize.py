@@ -171,6 +171,13 @@ def _check_optimizers(models: list[nn.Module], optimizers: list[Any], properties
         refusal = getattr(kind, "_refuses_amp", None)
         if refusal is not None:
             raise RuntimeError(f"{kind.__module__}.{kind.__name__} is not for amp; {refusal}")
+        if properties.master_weights and getattr(innermost(optimizer), "_encodes", False):
+            inner = innermost(optimizer)
+            raise ValueError(
+                f"state_format={inner.state_format!r}, master_bits={inner.master_bits!r} of {kind.__name__} need the "
+                f"model's own parameters, not the float32 masters that {properties.opt_level} makes; use opt_level="
+                "'O1' or 'O4', or a bfloat16 model with master_bits and without amp"
+            )
         if takes_gradients(optimizer):
             _check_zero_optimizer(innermost(optimizer), properties, combines)
     _check_models_are_updated(models, optimizers)
