@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 import torch
@@ -86,8 +87,17 @@ def _start(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be at least 0 and less than world_size={world_size}")
     if torch.accelerator.is_available():
-        count = torch.accelerator.device_count()
-        torch.accelerator.set_device_index((rank if local_rank is None else local_rank) % max(1, count))
+        count = max(1, torch.accelerator.device_count())
+        index = rank if local_rank is None else local_rank
+        # A launcher may give each process a device of its own, the only one that it sees.
+        may_be_own = count == 1 and _env.devices_are_chosen()
+        if local_rank is not None and local_rank >= count and not may_be_own:
+            warnings.warn(
+                f"rank {rank} is process {local_rank} of its machine, which has {count} accelerators: it shares number "
+                f"{index % count} with another process. Start at most {count} processes on this machine",
+                stacklevel=3,
+            )
+        torch.accelerator.set_device_index(index % count)
     if not dist.is_initialized():
         if backend == _NCCL:
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

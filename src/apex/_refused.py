@@ -11,6 +11,7 @@ _LEGACY = "the legacy engine is not here. Use Booster"
 _DIVIDED = "its state cannot be divided here. Use HybridAdam with LowLevelZeroPlugin"
 _MISSING = "it is not implemented. Use HybridAdam"
 _POLICY = "models are not rewritten by class. Give custom_policy(model, stage, stages) to HybridParallelPlugin"
+_LAYERS = "of its layers Linear1D_Col and Linear1D_Row are here. Use apex.transformer.tensor_parallel for others"
 
 # Paths below the package, each with everything below it, by the reason.
 _REASONS = {
@@ -28,6 +29,7 @@ _REASONS = {
     "nn.optimizer.distributed_lamb nn.optimizer.galore tensor.d_tensor",
     _MISSING: "nn.optimizer.Adafactor nn.optimizer.CAME nn.optimizer.adafactor nn.optimizer.came",
     _POLICY: "shardformer.modeling shardformer.policies",
+    _LAYERS: "shardformer.layer",
 }
 _REASON_OF = {path: reason for reason, paths in _REASONS.items() for path in paths.split()}
 

@@ -3,6 +3,9 @@
 The scripts come from a checkout, `COLOSSALAI=/path/to/checkout`, or are cloned. Nothing but the word is changed; models
 are tiny and data random by what `colossal/sitecustomize.py` puts around them. Two processes on a CPU run each script
 twice: with apex, and with `TWIN=1`, in which the Booster is a few lines of plain PyTorch in float32.
+
+    python tests/clients/colossal_client.py [NAME ...]          scripts and test files, by default all of them
+    python tests/clients/colossal_client.py --gpu CHECKOUT      the three test files that need a GPU
 """
 
 import argparse
@@ -129,13 +132,25 @@ TESTS: dict[str, dict[str, str]] = {
     "test_zero/test_low_level/test_zero_ckpt.py": {},
 }
 
+# Replacements if transformers is not installed: a model of the tests' own.
+WITHOUT_TRANSFORMERS = {
+    "test_optimizer/test_adam_optim.py": {"transformers_bert_for_sequence_classification": "custom_simple_net"},
+}
+# Test files that also run on one GPU; they need torch and pytest only.
+GPU_TESTS = [
+    "test_booster/test_mixed_precision/test_fp16_torch.py",
+    "test_optimizer/test_adam_kernel.py",
+    "test_optimizer/test_adam_optim.py",
+]
+
 
 def original(folder: Path) -> Path:
     """Return a checkout of Colossal-AI."""
     source = os.environ.get("COLOSSALAI")
     if source is None and not (folder / "clone").exists():
         command = ["git", "clone", "--quiet", "--depth=1", "--branch=v0.5.0", REPOSITORY, folder / "clone"]
-        subprocess.run(command, check=True)
+        if subprocess.call(command):
+            sys.exit(f"cannot clone {REPOSITORY}; set COLOSSALAI to a checkout of Colossal-AI 0.5.0")
     return Path(source or folder / "clone")
 
 
@@ -208,9 +223,10 @@ def prepare_tests(source: Path, target: Path, names: list[str]) -> None:
     shutil.copy(HERE / "colossal" / "optimizer_helpers.py", target / "tests/test_optimizer/_utils.py")
     for file in () if torch.cuda.is_available() else (target / "tests").rglob("*.py"):
         file.write_text(re.sub(r'"cuda(:0)?"', '"cpu"', file.read_text()))
+    without = {} if importlib.util.find_spec("transformers") else WITHOUT_TRANSFORMERS
     for name in names:
         text = (target / "tests" / name).read_text()
-        for old, new in TESTS[name].items():
+        for old, new in {**TESTS[name], **without.get(name, {})}.items():
             assert old in text, (name, old)
             text = text.replace(old, new)
         (target / "tests" / name).write_text(text)
@@ -221,9 +237,10 @@ def tested(name: str, root: Path) -> str:
     settings = environment(None, 0, COLOSSAL_TESTS="1", FAST_TEST="1", packages=str(root))
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{name}"]
     done = subprocess.run(command, cwd=root, env=settings, capture_output=True, text=True)
-    last = done.stdout.strip().splitlines()[-1]
+    # pytest ends with a summary; without pytest, or if it cannot start, there are errors only.
+    last = ([*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()] or ["pytest printed nothing"])[-1]
     if done.returncode:
-        print(done.stdout[-6000:], file=sys.stderr)
+        print(done.stdout[-6000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
         raise RuntimeError(last)
     return last.partition(" in ")[0]
 
@@ -262,7 +279,39 @@ def print_outcomes(outcomes: dict[str, str]) -> None:
     sys.exit(any(outcome.startswith("FAILED") for outcome in outcomes.values()))
 
 
+def arguments() -> list[str]:
+    """Return the names to run; set COLOSSALAI to a given checkout. Exit with a message if something is missing."""
+    usage = "%(prog)s [NAME ...] | --gpu CHECKOUT"
+    parser = argparse.ArgumentParser(usage=usage, epilog=f"names: {', '.join([*SCRIPTS, *TESTS])}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scripts and test files to run; by default all")
+    gpu_help = f"a checkout of Colossal-AI 0.5.0, to run {', '.join(GPU_TESTS)} on a GPU"
+    parser.add_argument("--gpu", metavar="CHECKOUT", help=gpu_help)
+    given = parser.parse_args()
+    names = given.names or (GPU_TESTS if given.gpu else [*SCRIPTS, *TESTS])
+    if unknown := [name for name in names if name not in SCRIPTS and name not in TESTS]:
+        parser.error(f"unknown: {', '.join(unknown)}")
+    if given.gpu:
+        os.environ["COLOSSALAI"] = str(Path(given.gpu).resolve())
+        if not torch.cuda.is_available():
+            parser.error("--gpu: PyTorch finds no GPU on this machine")
+    source = os.environ.get("COLOSSALAI")
+    if source and not (Path(source) / "tests/test_optimizer").is_dir():
+        parser.error(f"{source} is no checkout of Colossal-AI: it has no folder tests/test_optimizer")
+    if source is None and shutil.which("git") is None:
+        parser.error("git is not installed; set COLOSSALAI to a checkout of Colossal-AI 0.5.0")
+    if any(name in TESTS for name in names) and importlib.util.find_spec("pytest") is None:
+        parser.error("test files need pytest, which is not installed")
+    return names
+
+
+def find_apex() -> None:
+    """Let this process and its children import the package of this repository if none is installed."""
+    if importlib.util.find_spec("apex") is None:
+        source = str(HERE.parents[1] / "src")
+        sys.path.append(source)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), source]))
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", help="scripts and tests to run; all of them by default")
-    print_outcomes(run_all(parser.parse_args().names or [*SCRIPTS, *TESTS]))
+    find_apex()
+    print_outcomes(run_all(arguments()))

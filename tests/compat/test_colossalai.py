@@ -61,6 +61,7 @@ GEMINI = "Gemini here is FSDP2, without chunks. Use Booster(plugin=GeminiPlugin(
 TRAINING = "apex is for training by Booster"
 LEGACY = "the legacy engine is not here. Use Booster"
 DIVIDED = "its state cannot be divided here. Use HybridAdam with LowLevelZeroPlugin"
+LAYERS = "of its layers Linear1D_Col and Linear1D_Row are here. Use apex.transformer.tensor_parallel for others"
 REFUSED = {
     "zero.GeminiDDP": GEMINI,
     "zero.GeminiOptimizer": GEMINI,
@@ -81,6 +82,8 @@ REFUSED = {
     "tensor.d_tensor.api.clear_layout_converter": DIVIDED,
     "nn.optimizer.CAME": "it is not implemented. Use HybridAdam",
     "shardformer.policies.gpt2.GPT2Policy": "models are not rewritten by class",
+    "shardformer.layer.VocabParallelEmbedding1D": LAYERS,
+    "shardformer.layer.loss.dist_log_prob": LAYERS,
 }
 
 

@@ -45,8 +45,25 @@ def test_a_split_model_goes_on_in_another_split(tmp_path: Path) -> None:
     assert losses(rest)[1] == pytest.approx(losses(whole)[1], abs=1e-3)
 
 
+def test_experts(tmp_path: Path) -> None:
+    sizes = "--layers 2 --steps 4 --microbatch 1"
+    output = run(2, f"--experts 4 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
+    assert losses(output)[1] < losses(output)[0] - 0.1
+
+
 def test_divided_optimizers(tmp_path: Path) -> None:
     # Some CPUs take milliseconds for each matrix product in bfloat16.
     sizes = "--layers 2 --steps 3"
     output = run(2, f"--zero --recompute selective --opt-level O5 {sizes} --checkpoints zero", tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.1
+
+
+def test_split_sequences_and_float8(tmp_path: Path) -> None:
+    """Sequences over two ranks give the losses of one process; float8 products stay near."""
+    sizes = "--layers 1 --hidden 128 --steps 2 --save-every 9"
+    alone = run(1, f"{sizes} --checkpoints alone", tmp_path)
+    split = run(2, f"--context 2 {sizes} --checkpoints split", tmp_path)
+    assert losses(split) == pytest.approx(losses(alone), abs=1e-4)
+    blocks = run(2, f"--context 2 --fp8 blockwise {sizes} --checkpoints blocks", tmp_path)
+    assert "4 of 4 linear layers of the last stage multiply in float8" in blocks
+    assert losses(blocks) == pytest.approx(losses(alone), abs=0.2)

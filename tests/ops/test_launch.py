@@ -181,6 +181,8 @@ def test_empty_tensors(device: str) -> None:
         assert (made.shape, made.stride(), made.dtype, made.device) == (sizes, strides, torch.bfloat16, there)
     last = _device.empty_on(there)((2, 3, 4, 5), (60, 1, 15, 3), torch.float32)
     assert last.is_contiguous(memory_format=torch.channels_last)
+    with pytest.raises((TypeError, RuntimeError)):  # on every device, so that no launch passes torch.Size
+        _device.empty_on(there)(torch.Size((2, 3)), (3, 1), torch.float32)
 
 
 @pytest.mark.gpu

@@ -169,6 +169,36 @@ def test_gradients_of_two_dtypes(name: str, route: Route) -> None:
     assert all(map(torch.equal, params, twins))
 
 
+def _refuse_bfloat16(gradients: list[Tensor], *_: Tensor) -> None:
+    """Stand in for PyTorch's operator on a GPU, which takes no bfloat16."""
+    assert all(gradient.dtype != torch.bfloat16 for gradient in gradients)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gradients_are_unscaled_in_every_dtype(
+    dtype: torch.dtype, route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == torch.float64 and route.implementation == "triton":
+        pytest.skip("kernels take no float64")
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", _refuse_bfloat16)
+    params = parameters(route.device, dtype, shapes=[(24,), (5, 3), (0,)])
+    optimizer: Any = optimizers.FusedAdam(params, lr=0.01)
+    optimizer.grad_scale = torch.full((1,), 12.0, device=route.device)
+    for overflows in (False, True):
+        set_gradients(params, int(overflows))
+        params[1].grad = params[1].grad.mT.contiguous().mT  # gradients need not be contiguous
+        gradients = [param.grad.clone() for param in params]
+        optimizer.found_inf = torch.full((1,), float(overflows), device=route.device)
+        with implementation(route.implementation):
+            optimizer.step()
+        if not overflows:
+            factor = torch.tensor(1 / 12, dtype=torch.float32).item()
+            wide = [gradient.to(torch.promote_types(dtype, torch.float32)) for gradient in gradients]
+            gradients = [(gradient * factor).to(dtype) for gradient in wide]
+        torch.testing.assert_close([param.grad for param in params], gradients)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_gradient_from_before_a_change_of_shape(name: str) -> None:
     params = parameters(shapes=[(24,), (5,)])

@@ -24,8 +24,15 @@ def test_every_layout_up_to_64_ranks(tensor: int) -> None:
         world = tp * stages * data * context
         for expert in (size for size in range(1, data * context + 1) if (data * context) % size == 0):
             sizes = parallel_sizes(world, tp, stages, context, expert)
-            assert sizes == ParallelSizes(tp, stages, data, context, expert)
+            assert sizes == ParallelSizes(tp, stages, data, context, expert, tp)
             check_groups(sizes, rank_groups(default_mesh(sizes), expert))
+        if stages > 2 or context > 2:
+            continue
+        for expert, part in itertools.product((1, 2, 3, 4, 8), repeat=2):  # folded over ranks in any other way
+            if part != tp and (world // stages) % (expert * part) == 0:
+                sizes = parallel_sizes(world, tp, stages, context, expert, part)
+                assert sizes == ParallelSizes(tp, stages, data, context, expert, part)
+                check_groups(sizes, rank_groups(default_mesh(sizes), expert, expert_tensor=part))
 
 
 def check_groups(sizes: ParallelSizes, groups: dict[str, list[list[int]]]) -> None:
@@ -38,9 +45,14 @@ def check_groups(sizes: ParallelSizes, groups: dict[str, list[list[int]]]) -> No
         "context": sizes.context,
         "model": sizes.tensor * sizes.pipeline,
         "data_with_context": sizes.data * sizes.context,
+        "tensor_context": sizes.tensor * sizes.context,
+        "tensor_data": sizes.tensor * sizes.data,
+        "tensor_data_context": sizes.tensor * sizes.data * sizes.context,
         "expert": sizes.expert,
-        "expert_data": sizes.data * sizes.context // sizes.expert,
-        "expert_model": sizes.tensor * sizes.pipeline * sizes.expert,
+        "expert_tensor": sizes.expert_tensor,
+        "expert_tensor_model": sizes.expert * sizes.expert_tensor,
+        "expert_data": world // sizes.pipeline // sizes.expert // sizes.expert_tensor,
+        "expert_model": sizes.pipeline * sizes.expert * sizes.expert_tensor,
         "amax_reduction": sizes.tensor * sizes.data * sizes.context,
     }
     for kind, length in lengths.items():
@@ -50,7 +62,8 @@ def check_groups(sizes: ParallelSizes, groups: dict[str, list[list[int]]]) -> No
     for one, other in (
         ("model", "data_with_context"),
         ("tensor", "pipeline"),
-        ("tensor", "expert"),
+        ("expert_tensor", "expert"),
+        ("expert_tensor_model", "pipeline"),
         ("expert", "expert_data"),
         ("expert_model", "expert_data"),
     ):
@@ -105,6 +118,8 @@ def test_embeddings(
         ((8, 3, 1), RuntimeError, r"`world_size` \(8\) is not divisible by tensor_model_parallel_size \(3\)"),
         ((8, 2, 2, 3), RuntimeError, r"context_parallel_size \(3\)"),
         ((8, 2, 2, 1, 4), RuntimeError, r"expert_model_parallel_size \(4\) must divide the 2 ranks"),
+        ((8, 2, 2, 1, 1, 3), RuntimeError, r"expert_tensor_parallel_size \(3\) must divide the 4 ranks of a pipeline"),
+        ((8, 2, 2, 1, 4, 0), ValueError, "expert tensor model parallel size must be a positive integer, got 0"),
         ((8, 0, 1), ValueError, "tensor model parallel size must be a positive integer, got 0"),
         ((8, 1, 2.0), ValueError, "pipeline model parallel size must be a positive integer, got 2.0"),
     ],

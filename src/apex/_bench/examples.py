@@ -105,7 +105,7 @@ def _calls(makers: dict[str, Callable[[], Callable]], made: _examples.Call, way:
 
 
 def _expected(made: _examples.Call, way: str) -> list[Expected]:
-    # Before the exact results: the first outputs decide the dtypes to which their gradients are rounded.
+    # Before the exact results: gradients are rounded to the dtypes of the first outputs.
     dtypes = [*(each.dtype for each in made.gradients(made.outputs())), *(leaf.dtype for leaf in made.leaves)]
     outputs = len(made.exact) - len(made.leaves)
     slacks = made.slacks(dtypes)

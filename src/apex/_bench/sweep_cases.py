@@ -1,4 +1,4 @@
-"""Families of random cases for `apex bench --sweep`: those of the ops' examples, and optimizers.
+"""Families of random cases for `apex bench --sweep`: the ops' examples, and optimizers.
 
 A family is a function of a `Random` and a device. It returns a case's name and a function that makes its passes, by
 their names: "fwd" and "bwd" of an op, "" of an optimizer.

@@ -122,7 +122,7 @@ class _Child:
 
 
 class _Stub:
-    """A replacement of attention in trials: returns its input. Its attributes are those of attention."""
+    """A replacement of attention in trials: returns its input. Has the attributes of attention."""
 
     def __init__(self, module: Any, returns_tuple: bool) -> None:
         self._module, self._returns_tuple = module, returns_tuple

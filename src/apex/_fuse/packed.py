@@ -36,7 +36,7 @@ def has_edges(given: dict[str, Any]) -> bool:
 
 
 class PackedInterface:
-    """A replacement of transformers' table of attention functions, in which "sdpa" takes packed batches."""
+    """A replacement of transformers' table of attention functions whose "sdpa" takes packed batches."""
 
     def __init__(self, functions: Any) -> None:
         self.functions = functions

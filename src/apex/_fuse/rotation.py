@@ -109,7 +109,7 @@ def _agrees(function: Callable[..., Any], call: Callable[..., Any], reading: _Re
     for rows, scale in ((1, 1.0), (batch, 1.0), (1, 2.0**10), (1, 2.0**-10)):
         shapes = ((batch, 3, 5, 8), (batch, 1, 5, 8), (rows, 5, width), (rows, 5, width))
         q, k, cos, sin = (random_input(nn.Identity(), *shape) for shape in shapes)
-        sin = sin.roll(1, 1)  # other numbers than those of the cosines
+        sin = sin.roll(1, 1)  # numbers that differ from the cosines
         q, k = ((scale * tensor).requires_grad_() for tensor in (q, k))
         results = []
         try:

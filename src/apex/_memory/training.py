@@ -107,7 +107,7 @@ class Training:
         return stack
 
     def _with_real_host(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which step counts and tables on the host are real tensors instead of fake ones.
+        """Return a context that makes step counts and tables on the host real tensors instead of fake ones.
 
         It does nothing for ZeRO, whose tables are as large as a model.
         """

@@ -88,7 +88,7 @@ class BaseAccelerator:
         return torch.autocast(self.name, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
     def stream(self, stream_: Any) -> Any:
-        """Return a context in which operations go to a stream; on a host it does nothing."""
+        """Return a context that sends operations to a stream; on a host it does nothing."""
         return contextlib.nullcontext() if self.is_synchronous else torch.get_device_module(self.name).stream(stream_)
 
     def __getattr__(self, name: str) -> Any:

@@ -17,7 +17,7 @@ class StageRow(NamedTuple):
 
 
 class StageReport(list[StageRow]):
-    """A list of stages in the order in which they were applied. Its text is a table."""
+    """A list of stages, in the order of their application. Its text is a table."""
 
     def __str__(self) -> str:
         width = max((len(row.stage) for row in self), default=0)

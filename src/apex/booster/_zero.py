@@ -15,7 +15,7 @@ from ..contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from ..ops._host import HOST
 from ..ops.multi_tensor import Lists, rules
 from ..ops.multi_tensor.flat import flat, with_strides_of
-from ..optimizers import FusedAdam, FusedSGD
+from ..optimizers import FusedAdam, FusedSGD, OffloadedOptimizer
 
 BYTES_OF_A_GRADIENT = 4
 
@@ -61,10 +61,12 @@ def zero_optimizer(
     else:
         raise ValueError(
             f"the optimizer is a {type(optimizer).__name__}, whose state cannot be divided; use Adam, AdamW or SGD of "
-            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers"
+            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers; DistributedFusedMuon and DistributedFusedLAMB "
+            "of apex.contrib.optimizers divide theirs without a plugin"
         )
-    if any(group.get("maximize") for group in groups):
-        raise ValueError("maximize=True is not supported by ZeRO: give the negative of the loss")
+    _check_options(optimizer, options.get("store_params", True))
+    if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups):
+        options["capturable"] = True
     saved = optimizer.state_dict() if optimizer.state else None
     # A bucket is hardly larger than all parameters, because the engine warns of buckets that stay mostly empty.
     elements = sum(param.numel() for group in groups for param in group["params"])
@@ -80,6 +82,34 @@ def zero_optimizer(
             group.setdefault(name, value)
     divided.param_groups = groups
     return divided, saved
+
+
+# Options that an update of divided state would lose, the value that each must have, and advice.
+_LOST_OPTIONS = {
+    "maximize": (False, "give the negative of the loss"),
+    "differentiable": (False, "a divided step has no gradient"),
+    "stochastic_rounding": (False, "updates are added to float32 weights, and the model's are rounded to the nearest"),
+    "state_format": ("float32", "divided state is float32. TorchDDPPlugin keeps the optimizer as it is"),
+    "master_bits": (None, "divided weights are float32. TorchDDPPlugin keeps the optimizer as it is"),
+}
+
+
+def _check_options(optimizer: torch.optim.Optimizer, stores_params: bool) -> None:
+    """Raise a ValueError for an option of an optimizer that its divided twin would not have."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        raise ValueError(
+            "an OffloadedOptimizer cannot be divided; give the plugin cpu_offload=True and boost the plain optimizer"
+        )
+    if getattr(optimizer, "master_weights", False) and not stores_params:
+        raise ValueError("master_weights=True of the optimizer and master_weights=False of ZeRO contradict each other")
+    for name, (kept, advice) in _LOST_OPTIONS.items():
+        for value in (getattr(optimizer, name, kept), *(group.get(name, kept) for group in optimizer.param_groups)):
+            if value != kept:
+                raise ValueError(f"{name}={value!r} is not supported by ZeRO: {advice}; use {name}={kept!r}")
+    for name in ("amsgrad", "decoupled_weight_decay"):
+        values = {bool(group.get(name, False)) for group in optimizer.param_groups}
+        if len(values) > 1:
+            raise ValueError(f"{name} differs between parameter groups; ZeRO needs one value for all of them")
 
 
 def load_plain_state(divided: DistributedFusedAdam, saved: dict[str, Any]) -> None:

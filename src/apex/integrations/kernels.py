@@ -71,7 +71,7 @@ class _Repository:
         self.layer_name, self._layer = layer.__name__, layer
 
     def load(self) -> type[nn.Module]:
-        """Return the class whose forward replaces that of a layer."""
+        """Return the class whose forward replaces a layer's forward."""
         return self._layer
 
     def __repr__(self) -> str:

@@ -167,7 +167,7 @@ class ApexPrecision(Precision):
 
 
 def _in_trainer(module: Any) -> bool:
-    """Return whether a module is that of a Trainer; Fabric passes any module, or None."""
+    """Return whether a module belongs to a Trainer; Fabric passes any module, or None."""
     return isinstance(module, LightningModule) and getattr(module, "_trainer", None) is not None
 
 

@@ -197,7 +197,7 @@ class MultiStepLR(MultiStepWarmupLR):
 
 
 class OneCycleLR(_torch.OneCycleLR):
-    """PyTorch's OneCycleLR, whose highest rates are those of the optimizer."""
+    """PyTorch's OneCycleLR with the optimizer's rates as the highest rates."""
 
     def __init__(self, optimizer: Any, total_steps: int, pct_start: float = 0.3, *args: Any, **kwargs: Any) -> None:
         # The arguments after these two are PyTorch's, in its order: it has epochs and steps_per_epoch before pct_start.

@@ -33,7 +33,10 @@ class GPU:
 
 
 def _gpu(backend: str, architecture: Any, warp_size: int, multiprocessors: int, shared_kib: int) -> GPU:
-    known = DeviceFacts(str(architecture), backend, multiprocessors, warp_size, shared_kib * 1024)
+    capability = divmod(architecture, 10) if backend == "cuda" else (0, 0)
+    known = DeviceFacts(
+        str(architecture), backend, multiprocessors, warp_size, shared_kib * 1024, capability=capability
+    )
     return GPU(GPUTarget(backend, architecture, warp_size), known)
 
 

@@ -34,7 +34,8 @@ current_stream = getattr(
 class DeviceFacts:
     """Properties of a device that launch rules read.
 
-    `shared_memory` is the largest amount that one program can use, in bytes (LDS on AMD).
+    `shared_memory` is the largest amount that one program can use, in bytes (LDS on AMD). `capability` is the compute
+    capability of an NVIDIA GPU.
     """
 
     name: str
@@ -43,6 +44,7 @@ class DeviceFacts:
     warp_size: int
     shared_memory: int
     max_threads: int = 1024
+    capability: tuple[int, int] = (0, 0)
 
     @property
     def publishes_for_all(self) -> bool:
@@ -74,7 +76,14 @@ def empty_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...]
     index = device.index
     if index is not None and index == current_device() and _empty_on_current is not None and _pretended is None:
         return _empty_on_current
-    return lambda sizes, strides, dtype: torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+    return functools.partial(_empty, device)
+
+
+def _empty(device: torch.device, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate as the function for the current GPU does, with its refusal, so that tests without a GPU see it."""
+    if type(sizes) is not tuple or type(strides) is not tuple:
+        raise TypeError(f"sizes and strides must be tuples, got {type(sizes).__name__} and {type(strides).__name__}")
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
 
 def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -124,6 +133,7 @@ def _read_facts(device: torch.device) -> DeviceFacts:
         multiprocessors=properties.multi_processor_count,
         warp_size=getattr(properties, "warp_size", 64 if hip else 32),
         shared_memory=shared or 48 * 1024,
+        capability=(0, 0) if hip else (properties.major, properties.minor),
     )
 
 
@@ -142,7 +152,7 @@ def pretends() -> bool:
 
 
 def real_tensors() -> contextlib.AbstractContextManager:
-    """Return a context in which the host can make and read real tensors even while launches are planned."""
+    """Return a context that lets the host make and read real tensors even while launches are planned."""
     return _disable_current_modes() if pretends() else contextlib.nullcontext()
 
 

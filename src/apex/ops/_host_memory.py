@@ -26,7 +26,7 @@ _FIRST_BLOCK, _LARGEST_BLOCK = 1 << 22, 1 << 30
 
 
 class _Block:
-    """Pinned host memory, of which tensors are parts."""
+    """Pinned host memory that tensors are cut from."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):  # the device whose kernels may use the memory
@@ -56,7 +56,7 @@ def _wait(device: torch.device) -> None:
 
 
 class _Part:
-    """A part of a block in the form in which PyTorch takes memory of a GPU; keeps the block alive."""
+    """A part of a block, described to PyTorch as memory of a GPU; keeps the block alive."""
 
     def __init__(self, block: _Block, part: Tensor) -> None:
         self._block = block
@@ -94,7 +94,7 @@ class HostMemory:
         return self._known(visible.view(dtype).view(shape))
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor in host memory, laid out alike; the tensor itself if it is there already."""
+        """Return a copy of a tensor in host memory, laid out alike, or the tensor itself if it lies there."""
         if tensor in self._tensors:
             return tensor
         copy = self.empty((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, _dense_strides(tensor))

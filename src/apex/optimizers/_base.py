@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 
 from ..ops import _graph_numbers
 from ..ops._host import HOST
-from ..ops.multi_tensor import make_lists, zero
+from ..ops.multi_tensor import make_lists, scale, zero
 from ..ops.multi_tensor.torch_lists import StateSeed
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
 from ._checkpoints import load_state, saved_state
@@ -457,10 +457,8 @@ def _unscale_gradients(gradients: list[Tensor], scaling: LossScaling) -> None:
     """Remove the loss scale from the gradients after a step; the step used more digits than gradients may have."""
     noop, _, factor = scaling.on(gradients[0].device)
     assert factor is not None
-    if noop is not None:
-        factor = torch.where(noop.reshape(1) != 0, 1.0, factor)
-    ignored = torch.zeros(1, dtype=torch.float32, device=factor.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, ignored, factor)
+    # PyTorch's operator for this takes no bfloat16 on a GPU.
+    scale(gradients, gradients, factor, noop=noop)
 
 
 def run_closure(closure: Callable[[], Any] | None) -> Any:

@@ -33,7 +33,7 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):  # type: i
     """Adam with the numbers of `torch.optim.Adam` (L2 decay); their state dicts are interchangeable."""
 
     _decoupled = False
-    # As exact on a CPU as on a GPU: parameters and gradients are combined, so that there is one tensor.
+    # Parameters and gradients are combined into one tensor, so a CPU is as exact as a GPU.
     _rules = (rules.ADAM, rules.ADAM_AMSGRAD)
     _encodable = MappingProxyType({})
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import _env
 
-# Files whose frames come before those of the script.
+# Files whose frames precede the script's frames.
 _LAUNCHER = (__file__, runpy.__file__, "<frozen runpy>")
 
 

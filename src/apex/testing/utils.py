@@ -28,7 +28,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Decorator:
             for value in chosen:
                 function(**{argument: value}, **kwargs)
 
-        return run  # without the signature, in which pytest would look for fixtures
+        return run  # without the signature: pytest would look for fixtures in it
 
     return decorate
 

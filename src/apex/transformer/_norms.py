@@ -39,10 +39,10 @@ def grad_norm(optimizer: Any, kinds: list[str | None], norm_type: float = 2.0) -
     device = params[0].device
     groups = {DENSE: parallel_state.get_model_parallel_group()}
     is_zero = getattr(optimizer, "_takes_gradients", False)
-    # Without expert parallelism both kinds have the same ranks. With it all ranks join both reductions, even without
-    # experts. ZeRO optimizers hold no experts.
-    if parallel_state.get_expert_model_parallel_world_size() > 1 and not is_zero:
-        groups[EXPERT] = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    # Both kinds may have the same group. Otherwise all ranks join both reductions, even without experts.
+    experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    if experts is not groups[DENSE]:
+        groups[EXPERT] = experts
     norms = []
     for kind, group in groups.items():
         selected_kinds = {kind} if len(groups) > 1 else {DENSE, EXPERT}

@@ -8,16 +8,36 @@ with tensor-parallel neighbours first, then ranks that share a sequence (context
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .._arguments import Count, Index, checked
 from .._distributed.groups import make_group
+from ._groups.expert_groups import get_expert_data_parallel_group as get_expert_data_parallel_group
+from ._groups.expert_groups import get_expert_data_parallel_rank as get_expert_data_parallel_rank
+from ._groups.expert_groups import get_expert_data_parallel_world_size as get_expert_data_parallel_world_size
+from ._groups.expert_groups import get_expert_model_parallel_group as get_expert_model_parallel_group
+from ._groups.expert_groups import get_expert_model_parallel_rank as get_expert_model_parallel_rank
+from ._groups.expert_groups import get_expert_model_parallel_world_size as get_expert_model_parallel_world_size
+from ._groups.expert_groups import (
+    get_expert_tensor_and_model_parallel_group as get_expert_tensor_and_model_parallel_group,
+)
+from ._groups.expert_groups import (
+    get_expert_tensor_and_model_parallel_rank as get_expert_tensor_and_model_parallel_rank,
+)
+from ._groups.expert_groups import (
+    get_expert_tensor_and_model_parallel_world_size as get_expert_tensor_and_model_parallel_world_size,
+)
+from ._groups.expert_groups import (
+    get_expert_tensor_model_pipeline_parallel_group as get_expert_tensor_model_pipeline_parallel_group,
+)
+from ._groups.expert_groups import get_expert_tensor_parallel_group as get_expert_tensor_parallel_group
+from ._groups.expert_groups import get_expert_tensor_parallel_rank as get_expert_tensor_parallel_rank
+from ._groups.expert_groups import get_expert_tensor_parallel_world_size as get_expert_tensor_parallel_world_size
+from ._groups.expert_groups import get_tensor_and_context_parallel_group as get_tensor_and_context_parallel_group
+from ._groups.expert_groups import get_tensor_and_data_parallel_group as get_tensor_and_data_parallel_group
 from ._groups.layout import (
-    ParallelSizes,
     check_stages,
     default_mesh,
     mesh_from_device_mesh,
@@ -30,31 +50,13 @@ from ._groups.nccl_network import new_nccl_socket_group as new_nccl_socket_group
 from ._groups.nccl_network import new_process_group as new_process_group
 from ._groups.nccl_network import set_nccl_ib_envs as set_nccl_ib_envs
 from ._groups.nccl_network import set_nccl_socket_envs as set_nccl_socket_envs
-from ._groups.process_groups import ModelParallelGroups, check_backend, device_mesh_of, make_groups
+from ._groups.process_groups import check_backend, device_mesh_of, make_groups
+from ._groups.state import STATE as _state
+from ._groups.state import State
 
 
 class ExperimentalWarning(Warning):
     """A warning that an experimental feature of PyTorch is used."""
-
-
-@dataclass
-class _State:
-    """The state that `initialize_model_parallel` and the setters keep; a new instance is the uninitialized state."""
-
-    groups: ModelParallelGroups = field(default_factory=ModelParallelGroups)
-    sizes: ParallelSizes | None = None
-    mesh: torch.Tensor | None = None
-    device_mesh: Any = None
-    mpi_group: Any = None
-    virtual_rank: int | None = None
-    virtual_size: int | None = None
-    split_rank: int | None = None
-    # Values of the setters, which take precedence over the groups.
-    rank_overrides: dict[str, int | None] = field(default_factory=dict)
-    size_overrides: dict[str, int | None] = field(default_factory=dict)
-
-
-_state = _State()
 
 
 @checked
@@ -70,33 +72,34 @@ def initialize_model_parallel(
     p2p_backend: str | None = None,
     context_parallel_size: Count = 1,
     expert_model_parallel_size: Count = 1,
+    expert_tensor_parallel_size: Count | None = None,
     device_mesh: Any = None,
 ) -> None:
     """Make all process groups of a model that is split over the processes of the default group.
 
     A size larger than the number of processes is reduced to that number, with a warning. `default_backend` and
     `p2p_backend` (pipelines) default to the default group's backend. Every `context_parallel_size` ranks share a
-    sequence. `expert_model_parallel_size` splits experts over ranks that hold the same part of everything else.
+    sequence. `expert_model_parallel_size` splits the experts of a layer over ranks, and `expert_tensor_parallel_size`,
+    by default the tensor-parallel size, each expert. Their product may be any divisor of a pipeline stage's ranks.
     `use_fp8_` also makes a group for the reduction of fp8 magnitudes.
 
     `device_mesh` replaces the sizes: a `DeviceMesh` over all processes with dimensions named "tp", "pp", "dp" or "cp",
     in any order. Its own groups are used.
     """
-    global _state
     if not dist.is_initialized():
         raise AssertionError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
     if model_parallel_is_initialized():
         raise AssertionError("model parallel groups exist already: call destroy_model_parallel first")
-    world = dist.get_world_size()
+    world, experts = dist.get_world_size(), (expert_model_parallel_size, expert_tensor_parallel_size)
     if device_mesh is None:
         tensor = _at_most(world, tensor_model_parallel_size_=tensor_model_parallel_size_)
         pipeline = _at_most(world, pipeline_model_parallel_size_=pipeline_model_parallel_size_)
-        sizes = parallel_sizes(world, tensor, pipeline, context_parallel_size, expert_model_parallel_size)
+        sizes = parallel_sizes(world, tensor, pipeline, context_parallel_size, *experts)
         mesh = default_mesh(sizes)
     else:
         mesh = mesh_from_device_mesh(device_mesh, world)
         stages, _, context, tensor = mesh.shape
-        sizes = parallel_sizes(world, tensor, stages, context, expert_model_parallel_size)
+        sizes = parallel_sizes(world, tensor, stages, context, *experts)
     check_stages(sizes.pipeline, virtual_pipeline_model_parallel_size_, pipeline_model_parallel_split_rank_)
     for name, backend in ("default_backend", default_backend), ("p2p_backend", p2p_backend):
         check_backend(name, backend)
@@ -104,17 +107,17 @@ def initialize_model_parallel(
     if init_mpi_proc_group and not dist.is_mpi_available():
         raise RuntimeError("init_mpi_proc_group=True needs a PyTorch that was built with MPI")
 
-    state = _State(sizes=sizes, mesh=mesh, split_rank=pipeline_model_parallel_split_rank_)
+    state = State(sizes=sizes, mesh=mesh, split_rank=pipeline_model_parallel_split_rank_)
     if virtual_pipeline_model_parallel_size_ is not None:
         state.virtual_rank, state.virtual_size = 0, virtual_pipeline_model_parallel_size_
-    kinds = rank_groups(mesh, sizes.expert, pipeline_model_parallel_split_rank_)
+    kinds = rank_groups(mesh, sizes.expert, pipeline_model_parallel_split_rank_, sizes.expert_tensor)
     if not use_fp8_:
         del kinds["amax_reduction"]
     state.groups = make_groups(kinds, default_backend, p2p_backend, device_mesh)
     if init_mpi_proc_group:
         state.mpi_group = make_group(backend="mpi")
         state.groups.made.append(state.mpi_group)
-    _state = state
+    _state.become(state)
 
 
 def _at_most(world: int, **size: int) -> int:
@@ -141,21 +144,21 @@ def check_torch_ucc_availability() -> None:
 
 def destroy_model_parallel() -> None:
     """Destroy the groups and return to the uninitialized state."""
-    global _state
-    state, _state = _state, _State()
+    made = _state.groups.made
+    _state.become(State())
     if dist.is_initialized():
-        for group in state.groups.made:
+        for group in made:
             dist.destroy_process_group(group)
 
 
 def is_unitialized() -> bool:
     """Return True if the groups do not exist."""
-    return "data" not in _state.groups.by_kind
+    return not _state.initialized
 
 
 def model_parallel_is_initialized() -> bool:
     """Return True if the groups exist."""
-    return not is_unitialized()
+    return _state.initialized
 
 
 def get_device_mesh() -> Any:
@@ -178,49 +181,19 @@ def get_rank_info() -> tuple[int, int, int, int | None]:
     )
 
 
-def _group(kind: str, name: str) -> Any:
-    """Return this rank's group of a kind, or raise an AssertionError that calls it `name`."""
-    group = _state.groups.by_kind.get(kind)
-    if group is None:
-        raise AssertionError(f"{name} is not initialized: {_missing(kind)}")
-    return group
-
-
-def _missing(kind: str) -> str:
-    """Return the reason why a group does not exist, and what to do, for an error message."""
-    if is_unitialized():
-        return (
-            "call torch.distributed.init_process_group and apex.transformer.parallel_state.initialize_model_parallel "
-            "before layers, losses and schedules of apex.transformer are used, in one process too"
-        )
-    if kind == "amax_reduction":
-        return "initialize_model_parallel was called without use_fp8_=True"
-    return f"rank {dist.get_rank()} is in none of them"
-
-
-def _size(kind: str, name: str) -> int:
-    override = _state.size_overrides.get(kind)
-    return dist.get_world_size(_group(kind, name)) if override is None else override
-
-
-def _rank(kind: str, name: str) -> int:
-    override = _state.rank_overrides.get(kind)
-    return dist.get_rank(_group(kind, name)) if override is None else override
-
-
 def get_model_parallel_group() -> Any:
     """Return the group of ranks that together hold one copy of the model."""
-    return _group("model", "model parallel group")
+    return _state.group("model", "model parallel group")
 
 
 def get_tensor_model_parallel_group() -> Any:
     """Return the group of ranks that hold the parts of the same layers."""
-    return _group("tensor", "tensor model parallel group")
+    return _state.group("tensor", "tensor model parallel group")
 
 
 def get_pipeline_model_parallel_group() -> Any:
     """Return the group of ranks that hold the stages of one pipeline."""
-    return _group("pipeline", "pipeline model parallel group")
+    return _state.group("pipeline", "pipeline model parallel group")
 
 
 @checked
@@ -229,72 +202,57 @@ def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
 
     With `with_context_parallel` it also includes the ranks that process other parts of the same sequences.
     """
-    return _group("data_with_context" if with_context_parallel else "data", "data parallel group")
+    return _state.group("data_with_context" if with_context_parallel else "data", "data parallel group")
 
 
 def get_context_parallel_group() -> Any:
     """Return the group of ranks that share a sequence."""
-    return _group("context", "context parallel group")
-
-
-def get_expert_model_parallel_group() -> Any:
-    """Return the group of ranks that hold different experts of the same layers."""
-    return _group("expert", "expert model parallel group")
-
-
-def get_expert_data_parallel_group() -> Any:
-    """Return the group of ranks that hold the same experts."""
-    return _group("expert_data", "expert data parallel group")
-
-
-def get_expert_tensor_model_pipeline_parallel_group() -> Any:
-    """Return the group of ranks that together hold one copy of all experts."""
-    return _group("expert_model", "expert tensor, model and pipeline parallel group")
+    return _state.group("context", "context parallel group")
 
 
 def get_embedding_group() -> Any:
     """Return the group of stages with the word embeddings: first, last, and the decoder's first."""
-    return _group("embedding", "embedding group")
+    return _state.group("embedding", "embedding group")
 
 
 def get_position_embedding_group() -> Any:
     """Return the group of stages with position embeddings: the first, and the decoder's first."""
-    return _group("position_embedding", "position embedding group")
+    return _state.group("position_embedding", "position embedding group")
 
 
 def get_encoder_relative_position_embedding_group() -> Any:
     """Return the group of the encoder's stages."""
-    return _group("encoder_relative_position_embedding", "encoder relative position embedding group")
+    return _state.group("encoder_relative_position_embedding", "encoder relative position embedding group")
 
 
 def get_decoder_relative_position_embedding_group() -> Any:
     """Return the group of the decoder's stages."""
-    return _group("decoder_relative_position_embedding", "decoder relative position embedding group")
+    return _state.group("decoder_relative_position_embedding", "decoder relative position embedding group")
 
 
 def get_amax_reduction_group() -> Any:
     """Return the group that agrees on the largest magnitudes of fp8 tensors: all ranks of one pipeline stage."""
-    return _group("amax_reduction", "FP8 amax reduction group")
+    return _state.group("amax_reduction", "FP8 amax reduction group")
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the number of ranks that hold the parts of the same layers."""
-    return _size("tensor", "tensor model parallel group")
+    return _state.size("tensor", "tensor model parallel group")
 
 
 def get_tensor_model_parallel_rank() -> int:
     """Return this process's tensor-parallel rank: the index of its part of each layer."""
-    return _rank("tensor", "tensor model parallel group")
+    return _state.rank("tensor", "tensor model parallel group")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Return the number of pipeline ranks."""
-    return _size("pipeline", "pipeline model parallel group")
+    return _state.size("pipeline", "pipeline model parallel group")
 
 
 def get_pipeline_model_parallel_rank() -> int:
     """Return this process's pipeline rank."""
-    return _rank("pipeline", "pipeline model parallel group")
+    return _state.rank("pipeline", "pipeline model parallel group")
 
 
 @checked
@@ -317,26 +275,6 @@ def get_context_parallel_world_size() -> int:
 def get_context_parallel_rank() -> int:
     """Return the index of this process's part of a sequence."""
     return dist.get_rank(get_context_parallel_group())
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks over which experts are split."""
-    return dist.get_world_size(get_expert_model_parallel_group())
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return the index of this process's part of the experts."""
-    return dist.get_rank(get_expert_model_parallel_group())
-
-
-def get_expert_data_parallel_world_size() -> int:
-    """Return the number of ranks that hold the same experts."""
-    return dist.get_world_size(get_expert_data_parallel_group())
-
-
-def get_expert_data_parallel_rank() -> int:
-    """Return this process's rank among those with the same experts."""
-    return dist.get_rank(get_expert_data_parallel_group())
 
 
 @checked
@@ -363,41 +301,34 @@ def set_pipeline_model_parallel_rank(rank: Index | None) -> None:
     _state.rank_overrides["pipeline"] = rank
 
 
-def _member(kind: str, index: int) -> int:
-    ranks = _state.groups.ranks.get(kind)
-    if ranks is None:
-        raise AssertionError(f"{kind} parallel group is not initialized: {_missing(kind)}")
-    return ranks[index % len(ranks)]
-
-
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the global rank of the first rank in this process's tensor-parallel group."""
-    return _member("tensor", 0)
+    return _state.member("tensor", 0)
 
 
 def get_data_parallel_src_rank() -> int:
     """Return the global rank of the first rank in this process's data-parallel group."""
-    return _member("data", 0)
+    return _state.member("data", 0)
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    return _member("pipeline", 0)
+    return _state.member("pipeline", 0)
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    return _member("pipeline", -1)
+    return _state.member("pipeline", -1)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last stage comes the first."""
-    return _member("pipeline", get_pipeline_model_parallel_rank() + 1)
+    return _state.member("pipeline", get_pipeline_model_parallel_rank() + 1)
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first stage comes the last."""
-    return _member("pipeline", get_pipeline_model_parallel_rank() - 1)
+    return _state.member("pipeline", get_pipeline_model_parallel_rank() - 1)
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:

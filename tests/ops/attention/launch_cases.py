@@ -41,34 +41,15 @@ def _packed(
     op_packed.launch_backward(output, *given, output, statistics, *settings, [True])
 
 
-def _varlen(
-    heads: int,
-    size: int,
-    dtype: torch.dtype,
-    window: tuple[int, int],
-    dropout_p: float = 0.0,
-    batched: bool = False,
-) -> None:
-    """Forward and backward of 16 sequences with heads in groups of four; `batched` launches run behind cuDNN's."""
+def _varlen(heads: int, size: int, dtype: torch.dtype, window: tuple[int, int], dropout_p: float = 0.0) -> None:
+    """Forward and backward of 16 sequences with heads in groups of four."""
     query = torch.empty(65536, heads, size, dtype=dtype, device=_META)
     key = torch.empty(65536, heads // 4, size, dtype=dtype, device=_META)
     bounds = torch.empty(17, dtype=torch.int32, device=_META)
     seed = torch.empty(1, dtype=torch.int64, device=_META) if dropout_p else None
-    own_bounds = None if batched else bounds
-    tensors, settings = (query, key, key), (4096, 4096, 0.1, *window, dropout_p, False, False)
-    parts = (bounds, own_bounds, seed)
-    if batched:
-        form = op_varlen._form(tensors, parts, (*settings[:-1], True))
-        statistics = torch.empty(heads, 65536, dtype=torch.float32, device=_META)
-        launch, floats = op_varlen._forward_launch(form)
-        launch((*tensors, None, None, *parts, query, statistics), floats)
-        of_queries, of_keys, floats = op_varlen._backward_launches(form)
-        given = (*tensors, None, None, *parts, query, query, statistics, statistics)
-        of_queries((*given, query), floats)
-        of_keys((*given, None, key, key), floats)
-        return
-    output, statistics = op_varlen.launch_forward(*tensors, *parts, *settings)
-    op_varlen.launch_backward(output, *tensors, *parts, output, statistics, *settings, [True] * 3)
+    given, settings = (query, key, key, bounds, bounds, seed), (4096, 4096, 0.1, *window, dropout_p, False)
+    output, statistics = op_varlen.launch_forward(*given, *settings)
+    op_varlen.launch_backward(output, *given, output, statistics, *settings, [True] * 3)
 
 
 def _behind_cudnn() -> None:
@@ -91,6 +72,5 @@ def record() -> None:
     _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
     _varlen(32, 128, torch.bfloat16, (-1, 0))
     _varlen(32, 128, torch.bfloat16, (4096, 0))
-    _varlen(32, 128, torch.bfloat16, (-1, 0), batched=True)
     _varlen(8, 64, torch.float32, (128, 64), 0.1)
     _behind_cudnn()

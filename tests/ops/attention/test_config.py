@@ -129,3 +129,25 @@ def test_tiles_of_keys_with_a_bias_do_not_spill() -> None:
     """128 keys of heads of 64 keep 296 bytes per thread outside of registers."""
     for length in (112, 248, 576):
         assert config.keys_tile(64, 2, length, length, "mask bias", LARGE).keys <= 64
+
+
+def test_windows_of_long_sequences_have_their_own_tiles_on_hopper_alone() -> None:
+    hopper = replace(LARGE, capability=(9, 0))
+    window = "packed window"
+    assert config.queries_tile(128, 2, 8192, 8192, window, hopper) == (128, 64, 8, 3)
+    assert config.keys_tile(128, 2, 8192, 8192, window, hopper) == (64, 128, 8, 1)
+    for rule in (config.queries_tile, config.keys_tile):
+        for device in (replace(LARGE, capability=(10, 0)), SMALL, AMD):
+            assert rule(128, 2, 8192, 8192, window, device) == rule(128, 2, 8192, 8192, "packed", device)
+        for size, element_size, length in ((64, 2, 8192), (128, 4, 8192), (128, 2, 100)):
+            sizes = (size, element_size, length, length)
+            assert rule(*sizes, window, hopper) == rule(*sizes, "packed", hopper)
+
+
+def test_few_heads_of_a_long_window_leave_four_warps() -> None:
+    """Eight warps have nothing to share of a tile of 32 queries or keys."""
+    hopper = replace(LARGE, capability=(9, 0))
+    for rule, split in ((config.queries_tile, "queries"), (config.keys_tile, "keys")):
+        tile = rule(128, 2, 256, 256, "packed window", hopper)
+        assert config.spread(tile, split, 256, 256, 1, 128, 2, hopper).num_warps <= 4
+        assert config.spread(tile, split, 256, 256, 5000, 128, 2, hopper) == tile

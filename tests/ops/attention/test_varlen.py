@@ -238,7 +238,7 @@ def test_second_derivative(route: Route) -> None:
 
     key, value = tensors[1:3]
     with _library.implementation(route.implementation), torch.enable_grad():
-        arguments = (bounds["cu_seqlens_q"], None, None, 4, 4, 3**-0.5, -1, 0, 0.0, False, False)
+        arguments = (bounds["cu_seqlens_q"], None, None, 4, 4, 3**-0.5, -1, 0, 0.0, False)
         actual = second(
             lambda x: op_varlen.VARLEN_ATTENTION.differentiable(x, key, value, *arguments), tensors[0].requires_grad_()
         )
@@ -273,58 +273,44 @@ def test_autocast_computes_in_its_dtype(route: Route) -> None:
     assert_close(output, exact(case, tensors, bounds)[0][0])
 
 
-def _cudnn_by_formula(query, key, value, causal, scale):
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    logits = query.float() @ key.float().transpose(-1, -2) * scale
-    if causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
-    return (logits.softmax(-1) @ value.float()).to(query.dtype), logits.logsumexp(-1, keepdim=True)
+EQUAL_CASES = [
+    Case("one", (21,), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
+    Case("several", (20, 20, 20), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
+    Case("float16", (20, 20), (2, 2), dtype=torch.float16),
+    Case("other length of keys", (9, 9), (2, 1), lengths_k=(13, 13), dtype=torch.bfloat16),
+]
+OTHER_CASES = [
+    Case("different lengths", (20, 3, 20), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
+    Case("rows left over", (20, 20), (4, 2), options=CAUSAL, tail=20, dtype=torch.bfloat16),
+    Case("window", (20, 20), options={"window_size": (3, 0)}, dtype=torch.bfloat16),
+    Case("causal, other length of keys", (9, 9), options=CAUSAL, lengths_k=(13, 13), dtype=torch.bfloat16),
+    Case("no rows", (0, 0), tail=4, dtype=torch.bfloat16),
+    Case("float32", (20, 20), options=CAUSAL),
+]
 
 
-def _cudnn_backward_by_formula(dout, query, key, value, output, lse, causal, scale):
-    with torch.enable_grad():
-        leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        return torch.autograd.grad(_cudnn_by_formula(*leaves, causal, scale)[0], leaves, dout)
-
-
-KERNELS = [route for route in routes() if route.id in ("interpreter", "gpu-triton")]
-
-
-@pytest.mark.parametrize("route", KERNELS)
-@pytest.mark.parametrize("lengths", [(20, 20, 20), (20, 3, 20), (0, 20, 0), (60,)], ids=str)
-def test_as_many_rows_as_if_all_had_the_greatest_length(
-    route: Route, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are taken for a batch first; the kernels find out whether they are one."""
-    case = Case("", lengths, (4, 2), options={"causal": True}, tail=60 - sum(lengths))
-    tensors, bounds = case.tensors(route.device)
-    bounds["max_seqlen_q"] = 60 // len(lengths)
+@pytest.mark.parametrize("case", [*EQUAL_CASES, *OTHER_CASES], ids=str)
+def test_equal_lengths_on_the_host_are_a_batch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-precision batches go through PyTorch's attention, everything else does not."""
+    tensors, bounds = case.tensors("cpu")
     expected, _ = exact(case, tensors, bounds)
-    monkeypatch.setattr(op_varlen, "_asks_cudnn", lambda *arguments: True)
-    monkeypatch.setattr(op_varlen, "cudnn_attention", _cudnn_by_formula)
-    monkeypatch.setattr(op_varlen, "cudnn_attention_backward", _cudnn_backward_by_formula)
-    with _library.implementation(route.implementation):
-        for result, right in zip(run(tensors, bounds, case.options), expected, strict=True):
-            assert_close(result, right)
+    shapes, batched = [], reference.batched_attention
+    monkeypatch.setattr(
+        reference, "batched_attention", lambda *x, **how: shapes.append(x[0].shape) or batched(*x, **how)
+    )
+    for result, right in zip(run(tensors, bounds, case.options), expected, strict=True):
+        assert_close(result, right)
+    batch = (len(case.lengths), case.heads[0], case.lengths[0], case.size)
+    assert shapes == ([batch] if case in EQUAL_CASES else [])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(2048,) * 4, (2048, 100, 7, 2000)], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_batch_through_cudnn(lengths: tuple[int, ...], causal: bool) -> None:
-    case = Case("", lengths, (8, 2), 128, {"causal": causal}, tail=8192 - sum(lengths), dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", [*EQUAL_CASES, *OTHER_CASES], ids=str)
+def test_bounds_on_the_host_of_tensors_on_a_gpu(case: Case) -> None:
     tensors, bounds = case.tensors("cuda")
-    taken = op_varlen._asks_cudnn(*tensors[:3], (4, 2048, 2048), (-1, 0 if causal else -1))
-    assert taken == (torch.cuda.get_device_capability() == (9, 0))
     expected, _ = exact(case, tensors, bounds)
-    for mode in ("default", "error"):  # nothing waits for the device, once kernels are compiled
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            results = run(tensors, bounds, case.options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for result, right in zip(results, expected, strict=True):
+    bounds = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in bounds.items()}
+    for result, right in zip(run(tensors, bounds, case.options), expected, strict=True):
         assert_close(result, right)
 
 

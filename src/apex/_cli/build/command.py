@@ -26,7 +26,7 @@ from .calls import Call, known_ops, parse_call
 
 @dataclass
 class Row:
-    """What became of a call on a GPU: kernels that it launches, programs compiled, and found in the cache."""
+    """Outcome of building a call for a GPU: kernels launched, programs compiled, programs found in the cache."""
 
     call: str
     gpu: str
@@ -160,7 +160,7 @@ def _compile(folder: Path, jobs: int) -> list[str]:
 
 
 def _ignore_output() -> None:
-    """What compilers print is no part of the table."""
+    """Keep the compilers' own output out of the table."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -21,7 +21,7 @@ from .replay import replay_of
 
 # How much quicker a configuration must be, and how much quicker at first sight to be timed again.
 GAIN, PROMISE = 1.03, 1.02
-# Turns in which the rule's answer and a candidate are timed to decide, and calls in each turn.
+# Turns that time the rule's answer and a candidate to decide, and calls in each turn.
 ROUNDS, CALLS_PER_ROUND = 5, 10
 # How many times the neighbours of the best candidate are tried.
 STEPS = 3
@@ -96,7 +96,7 @@ class Search:
         self.pending = []
 
     def trying(self, changes: Changes) -> Any:
-        """Return a context in which the rule's answer has these changes."""
+        """Return a context that makes these changes to the rule's answer."""
         return trying({self.question.key: changes})
 
     def time_candidates(self, out_of_time: Callable[[], bool]) -> None:

@@ -16,6 +16,7 @@ from ..._distributed.groups import make_mesh
 from ..._env import processes_on_machine
 from ...lazy._recorded import LazyTensor, materialize, replay, take_lazy
 from ...ops._host import HOST
+from ...optimizers import OffloadedOptimizer
 from ...parallel._flat import broadcast_from_first
 from ...transformer._resharding.gathered import local_part
 from ..mixed_precision import FP32Precision, MixedPrecision, Precision, mixed_precision_factory
@@ -107,6 +108,11 @@ class TorchFSDPPlugin(DPPluginBase):
         return True
 
     def _boost(self, model: Any, optimizer: Any, criterion: Any, precision: Any) -> tuple[Any, Any, Any]:
+        if isinstance(optimizer, OffloadedOptimizer):
+            raise ValueError(
+                "an OffloadedOptimizer does not take sharded parameters; boost the plain optimizer, and keep its state "
+                "in the host's memory with TorchFSDPPlugin(cpu_offload=True) or GeminiPlugin(offload_optim_frac=1.0)"
+            )
         chosen = self.precision or precision or FP32Precision()
         replaces_layers = isinstance(chosen, Precision) and type(chosen).prepare is not Precision.prepare
         # Other layers are made from values; without synchronisation each process has values of its own.

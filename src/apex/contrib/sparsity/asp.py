@@ -262,7 +262,7 @@ class ASP:
     @classmethod
     def prune_trained_model(cls, model: nn.Module, optimizer: Any) -> None:
         """Prune 2 of 4 weights of a trained model's linear layers, convolutions and attention, for further training."""
-        if isinstance(model, nn.Module):  # else the next call says what it is
+        if isinstance(model, nn.Module):  # else the next call names it
             _check_optimizer(optimizer, model)
         types = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
         cls.init_model_for_pruning(model, verbosity=2, whitelist=types)

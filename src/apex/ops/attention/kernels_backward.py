@@ -17,7 +17,6 @@ from .kernels_common import (
     keys_in_sight,
     locate,
     mix,
-    rows_with_statistics,
     sees,
     store_tile,
     tile,
@@ -93,17 +92,11 @@ def attention_backward_queries(
     q_z, q_h, q_m, k_z, k_h, k_n, v_z, v_h, v_n, o_z, o_h, o_m, g_z, g_h, g_m, d_z, d_h, d_m, s_z, s_h, plane,
     mask_group, bias_group, threshold, w_left, w_right, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, REPAIRS: tl.constexpr, ALIGN_S: tl.constexpr,
-    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
-    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr,
+    ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr, FULL_D: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the queries, and `delta`, the dot product of each row of `out` with its gradient.
-
-    With REPAIRS, programs end at once if the packed sequences fill all rows: the gradient is there already.
-    """
-    if REPAIRS:
-        if tl.load(cu + batch) == total:
-            return
+    """Compute the gradient of the queries, and `delta`, the dot product of each row of `out` with its gradient."""
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
     head_dim = aligned(head_dim, ALIGN_D)
@@ -124,14 +117,11 @@ def attention_backward_queries(
     deltas = tl.sum(outs.to(tl.float32) * gs.to(tl.float32), 1)
     r = tl.arange(0, BM)
     statistics += z * s_z + h * s_h + row
-    known = left
-    if TAIL:
-        known = rows_with_statistics(left, z, batch, s_z)
-    tl.store(delta + z * s_z + h * s_h + row + r, deltas, mask=r < known)
-    largest = tl.load(statistics + r, mask=r < known, other=0.0)
+    tl.store(delta + z * s_z + h * s_h + row + r, deltas, mask=r < left)
+    largest = tl.load(statistics + r, mask=r < left, other=0.0)
     reciprocal = largest
     if HAS_MASK or HAS_BIAS:
-        reciprocal = tl.load(statistics + plane + r, mask=r < known, other=0.0)
+        reciprocal = tl.load(statistics + plane + r, mask=r < left, other=0.0)
     else:
         largest *= LOG2E
     k += z * k_z + (h // GROUP) * k_h + start_k * k_n
@@ -249,9 +239,9 @@ def attention_backward_keys(
     s_z, s_h, plane,
     mask_group, bias_group, threshold, w_left, w_right, first_batch, scale, inf, kept,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, REPAIRS: tl.constexpr, STORES: tl.constexpr,
-    ALIGN_S: tl.constexpr, ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr,
-    FULL_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr, STORES: tl.constexpr, ALIGN_S: tl.constexpr,
+    ALIGN_M: tl.constexpr, ALIGN_N: tl.constexpr, ALIGN_D: tl.constexpr, FULL_M: tl.constexpr, FULL_N: tl.constexpr,
+    FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of keys and values. Tiles are transposed: keys by queries.
@@ -261,11 +251,7 @@ def attention_backward_keys(
 
     With STORES, the gradient of the logits is stored in `dlogits` [batches, H, N, pitch of M] for batches from
     `first_batch` on; the gradients of queries and bias are computed from it. `delta` is then computed here from `out`.
-    With REPAIRS, programs end at once if the packed sequences fill all rows: the gradients are there already.
     """
-    if REPAIRS:
-        if tl.load(cu + batch) == total:
-            return
     rows = aligned(rows, ALIGN_M)
     columns = aligned(columns, ALIGN_N)
     head_dim = aligned(head_dim, ALIGN_D)

@@ -146,16 +146,6 @@ def locate(
 
 
 @triton.jit
-def rows_with_statistics(left, z, batch, s_z):
-    """Return how many of the `left` rows of a tile have statistics.
-
-    The statistics of cuDNN's attention, whose batch stride `s_z` is not 0, have no place for rows after the last
-    packed sequence.
-    """
-    return tl.where((s_z == 0) | (z < batch), left, 0)
-
-
-@triton.jit
 def keys_in_sight(
     place, partners, w_left, w_right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,

@@ -17,7 +17,6 @@ from .kernels_common import (
     keys_in_sight,
     locate,
     mix,
-    rows_with_statistics,
     sees,
     store_tile,
     tile,
@@ -142,8 +141,6 @@ def _forward_program(
     store_tile(out + z * o_z + h * o_h + row * o_m, result * weight[:, None], left, o_m, head_dim, BM, BD)
     if SAVES:
         statistics += z * s_z + h * s_h + row
-        if TAIL:
-            left = rows_with_statistics(left, z, batch, s_z)
         if HAS_MASK or HAS_BIAS:
             tl.store(statistics + r, largest, mask=r < left)
             tl.store(statistics + plane + r, reciprocal, mask=r < left)
@@ -188,8 +185,6 @@ def attention_forward(
     if REPAIRS:
         filled = tl.load(cu + batch) == total
         tiles = batch * heads * tl.cdiv(rows, BM)
-        if TAIL:
-            tiles += heads * tl.cdiv(total, BM)
         tiles = tl.where(filled, 0, tiles)
         for program in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _forward_program(

@@ -148,8 +148,8 @@ def output_launch(problem: Problem, strides: tuple[int, ...], saves: bool, devic
     return problem.prepare(kernels_forward.attention_forward, programs, tile, strides, pitch, **flags)
 
 
-def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts, repairs: bool = False) -> Any:
-    """Prepare the kernel that computes `delta` and dquery; if it `repairs`, only unless sequences fill all rows.
+def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFacts) -> Any:
+    """Prepare the kernel that computes `delta` and dquery.
 
     It reads q, k, v, mask, bias, cu_seqlens of queries and of keys, seed, output, its gradient and statistics. `delta`
     is the dot product of every row of the output with its gradient. `strides` belong to q, k, v, output, its gradient
@@ -157,16 +157,11 @@ def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFact
     """
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)
-    kernel = kernels_backward.attention_backward_queries
-    return problem.prepare(kernel, programs, tile, strides, REPAIRS=repairs)
+    return problem.prepare(kernels_backward.attention_backward_queries, programs, tile, strides)
 
 
 def dkey_dvalue_launch(
-    problem: Problem,
-    strides: tuple[int, ...],
-    batches: tuple[int, int] | None,
-    device: DeviceFacts,
-    repairs: bool = False,
+    problem: Problem, strides: tuple[int, ...], batches: tuple[int, int] | None, device: DeviceFacts
 ) -> Any:
     """Prepare the kernel that computes dkey and dvalue from the tensors of `dquery_launch` and `delta`.
 
@@ -176,8 +171,8 @@ def dkey_dvalue_launch(
     tile = problem.choose(config.keys_tile, "keys")
     first, count = batches or (0, problem.batch)
     programs = problem.programs(count, problem.columns, tile.keys, keys=True)
-    flags = {"REPAIRS": repairs, "STORES": batches is not None}
-    return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, **flags)
+    stores = batches is not None
+    return problem.prepare(kernels_backward.attention_backward_keys, programs, tile, strides, first, STORES=stores)
 
 
 def dquery_dbias_launch(

@@ -2,7 +2,7 @@
 
 `query` is [total of queries, H, D], `key` and `value` are [total of keys, heads of keys, D]. Sequence i has the queries
 `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` and the keys `cu_seqlens_k[i]` to `cu_seqlens_k[i + 1]`. The host never waits
-for the device: only kernels read the lengths.
+for the device: it reads the lengths only of bounds that are on the CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from .. import _library
 from .._checks import check_floats, check_tensors, integer, number, values_at_hand
 from .._device import contiguous_strides, empty_on, facts, launch_rule
+from .._host import on_host
 from .._op import Derivative, Kernels, Op, Saved
-from . import config, reference
+from . import reference
 from .op_common import FAMILY, Problem, autocast_dtype, dkey_dvalue_launch, dquery_launch, output_launch, takes_head
 from .op_packed import draw_seed
 
@@ -46,6 +47,9 @@ def varlen_attention(
     after its own place; with `window_size=(left, right)` it sees at most `left` keys before it and `right` after it, -1
     for all. `scale` is 1 / sqrt(D) by default. Probabilities are dropped with probability `dropout_p`.
 
+    Bounds may be on the CPU while the other tensors are on a GPU. Half-precision sequences of equal lengths then go
+    through PyTorch's `scaled_dot_product_attention`, as a batch.
+
     Rows that see no key, and rows after the last sequence, are zeros. With `return_lse`, also returns the logarithm of
     each row's sum of exponentials, [H, total of queries], which has no gradient; it is -inf for rows that see no key.
     """
@@ -58,7 +62,7 @@ def varlen_attention(
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None:
         max_seqlen_k = max_seqlen_q
-    _check(query, key, value, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), own_keys)
+    edges = _check(query, key, value, (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k), own_keys)
     left, right = _window(window_size, causal)
     if not 0.0 <= number("dropout_p", dropout_p) < 1.0:
         raise ValueError(f"dropout_p={dropout_p} is not in [0, 1)")
@@ -66,12 +70,14 @@ def varlen_attention(
         scale = 1 / math.sqrt(query.shape[2])
     elif not 0.0 < number("scale", scale) < math.inf:
         raise ValueError(f"scale={scale} must be positive and finite")
+    sequences = 0 if dropout_p or return_lse else _batch_size((query, key), edges, (left, right))
+    if sequences:
+        batch = [tensor.unflatten(0, (sequences, -1)).transpose(1, 2) for tensor in (query, key, value)]
+        return reference.batched_attention(*batch, causal=right == 0, scale=float(scale)).transpose(1, 2).flatten(0, 1)
+    cu_seqlens_q, cu_seqlens_k = (bounds.to(query.device, non_blocking=True) for bounds in (cu_seqlens_q, cu_seqlens_k))
     seed = draw_seed(query.device) if dropout_p > 0 else None
-    batched = not (dropout_p or return_lse) and _asks_cudnn(
-        query, key, value, (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k), (left, right)
-    )
     bounds_k = cu_seqlens_k if own_keys else None
-    settings = (max_seqlen_q, max_seqlen_k, float(scale), left, right, float(dropout_p), return_lse, batched)
+    settings = (max_seqlen_q, max_seqlen_k, float(scale), left, right, float(dropout_p), return_lse)
     arguments = (query, key, value, cu_seqlens_q, bounds_k, seed, *settings)
     if not return_lse:
         return VARLEN_ATTENTION(*arguments)
@@ -93,7 +99,7 @@ class _WithLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _):  # type: ignore[no-untyped-def, override]
-        return *VARLEN_ATTENTION.backward_from_saved(ctx, dout), *(None,) * 11
+        return *VARLEN_ATTENTION.backward_from_saved(ctx, dout), *(None,) * 10
 
 
 def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
@@ -108,8 +114,8 @@ def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int], own_keys: bool
-) -> None:
-    """Raise for arguments that do not fit together; check the lengths if the host can read them without waiting."""
+) -> tuple[list[int] | None, list[int] | None]:
+    """Raise for arguments that do not fit together; return the bounds that the host can read without waiting."""
     check_floats(query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 3 or 0 in tensor.shape[1:]:
@@ -124,7 +130,7 @@ def _check(
             f"query has {query.shape[1]} heads of {query.shape[2]}, key {key.shape[1]} of {key.shape[2]}; heads must "
             "have equal sizes, and the query's number must be a multiple of the key's"
         )
-    named = (("q", query, *queries), ("k", key, *keys))
+    named, at_hand = (("q", query, *queries), ("k", key, *keys)), []
     for letter, tensor, bounds, longest in named if own_keys else named[:1]:
         name = f"cu_seqlens_{letter}"
         check_tensors(**{name: bounds})
@@ -132,10 +138,11 @@ def _check(
             raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
         if bounds.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
-        if bounds.device != query.device:
+        if bounds.device != query.device and not on_host(bounds):
             raise ValueError(f"{name} is on {bounds.device}, query on {query.device}")
         integer(f"max_seqlen_{letter}", longest)
         edges = values_at_hand(bounds)
+        at_hand.append(edges)
         if edges is None:
             continue
         lengths = [end - start for start, end in pairwise(edges)]
@@ -150,70 +157,26 @@ def _check(
         raise ValueError(
             f"query has {query.shape[0]} rows, key {key.shape[0]}; without cu_seqlens_k they must be equal"
         )
+    return at_hand[0], at_hand[-1]
 
 
-def _asks_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, int, int], window: tuple[int, int]
-) -> bool:
-    """Return whether cuDNN should first compute the sequences as one batch, as `op_packed.asks_cudnn` explains."""
-    return (
-        query.is_cuda
-        and not torch.compiler.is_compiling()
-        and _cudnn_takes(query.shape, key.shape, query.dtype, lengths, window, query.device)
-        and _library.runs_triton_now(FAMILY, query)
-        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (query, key, value))
-        and torch.backends.cuda.cudnn_sdp_enabled()
-        and not torch.are_deterministic_algorithms_enabled()
-    )
+def _batch_size(
+    tensors: tuple[Tensor, Tensor], edges: tuple[list[int] | None, list[int] | None], window: tuple[int, int]
+) -> int:
+    """Return the number of sequences if query and key are batches that PyTorch's attention takes, otherwise 0.
 
-
-@launch_rule
-def _cudnn_takes(
-    shape: torch.Size,
-    key_shape: torch.Size,
-    dtype: torch.dtype,
-    lengths: tuple[int, int, int],
-    window: tuple[int, int],
-    device: torch.device,
-) -> bool:
-    (total, heads, head_dim), (sequences, queries, keys) = shape, lengths
-    return (
-        total == sequences * queries
-        and key_shape[0] == sequences * keys
-        # cuDNN's causal mask begins in the other corner, which is the same if the lengths are.
-        and window in ((-1, -1), *([(-1, 0)] if queries == keys else []))
-        and min(queries, keys) >= config.CUDNN_SHORTEST
-        and total * heads * head_dim >= config.CUDNN_FEWEST_ELEMENTS
-        and dtype.itemsize == 2
-        and head_dim % 8 == 0
-        and head_dim <= 128
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)  # cuDNN is quicker there; other GPUs were not measured
-        and torch.backends.cudnn.is_available()
-    )
-
-
-def _batch(tensor: Tensor, length: int) -> Tensor:
-    """Return packed rows as a batch [sequences, H, length, D]."""
-    return tensor.unflatten(0, (-1, length)).transpose(1, 2)
-
-
-def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's output [sequences, H, length, D] and the log of each row's sum of exponentials."""
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    output, lse, *_ = operator(query, key, value, None, True, 0.0, causal, False, scale=scale)
-    return output, lse
-
-
-def cudnn_attention_backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cuDNN's gradients of query, key and value, each [sequences, heads, length, D]."""
-    unused = torch.zeros((), dtype=torch.int64, device=query.device)  # dropout's seed and offset
-    lengths = (query.shape[2], key.shape[2])
-    operator = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-    tensors = (dout, query, key, value, output, lse.view(*query.shape[:3], 1), unused, unused, None, None, None)
-    return operator(*tensors, *lengths, 0.0, causal, scale=scale)
+    Only half precision: PyTorch's attention computes float32 with grouped queries without its fused kernels.
+    """
+    lengths = []
+    for tensor, bounds in zip(tensors, edges, strict=True):
+        if bounds is None or len(bounds) < 2 or not bounds[1] or tensor.dtype.itemsize != 2:
+            return 0
+        if bounds != list(range(0, tensor.shape[0] + 1, bounds[1])):
+            return 0
+        lengths.append(bounds[1])
+    # PyTorch's causal mask begins in the other corner, which is the same if the lengths are.
+    takes = window == (-1, -1) or (window == (-1, 0) and lengths[0] == lengths[1])
+    return tensors[0].shape[0] // lengths[0] if takes else 0
 
 
 def block_forward(
@@ -229,7 +192,7 @@ def block_forward(
     right: int,
 ) -> tuple[Tensor, Tensor]:
     """Return output and logs of sums [H, total] of packed attention, without autograd and without checks."""
-    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    settings = (longest, longest_k, scale, left, right, 0.0, True)
     arguments = (query, key, value, bounds, bounds_k, None, *settings)
     run = VARLEN_ATTENTION.run if _takes(*arguments) else VARLEN_ATTENTION.run_reference
     return run(*arguments)  # type: ignore[return-value]
@@ -254,7 +217,7 @@ def block_backward(
 
     These may be those of an attention of which this is a part: gradients of the parts then add up.
     """
-    settings = (longest, longest_k, scale, left, right, 0.0, True, False)
+    settings = (longest, longest_k, scale, left, right, 0.0, True)
     saved = (query, key, value, bounds, bounds_k, None, output, lse)
     if _takes(query, key, value, bounds, bounds_k, None, *settings) and _library.runs_triton_now(FAMILY, query):
         return VARLEN_ATTENTION.run_backward((dout,), saved, settings, [True] * 3)  # type: ignore[return-value]
@@ -283,7 +246,7 @@ def _form(tensors: tuple[Tensor, ...], bounds: tuple[Tensor | None, ...], settin
 def _problem(form: Any) -> tuple[Problem, tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
     """Return the problem, the strides of the query and of the key, and the floats of the launches."""
     (total, heads, head_dim), (total_keys, key_heads, _), dtype, kinds, edges, settings, device = form
-    longest, longest_keys, scale, left, right, dropout_p, _, batched = settings
+    longest, longest_keys, scale, left, right, dropout_p, _ = settings
     problem = Problem(
         edges - 1,
         heads,
@@ -295,7 +258,6 @@ def _problem(form: Any) -> tuple[Problem, tuple[int, ...], tuple[int, ...], tupl
         total=total,
         tail=True,
         dropout_p=dropout_p,
-        cudnn_first=batched,
         total_keys=total_keys if kinds[1] is not None else 0,
         group=heads // key_heads,
         window=(left, right),
@@ -305,20 +267,12 @@ def _problem(form: Any) -> tuple[Problem, tuple[int, ...], tuple[int, ...], tupl
 
 
 def launch_forward(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor | None, ...]:
-    """Return output and statistics: the log of each row's sum of exponentials, [H, total] unless cuDNN's."""
+    """Return output and statistics: the log of each row's sum of exponentials, [H, total]."""
     (bounds, bounds_k, seed), settings = others[:3], others[3:]
-    longest, longest_keys, scale, _, right, _, _, batched = settings
-    form = _form((query, key), (bounds, bounds_k, seed), settings)
-    launch, floats = _forward_launch(form)
+    launch, floats = _forward_launch(_form((query, key), (bounds, bounds_k, seed), settings))
     (total, heads, head_dim), empty = query.shape, empty_on(query.device)
-    if batched:
-        batches = (_batch(query, longest), _batch(key, longest_keys), _batch(value, longest_keys))
-        output, statistics = cudnn_attention(*batches, right == 0, scale)
-        output = output.transpose(1, 2).reshape(total, heads, head_dim).detach()
-        statistics = statistics.reshape(heads, total)
-    else:
-        output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), query.dtype)
-        statistics = empty((heads, total), (total, 1), torch.float32)
+    output = empty((total, heads, head_dim), (heads * head_dim, head_dim, 1), query.dtype)
+    statistics = empty((heads, total), (total, 1), torch.float32)
     launch((query, key, value, None, None, bounds, bounds_k, seed, output, statistics), floats)
     return output, statistics
 
@@ -335,24 +289,17 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 
     `saved` is the saved tensors of `VARLEN_ATTENTION`, its settings and `wanted`.
     """
-    (query, key, value, bounds, bounds_k, seed, output, statistics), settings, wanted = (
-        saved[:8],
-        saved[8:-1],
-        saved[-1],
-    )
-    longest, longest_keys, scale, _, right, _, _, batched = settings
+    (query, key, value, bounds, bounds_k, seed, output, statistics), settings = saved[:8], saved[8:-1]
     of_queries, of_keys, floats = _backward_launches(_form((query, key), (bounds, bounds_k, seed), settings))
     empty: Any = empty_on(query.device)
-    delta = empty(statistics.shape, contiguous_strides(statistics.shape), torch.float32)
-    if batched:
-        batches = [_batch(t, longest) for t in (dout, query)]
-        batches += [_batch(t, longest_keys) for t in (key, value)]
-        gradients = cudnn_attention_backward(*batches, _batch(output, longest), statistics, right == 0, scale)
-        dquery, dkey, dvalue = (gradient.transpose(1, 2).flatten(0, 1).contiguous() for gradient in gradients)
-    else:
-        dquery, dkey, dvalue = (empty(t.shape, contiguous_strides(t.shape), t.dtype) for t in (query, key, value))
+    shapes = [tuple(tensor.shape) for tensor in (statistics, query, key, value)]  # plain tuples, as `empty` needs
+    dtypes = (torch.float32, query.dtype, key.dtype, value.dtype)
+    delta, dquery, dkey, dvalue = (
+        empty(shape, contiguous_strides(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
     tensors = (query, key, value, None, None, bounds, bounds_k, seed, output, dout, statistics, delta)
     of_queries((*tensors, dquery), floats)  # also computes `delta`, which the other kernel needs
+    wanted = saved[-1]
     if any(wanted[1:]):
         of_keys((*tensors, None, dkey, dvalue), floats)
     gradients = (dquery, dkey, dvalue)
@@ -363,15 +310,15 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 def _backward_launches(form: Any) -> tuple[Any, Any, tuple[float, ...]]:
     """Return the kernels for dquery and for dkey and dvalue, and their floats."""
     problem, of_query, of_key, floats = _problem(form)
-    here, repairs = facts(problem.device), problem.cudnn_first
+    here = facts(problem.device)
     strides = (*of_query, *of_key, *of_key, *of_query, *of_query)
-    of_queries = dquery_launch(problem, (*strides, *of_query), here, repairs)
-    of_keys = dkey_dvalue_launch(problem, (*strides, *of_key, *of_key), None, here, repairs)
+    of_queries = dquery_launch(problem, (*strides, *of_query), here)
+    of_keys = dkey_dvalue_launch(problem, (*strides, *of_key, *of_key), None, here)
     return of_queries, of_keys, floats
 
 
 def _reference(query, key, value, bounds, bounds_k, seed, *settings):  # type: ignore[no-untyped-def]
-    longest, longest_keys, scale, left, right, dropout_p, with_lse, _ = settings
+    longest, longest_keys, scale, left, right, dropout_p, with_lse = settings
     bounds_k = bounds if bounds_k is None else bounds_k
     lengths, masks = (bounds, bounds_k, longest, longest_keys), (scale, left, right, dropout_p, seed)
     return reference.sdpa_varlen_attention(query, key, value, lengths, masks, with_lse)
@@ -393,8 +340,8 @@ def _fake(query, *others):  # type: ignore[no-untyped-def]
 VARLEN_ATTENTION = Op(
     FAMILY,
     "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed, "
-    "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, float dropout_p, bool with_lse, "
-    "bool cudnn_first) -> (Tensor output, Tensor statistics)",
+    "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, float dropout_p, bool with_lse) "
+    "-> (Tensor output, Tensor statistics)",
     reference=_reference,
     kernels=Kernels(launch_forward, launch_backward, _takes),
     shapes=_fake,

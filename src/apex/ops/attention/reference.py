@@ -127,6 +127,7 @@ def _sdpa(
     *,
     causal: bool = False,
     scale: float | None = None,
+    grouped: bool = False,
 ) -> Tensor:
     """Call PyTorch's attention with one batch dimension, for its fused versions, and without a second autocast."""
     lead = query.shape[:-3]
@@ -140,7 +141,8 @@ def _sdpa(
         query, key, value = query.float(), key.float(), value.float()
         added = None if added is None else added.float()
     with autocast_off(query):
-        output = scaled_dot_product_attention(query, key, value, added, is_causal=causal, scale=scale).to(dtype)
+        options = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
+        output = scaled_dot_product_attention(query, key, value, added, **options).to(dtype)  # type: ignore[arg-type]
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 
@@ -157,6 +159,11 @@ def sdpa_packed_attention(
         _sdpa(*qkv[start:end].permute(1, 2, 0, 3).unsqueeze(1))[0].transpose(0, 1) for start, end in pairwise(bounds)
     ]
     return torch.cat([*outputs, zero_rows(qkv, bounds[-1])])
+
+
+def batched_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Tensor:
+    """Return PyTorch's attention of a batch [Z, H, length, D]; keys and values may have fewer heads."""
+    return _sdpa(query, key, value, causal=causal, scale=scale, grouped=query.shape[1] != key.shape[1])
 
 
 def padded_attention(
@@ -260,7 +267,7 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[-2] == heads else tensor.repeat_interleave(heads // tensor.shape[-2], -2)
 
 
-def _sees(rows: int | Tensor, columns: int | Tensor, left: int, right: int, device: torch.device) -> Tensor:
+def _sees(rows: int, columns: int, left: int, right: int, device: torch.device) -> Tensor:
     """Return whether each of the queries sees each key, bool [rows, columns]."""
     place = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + (columns - rows)
     return _in_window(torch.arange(columns, dtype=torch.int64, device=device) - place, left, right)
@@ -307,8 +314,8 @@ def sdpa_varlen_attention(
         seen = _sees(rows, columns, left, right, q.device)
         if not rows or not columns or (rows > columns and right >= 0):  # rows without keys: PyTorch returns NaN
             single = (edge_of(of_queries), edge_of(of_keys))
-            parts = (t[slice(*edge)] for t, edge in ((query, of_queries), (key, of_keys), (value, of_keys)))
-            outputs.append(varlen_attention(*parts, single, *masks)[0])
+            own = (query[slice(*of_queries)], key[slice(*of_keys)], value[slice(*of_keys)])
+            outputs.append(varlen_attention(*own, single, *masks)[0])
             continue
         causal = rows == columns and (left, right) == (-1, 0)
         added = None

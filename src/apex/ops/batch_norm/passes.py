@@ -24,7 +24,7 @@ from .kernel_passes import (
 )
 from .reference import BatchNormSpec, Channels, Exchange, GradientSums
 
-# Dynamo of PyTorch 2.6 refuses to trace strides in a backward pass; that of 2.9 does not.
+# Dynamo of PyTorch 2.6 refuses to trace strides in a backward pass; Dynamo of 2.9 traces them.
 _TRACES_STRIDES = torch.__version__ >= "2.9"
 
 

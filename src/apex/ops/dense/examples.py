@@ -59,7 +59,7 @@ def _mlp_arguments(make: Make, rows: int, *sizes: int, bias: bool = True) -> dic
 
 
 def _mlp(activation: str, bias: bool, input: Tensor, *parameters: Tensor) -> Tensor:
-    """Return the perceptron's output; its parameters are those of the first layer, then of the second, and so on."""
+    """Return the perceptron's output; its parameters come layer by layer."""
     return mlp(input, parameters[:: 1 + bias], parameters[1::2] if bias else (), activation)
 
 

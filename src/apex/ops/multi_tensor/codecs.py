@@ -2,7 +2,7 @@
 
 A codec belongs to a slot of the lists, for every tensor alike. `kernels_codecs.py` has the codecs for a GPU.
 
-    signed8      int8, 254 value / (scale + |value|); a float32 scale, the largest |value|, per GROUP
+    signed8      int8, 127 y for y = 2 x / (1 + |x|), x = value / scale; a float32 scale, the largest |value|, per GROUP
     root8        uint8, 255 sqrt(value) / scale, rounded stochastically, at least 1 unless it is 0; scales of roots
     float8       float8_e4m3fn, 448 value / scale; scales as of signed8
     bfloat16     bfloat16, rounded stochastically
@@ -31,8 +31,6 @@ _DTYPES = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e
 REMAINDERS = {"remainder8": torch.int8, "remainder16": torch.int16}
 # The numbers that kernels know codecs by; 0 is none.
 NUMBERS = {codec: number for number, codec in enumerate((*_DTYPES, *REMAINDERS), 1)}
-# Numbers of codecs on GPUs with instructions for them: a quick reciprocal, and conversions to and from float8.
-QUICK = QUICK_SIGNED8, QUICK_FLOAT8 = len(NUMBERS) + 1, len(NUMBERS) + 2
 STOCHASTIC = frozenset({"root8", "bfloat16"})
 # Added to the seed's hash, so that slots have different noise; slot 0 keeps the noise of stochastic rounding.
 SALT = 0x27D4EB2F
@@ -105,11 +103,12 @@ def decode(codec: str, stored: Tensor, companions: Tensor | None) -> Tensor:
     if companions is None:
         return stored.to(torch.float32)
     codes = stored.to(torch.float32)
-    factor = {"signed8": 1.0, "root8": 1 / 255, "float8": 1 / LARGEST_FLOAT8}[codec]
-    scales = companions[: -(-stored.numel() // GROUP)].mul(factor).repeat_interleave(GROUP)[: stored.numel()]
+    scales = companions[: -(-stored.numel() // GROUP)].repeat_interleave(GROUP)[: stored.numel()]
     if codec == "signed8":
         return codes / (254.0 - codes.abs()) * scales
-    return (codes * scales).square() if codec == "root8" else codes * scales
+    if codec == "root8":
+        return (codes * (1 / 255) * scales).square()
+    return codes * (1 / LARGEST_FLOAT8) * scales
 
 
 def encode(codec: str, values: Tensor, bits_of_noise: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -122,18 +121,16 @@ def encode(codec: str, values: Tensor, bits_of_noise: Tensor | None = None) -> t
     magnitudes = values.sqrt() if codec == "root8" else values
     padded = torch.nn.functional.pad(magnitudes.abs(), (0, -values.numel() % GROUP))
     scales = padded.view(-1, GROUP).amax(1)
+    inverse = torch.where(scales >= SMALLEST, 1 / scales.clamp(min=SMALLEST), 0.0).repeat_interleave(GROUP)[
+        : values.numel()
+    ]
+    x = magnitudes * inverse
     if codec == "signed8":
-        largest = torch.where(scales >= SMALLEST, scales, torch.inf).repeat_interleave(GROUP)[: values.numel()]
-        return torch.round(254.0 * values / (largest + values.abs())).to(torch.int8), scales
-    inverse = torch.where(scales >= SMALLEST, 1 / scales.clamp(min=SMALLEST), 0.0)
+        return torch.floor(2.0 * x / (1.0 + x.abs()) * 127.0 + 0.5).clamp(-127, 127).to(torch.int8), scales
     if codec == "root8":
-        inverse = inverse.mul(255.0 * 2**15).repeat_interleave(GROUP)[: values.numel()]
-        # In steps of 2**-15 of a code, to which as many bits of noise are added.
-        steps = torch.round(magnitudes * inverse).to(torch.int32)
-        steps += 2**14 if bits_of_noise is None else (bits_of_noise & 0x7FFF).to(torch.int32)
-        codes = (steps >> 15).clamp_(0, 255)
+        share = 0.5 if bits_of_noise is None else bits_of_noise * (1 / 65536)
+        codes = torch.floor(x * 255.0 + share).clamp(0, 255)
         return torch.where(values > 0, codes.clamp(min=1), codes).to(torch.uint8), scales
-    x = magnitudes * inverse.repeat_interleave(GROUP)[: values.numel()]
     return (x * LARGEST_FLOAT8).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(torch.float8_e4m3fn), scales
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .._device import DeviceFacts
-from .codecs import NUMBERS, QUICK_FLOAT8, QUICK_SIGNED8
 
 # Elements per program. On an H200, AdamW on 1.3 billion bfloat16 parameters with float32 masters takes 8798 us with
 # 1024, 8911 with 2048, 9495 with 4096; in float32 8689, 8678, 8842. A pass over a single list gains from more: a norm
@@ -40,17 +39,6 @@ def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
     if facts.backend == "interpreter":
         usual = INTERPRETER_BLOCK
     return 2 * usual if usual < largest <= 2 * usual else usual
-
-
-def codec_numbers(facts: DeviceFacts) -> dict[str, int]:
-    """Return the number of each codec in kernels; GPUs that have instructions for a codec use them.
-
-    NVIDIA's GPUs convert float8 since Hopper, which is known by its shared memory, and Ada, which is not used here.
-    """
-    if facts.backend != "cuda":
-        return NUMBERS
-    converts = {"float8": QUICK_FLOAT8} if facts.shared_memory > 200 * 1024 else {}
-    return {**NUMBERS, "signed8": QUICK_SIGNED8, **converts}
 
 
 def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:

@@ -56,8 +56,6 @@ from .kernels_codecs import (
     REMAINDER16,
     decoded,
     noise_bits,
-    plain_quotient,
-    quick_quotient,
     round_stochastically,
     store_encoded,
 )
@@ -66,12 +64,9 @@ from .rule import Rule
 
 
 @functools.cache
-def compiled(rule: Rule, quick: bool = False) -> Any:
-    """Return the rule's function as a `triton.jit` function: its own code, with `triton.language` as its `tl`.
-
-    If `quick`, its quotients are products with NVIDIA's reciprocal.
-    """
-    namespace: dict[str, Any] = {"tl": tl, "quotient": quick_quotient if quick else plain_quotient}
+def compiled(rule: Rule) -> Any:
+    """Return the rule's function as a `triton.jit` function: its own code, with `triton.language` as its `tl`."""
+    namespace: dict[str, Any] = {"tl": tl}
     for helper in rule.helpers:
         namespace[helper.__name__] = _jit(helper, namespace)
     return _jit(rule.function, namespace)

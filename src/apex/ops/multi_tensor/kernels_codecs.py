@@ -9,13 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codecs import NUMBERS, QUICK_FLOAT8, QUICK_SIGNED8
+from .codecs import NUMBERS
 
 # Codecs are numbers here: tuples of constants hold no strings.
 PLAIN = tl.constexpr(0)
 SIGNED8 = tl.constexpr(NUMBERS["signed8"])
-QUICK = tl.constexpr(QUICK_SIGNED8)
-CONVERTED = tl.constexpr(QUICK_FLOAT8)
 ROOT8 = tl.constexpr(NUMBERS["root8"])
 FLOAT8 = tl.constexpr(NUMBERS["float8"])
 BFLOAT16 = tl.constexpr(NUMBERS["bfloat16"])
@@ -39,28 +37,6 @@ def round_stochastically(x, noise):
     """Round to a float32 that bfloat16 can hold, up or down with the probability that makes it right on average."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-
-
-@triton.jit
-def plain_quotient(x, y):
-    """Return x / y."""
-    return x / y
-
-
-@triton.jit
-def quick_quotient(x, y):
-    """Return x / y for normal numbers y, with a relative error of 2^-22, by NVIDIA's reciprocal."""
-    return x * tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def _divided(x, y, CODEC: tl.constexpr):
-    """Return x / y for normal numbers y: in 2 instructions in place of 10, if the codec is QUICK."""
-    if CODEC == QUICK:
-        return quick_quotient(x, y)
-    return plain_quotient(x, y)
 
 
 @triton.jit
@@ -104,14 +80,13 @@ def decoded(pointer, companions, offset, size, mask, CODEC: tl.constexpr, MASKED
             scales = tl.load(companions + group, mask=group * 64 < size, other=0.0)
         else:
             scales = tl.load(companions + group)
-        if CODEC == SIGNED8 or CODEC == QUICK:
+        scales = _spread(scales, BLOCK)
+        if CODEC == SIGNED8:
             number = codes.to(tl.float32)
-            x = _divided(number, 254.0 - tl.abs(number), CODEC) * _spread(scales, BLOCK)
+            x = number / (254.0 - tl.abs(number)) * scales
         elif CODEC == ROOT8:
-            root = codes.to(tl.float32) * _spread(scales * (1 / 255), BLOCK)
+            root = codes.to(tl.float32) * (1 / 255) * scales
             x = root * root
-        elif CODEC == CONVERTED:
-            x = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _spread(scales * (1 / 448), BLOCK)
         else:
             # By integers: not every GPU has float8. Exponents of e4m3 are biased by 7; the smallest one has no
             # leading 1, and steps of 2**-9.
@@ -119,7 +94,7 @@ def decoded(pointer, companions, offset, size, mask, CODEC: tl.constexpr, MASKED
             magnitude = bits & 0x7F
             normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
             number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-            x = tl.where(bits > 127, -number, number) * _spread(scales * (1 / 448), BLOCK)
+            x = tl.where(bits > 127, -number, number) * (1 / 448) * scales
     return x
 
 
@@ -152,21 +127,15 @@ def store_encoded(
         scales = tl.max(tl.abs(tl.reshape(magnitudes, (BLOCK // 64, 64))), axis=1)
         known = scales >= 1.1754943508222875e-38  # the smallest number whose reciprocal is finite
         inverse = tl.where(known, 1.0 / tl.where(known, scales, 1.0), 0.0)
-        # Adding 1.5 * 2**23, or 2**23 if no number is negative, rounds to an integer: the lowest bits of the sum.
-        if CODEC == SIGNED8 or CODEC == QUICK:
-            sums = _spread(tl.where(known, scales, float("inf")), BLOCK) + tl.abs(magnitudes)
-            number = _divided(254.0 * magnitudes, sums, CODEC) + 12582912.0
-            codes = number.to(tl.int32, bitcast=True).to(tl.int8)
+        share = magnitudes * _spread(inverse, BLOCK)
+        if CODEC == SIGNED8:
+            number = 2.0 * share / (1.0 + tl.abs(share))
+            codes = tl.floor(number * 127.0 + 0.5)
+            codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
         elif CODEC == ROOT8:
-            # In steps of 2**-15 of a code, to which as many bits of noise are added.
-            number = magnitudes * _spread(inverse * 8355840.0, BLOCK) + 8388608.0
-            codes = (number.to(tl.int32, bitcast=True) - 0x4B000000 + (noise & 0x7FFF).to(tl.int32)) >> 15
-            codes = tl.minimum(tl.maximum(codes, tl.where(x > 0.0, 1, 0)), 255).to(tl.uint8)
-        elif CODEC == CONVERTED:
-            number = magnitudes * _spread(inverse * 448.0, BLOCK)
-            codes = number.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            codes = tl.floor(share * 255.0 + noise.to(tl.float32) * (1 / 65536))
+            codes = tl.minimum(tl.maximum(codes, tl.where(x > 0.0, 1.0, 0.0)), 255.0).to(tl.uint8)
         else:
-            share = magnitudes * _spread(inverse, BLOCK)
             number = tl.minimum(tl.abs(share) * 448.0, 448.0)
             bits = number.to(tl.int32, bitcast=True)
             rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # to 3 bits of mantissa, halves to even

@@ -192,7 +192,7 @@ class ShardedRows:
 
 
 def project_shards(
-    found: Tensor, limits: Tensor, rows: ShardedRows, eps: float, delta: float, decay: float | Tensor, ratio: float
+    found: Tensor, limits: Tensor, rows: ShardedRows, eps: float, delta: float, decay: Any, ratio: Any
 ) -> Tensor:
     """Decide which tensors AdamP projects, as `TritonRowLists.project` does, if the tensors are shards."""
     sums = torch.zeros((len(rows.owner), 4), dtype=torch.float32, device=found.device)

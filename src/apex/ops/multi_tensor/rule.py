@@ -59,11 +59,6 @@ class Rule:
         return tuple(slot for slot in range(SLOTS) if slot in self.reads or slot in self.writes)
 
 
-def quotient(x: Any, y: Any) -> Any:
-    """Return x / y. Kernels of encoded state may be off by a few of the last bits, in 2 instructions in place of 10."""
-    return x / y
-
-
 # The namespace that rules call `tl`: PyTorch's functions under the names of `triton.language`, so that a rule is
 # written once and runs with either. A sum of two products is written as an `fma`: otherwise the compiler chooses anew
 # for every kernel which product is not rounded first, and a captured step, whose kernels read hyperparameters from

@@ -315,7 +315,7 @@ class TorchLists:
 
 
 def move_averages(averages: Tensor, measured: Tensor, share: float, noop: Tensor | None) -> None:
-    """Move column 0 of `averages` by `share` towards that of `measured`, unless `noop` is set.
+    """Move column 0 of `averages` by `share` towards column 0 of `measured`, unless `noop` is set.
 
     A negative average means that there is none yet; it becomes the measurement.
     """

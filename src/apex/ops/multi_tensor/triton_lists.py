@@ -12,7 +12,7 @@ from .. import _device, _library
 from .._graph_numbers import Number
 from .._tickets import TICKETS, tickets_on
 from . import config
-from .codecs import QUICK, REMAINDERS, Encodings
+from .codecs import NUMBERS, REMAINDERS, Encodings
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
 from .torch_lists import StateSeed, move_averages
@@ -68,8 +68,7 @@ class TritonLists:
         if encodings:
             self._has_remainders = 0 in encodings and encodings[0].codec in REMAINDERS
             self._columns += sum(each.companions is not None for each in encodings.values())
-            numbers = config.codec_numbers(_device.facts(self.device))
-            self._codecs = tuple(numbers[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
+            self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
         # Set by the owner of lists of shards, see `codecs.NoisePlace`.
         self.noise_places: Tensor | None = None
@@ -319,7 +318,7 @@ def _rule_launch(
     """Prepare the launch of a rule, without its tables and numbers."""
     return kernels.apply_rule.prepare(
         (programs,),
-        RULE=kernels.compiled(rule, any(codec in QUICK for codec in codecs)),
+        RULE=kernels.compiled(rule),
         TYPES=tuple(None if name is None else getattr(kernels.tl, name) for name in types),
         CONSTANTS=(  # see kernels.py
             (*flags, *OFF[len(flags) :]),

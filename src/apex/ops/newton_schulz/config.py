@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .._device import DeviceFacts
 
-# Sides of matrices up to which PyTorch's product is quicker than half the tiles of ours.
+# Largest side of matrices whose product is quicker in PyTorch than half the tiles of ours.
 SMALL = 256
 
 # Bytes that the iteration of one batch may take beside its input and output, unless one matrix needs more. With it,
@@ -34,10 +34,9 @@ def matrices_at_once(rows: int, columns: int, element_size: int, copies: int = 0
 
 
 class Tile(NamedTuple):
-    """Columns of a program's tile, rows per column, columns of an input that it loads at once, its warps and stages."""
+    """Side of a program's tile, columns of an input that it loads at once, and its warps and stages."""
 
-    columns: int
-    ratio: int
+    side: int
     depth: int
     num_warps: int
     num_stages: int
@@ -50,4 +49,4 @@ def tile(device: DeviceFacts) -> Tile:
     at once 0.90; PyTorch's whole product takes 1.15. For matrices of 8192 x 2048, transposed, 3 stages take 1.18 of it.
     """
     stages = 4 if device.shared_memory >= 160 * 1024 else 2
-    return Tile(128, 1, 64, 8, stages)
+    return Tile(128, 64, 8, stages)

@@ -4,7 +4,7 @@ left, right  [B, n, K]   any strides
 addend, out  [B, n, n]   contiguous
 
 Only tiles on and below the diagonal are computed; each is stored twice, the second time transposed. This halves the
-work of a general product. A tile has RATIO times as many rows as columns.
+work of a general product.
 """
 
 import triton
@@ -21,29 +21,27 @@ def symmetric_product(
     left_batch, left_row, left_column,
     right_batch, right_row, right_column,
     alpha, beta,
-    TILE: tl.constexpr, RATIO: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    LARGE: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of `alpha left rightᵀ + beta addend` and its mirror image per program.
 
-    A tile has TILE columns. EVEN: n and K are multiples of a tile's rows and of DEPTH, so that no load needs a mask.
-    WIDE: convert to float32 first, for Triton's interpreter, which cannot multiply bfloat16. LARGE: a result has 2**31
-    elements or more. Otherwise places in it are 32-bit numbers, since 64-bit ones do not fit into the registers.
+    EVEN: n and K are multiples of TILE and DEPTH, so that no load needs a mask. WIDE: convert to float32 first, for
+    Triton's interpreter, which cannot multiply bfloat16.
     """
-    # Tiles are counted row by row: row i starts at RATIO i (i + 1) / 2. The root may be off by one for large numbers.
-    number = tl.program_id(0) // RATIO
+    number = tl.program_id(0)
+    # Tiles are counted row by row: row i starts at i (i + 1) / 2. The root may be off by one for large numbers.
     row = ((tl.sqrt((8 * number + 1).to(tl.float32)) - 1) * 0.5).to(tl.int32)
     row = tl.where(row * (row + 1) // 2 > number, row - 1, row)
     row = tl.where((row + 1) * (row + 2) // 2 <= number, row + 1, row)
-    column = tl.program_id(0) - RATIO * (row * (row + 1) // 2)
+    column = number - row * (row + 1) // 2
     batch = tl.program_id(1).to(tl.int64)
 
-    rows = row * (RATIO * TILE) + tl.arange(0, RATIO * TILE)
+    rows = row * TILE + tl.arange(0, TILE)
     columns = column * TILE + tl.arange(0, TILE)
     steps = tl.arange(0, DEPTH)
     left += batch * left_batch + rows.to(tl.int64)[:, None] * left_row + steps[None, :] * left_column
     right += batch * right_batch + columns.to(tl.int64)[:, None] * right_row + steps[None, :] * right_column
-    total = tl.zeros([RATIO * TILE, TILE], tl.float32)
+    total = tl.zeros([TILE, TILE], tl.float32)
     for start in tl.range(0, depth, DEPTH):
         if EVEN:
             a = tl.load(left)
@@ -60,21 +58,11 @@ def symmetric_product(
 
     total = total * alpha
     inside = (rows < n)[:, None] & (columns < n)[None, :]
-    if LARGE:
-        rows = rows.to(tl.int64)
-        columns = columns.to(tl.int64)
-    out += batch * n * n
-    places = rows[:, None] * n + columns[None, :]
+    places = batch * n * n + rows.to(tl.int64)[:, None] * n + columns[None, :]
     if addend is not None:
-        addend += batch * n * n
         total += beta * tl.load(addend + places, mask=inside, other=0.0).to(tl.float32)
     result = total.to(out.dtype.element_ty)
-    mirrored = columns[:, None] * n + rows[None, :]
-    mirrored_inside = (columns < n)[:, None] & (rows < n)[None, :]
-    if column < RATIO * row:
-        tl.store(out + places, result, mask=inside)
-        tl.store(out + mirrored, tl.trans(result), mask=mirrored_inside)
-    else:
-        # A tile on the diagonal stores every element once: the two results for a place may differ in their last bits.
-        tl.store(out + places, result, mask=inside & (rows[:, None] >= columns[None, :]))
-        tl.store(out + mirrored, tl.trans(result), mask=mirrored_inside & (columns[:, None] < rows[None, :]))
+    tl.store(out + places, result, mask=inside)
+    if row != column:
+        mirrored = batch * n * n + columns.to(tl.int64)[:, None] * n + rows[None, :]
+        tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])

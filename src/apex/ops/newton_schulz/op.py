@@ -66,13 +66,12 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
     """Return `alpha left rightᵀ + beta addend` by the kernel; the caller knows that the result is symmetric."""
     batch, n, depth = left.shape
     out = torch.empty(batch, n, n, dtype=left.dtype, device=left.device)
-    columns, ratio, step, num_warps, num_stages = config.tile(facts(left.device))
-    tiles = -(-n // (ratio * columns))
+    side, step, num_warps, num_stages = config.tile(facts(left.device))
+    tiles = -(-n // side)
     sizes = (n, depth, *left.stride(), *right.stride())
-    even = n % (ratio * columns) == 0 and depth % step == 0
-    options = {"TILE": columns, "RATIO": ratio, "DEPTH": step, "EVEN": even, "WIDE": left.device == HOST}
-    options["LARGE"] = n * n >= 2**31
-    grid = (ratio * (tiles * (tiles + 1) // 2), batch)
+    even = n % side == 0 and depth % step == 0
+    options = {"TILE": side, "DEPTH": step, "EVEN": even, "WIDE": left.device == HOST}
+    grid = (tiles * (tiles + 1) // 2, batch)
     kernels.symmetric_product(
         grid, (left, right, addend, out), sizes, (alpha, beta), **options, num_warps=num_warps, num_stages=num_stages
     )

@@ -38,7 +38,7 @@ class RopeSpec(NamedTuple):
     pairs: str = "halves"
 
 
-# The `pairs` of a rotation, and those of its transpose.
+# The `pairs` of a rotation, and the `pairs` of its transpose.
 TRANSPOSED_PAIRS = {
     "halves": "halves",
     "neighbours": "neighbours",

@@ -77,7 +77,7 @@ class Classes(NamedTuple):
 def own_classes(
     labels: Tensor, class_weight: Tensor | None, size: int, ignore_index: int, exchange: Exchange | None
 ) -> Classes:
-    """Return this rank's classes; `labels` and `class_weight` are of all classes, of which `size` are here."""
+    """Return this rank's classes; `labels` and `class_weight` cover all classes, this rank has `size`."""
     labels = labels.long().contiguous()
     if exchange is None:
         return Classes(labels, ignore_index, class_weight, size, 0, None)

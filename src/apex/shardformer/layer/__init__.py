@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._lazy import lazy_subpackages
 from ...transformer import parallel_state
 from ...transformer.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -58,3 +59,6 @@ class Linear1D_Row(_FromLinear, RowParallelLinear):  # type: ignore[misc]
     """A linear layer whose inputs are divided; `parallel_input` says that they arrive divided."""
 
     _options = {"input_is_parallel": True}  # noqa: RUF012
+
+
+__getattr__, __dir__ = lazy_subpackages(__name__, ())  # explains the original's other layers

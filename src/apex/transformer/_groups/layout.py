@@ -26,11 +26,24 @@ class ParallelSizes:
     data: int = 1
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 1
 
 
-def parallel_sizes(world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1) -> ParallelSizes:
-    """Return the sizes for `world` processes; raise a RuntimeError that names the size that does not fit."""
-    requested = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert}
+def parallel_sizes(
+    world: int, tensor: int, pipeline: int, context: int = 1, expert: int = 1, expert_tensor: int | None = None
+) -> ParallelSizes:
+    """Return the sizes for `world` processes; raise a RuntimeError that names the size that does not fit.
+
+    By default each expert is split like other layers.
+    """
+    expert_tensor = tensor if expert_tensor is None else expert_tensor
+    requested = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "context": context,
+        "expert": expert,
+        "expert tensor": expert_tensor,
+    }
     for name, size in requested.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} model parallel size must be a positive integer, got {size!r}")
@@ -40,12 +53,17 @@ def parallel_sizes(world: int, tensor: int, pipeline: int, context: int = 1, exp
             f"`world_size` ({world}) is not divisible by tensor_model_parallel_size ({tensor}) x "
             f"pipeline_model_parallel_size ({pipeline}) x context_parallel_size ({context})"
         )
-    if (world // (tensor * pipeline)) % expert:
+    stage = world // pipeline
+    if stage % expert_tensor:
         raise RuntimeError(
-            f"expert_model_parallel_size ({expert}) must divide the {world // (tensor * pipeline)} ranks that hold the "
+            f"expert_tensor_parallel_size ({expert_tensor}) must divide the {stage} ranks of a pipeline stage"
+        )
+    if (stage // expert_tensor) % expert:
+        raise RuntimeError(
+            f"expert_model_parallel_size ({expert}) must divide the {stage // expert_tensor} ranks that hold the "
             "same part of the model"
         )
-    return ParallelSizes(tensor, pipeline, world // model, context, expert)
+    return ParallelSizes(tensor, pipeline, world // model, context, expert, expert_tensor)
 
 
 def default_mesh(sizes: ParallelSizes) -> Tensor:
@@ -82,16 +100,20 @@ def check_stages(stages: int, virtual: int | None, split: int | None) -> None:
         raise ValueError(f"pipeline_model_parallel_split_rank_ must be a stage, 0 to {stages - 1}, got {split}")
 
 
-def rank_groups(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict[str, list[list[int]]]:
+def rank_groups(
+    mesh: Tensor, expert: int = 1, split: int | None = None, expert_tensor: int | None = None
+) -> dict[str, list[list[int]]]:
     """Return the groups of every kind as disjoint lists of ranks.
 
+    The ranks of a stage, in the order of the mesh, are also a mesh of copies of experts, experts, parts of an expert.
     A rank may be in none of the embedding groups. `split` is the stage where the decoder of an encoder-decoder begins.
     """
     stages, data, context, tensor = mesh.shape
     pipelines = _lists(mesh.permute(1, 2, 3, 0), stages)
     last = stages - 1
-    # Among ranks with the same part of a dense layer, each `expert` neighbours hold different experts.
-    same_part = mesh.permute(0, 3, 1, 2).reshape(stages, tensor, data * context // expert, expert)
+    part = tensor if expert_tensor is None else expert_tensor
+    experts = mesh.reshape(stages, -1, expert, part)
+    copies = experts.shape[1]
     middle = [] if split is None else [split]
     return {
         "tensor": _lists(mesh, tensor),
@@ -100,9 +122,14 @@ def rank_groups(mesh: Tensor, expert: int = 1, split: int | None = None) -> dict
         "model": _lists(mesh.permute(1, 2, 0, 3), stages * tensor),
         "context": _lists(mesh.permute(0, 1, 3, 2), context),
         "data_with_context": _lists(mesh.permute(0, 3, 1, 2), data * context),
-        "expert": _lists(same_part, expert),
-        "expert_data": _lists(same_part.transpose(2, 3), data * context // expert),
-        "expert_model": _lists(same_part.permute(2, 0, 3, 1), stages * expert * tensor),
+        "tensor_context": _lists(mesh, context * tensor),
+        "tensor_data": _lists(mesh.permute(0, 2, 1, 3), data * tensor),
+        "tensor_data_context": _lists(mesh, data * context * tensor),
+        "expert": _lists(experts.transpose(2, 3), expert),
+        "expert_tensor": _lists(experts, part),
+        "expert_tensor_model": _lists(experts, expert * part),
+        "expert_data": _lists(experts.permute(0, 2, 3, 1), copies),
+        "expert_model": _lists(experts.permute(1, 0, 2, 3), stages * expert * part),
         "amax_reduction": _lists(mesh, data * context * tensor),
         "embedding": _stages(pipelines, [0, *middle, last]),
         "position_embedding": _stages(pipelines, [0, *middle]),

@@ -24,6 +24,13 @@ _SEED_STRIDE = 1 << 16
 def layout(chunks: int) -> dict[str, Any]:
     """Return the sizes of all dimensions, the number of chunks and the device; random states resume if all match."""
     sizes = dict(zip(("pipeline", "data", "context", "tensor"), (size for size, _ in _coordinates()), strict=True))
+    if not parallel_state.is_unitialized():
+        experts, parts = (
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+        if experts > 1 or parts != sizes["tensor"]:
+            sizes.update(expert=experts, expert_tensor=parts)
     return {**sizes, "chunks": chunks, "device": parameter_device().type}
 
 

@@ -14,6 +14,7 @@ from ..._distributed import collectives
 from ..._distributed.shards import all_shard_groups, local, reduce_over
 from ...amp._checks import check_count, check_flags, checked_number, checked_scale
 from ...ops._host import HOST, on_host
+from ...ops.multi_tensor import scale
 from .. import parallel_state
 from .._groups.device import parameter_device
 
@@ -103,19 +104,18 @@ class GradScaler(torch.amp.GradScaler):
 def _unscale_shards(
     gradients: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """Unscale this process's parts of gradients, of which some are DTensors, and return its overflow flags.
+    """Unscale this process's parts of gradients, plain tensors or DTensors, and return its overflow flags.
 
     PyTorch refuses DTensors of different meshes, and DTensors beside plain tensors.
     """
-    parts: dict[Any, list[Tensor]] = {}
+    parts: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
         if gradient.dtype == torch.float16 and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
-        parts.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    flags: dict[torch.device, Tensor] = {}
-    for (device, _), tensors in parts.items():
-        flag = flags.setdefault(device, found_inf.to(device, copy=True))
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inv_scale.to(device))
+        parts.setdefault(gradient.device, []).append(gradient)
+    flags = {device: found_inf.to(device, copy=True) for device in parts}
+    for device, tensors in parts.items():
+        scale(tensors, tensors, inv_scale, overflow=flags[device])
     return flags
 
 

@@ -31,7 +31,8 @@ class Block(NamedTuple):
 
     def backward(self, dout: Tensor, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor) -> Any:
         """Return the gradients of query, key and value, from output and logs of sums of the whole attention."""
-        return block_backward(dout, *tensors, output, lse, *self)
+        query, key, value = tensors
+        return block_backward(dout, query, key, value, output, lse, *self)
 
 
 class Merged:

@@ -59,7 +59,7 @@ def context_attention(
     if group is None and not parallel_state.is_unitialized():
         group = parallel_state.get_context_parallel_group()
     ranks = 1 if group is None else dist.get_world_size(group)
-    rows, layout = _packed((query, key, value), ranks, cu_seqlens, max_seqlen)
+    (query_rows, key_rows, value_rows), layout = _packed((query, key, value), ranks, cu_seqlens, max_seqlen)
     bounds, _, longest = layout
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     masks: dict[str, Any] = {
@@ -68,12 +68,12 @@ def context_attention(
         "window_size": (-1 if window is None else window, -1),
     }
     if ranks == 1:
-        output: Any = varlen_attention(*rows, bounds, longest, **masks)
+        output: Any = varlen_attention(query_rows, key_rows, value_rows, bounds, longest, **masks)
     elif comm == "p2p":
-        output = RingAttention.apply(*rows, *layout, scale, causal, group)
+        output = RingAttention.apply(query_rows, key_rows, value_rows, *layout, scale, causal, group)
     else:
         attend = all_gather_attention if comm == "all_gather" else all_to_all_attention
-        output = attend(*rows, layout, masks, group)
+        output = attend(query_rows, key_rows, value_rows, layout, masks, group)
     return output if packed else output.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
 
 

@@ -24,6 +24,7 @@ from .memory import MemoryBuffer, RingMemBuffer, allocate_mem_buff, get_mem_buff
 from .random import (
     checkpoint,
     get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
     init_checkpointed_activations_memory_buffer,
     model_parallel_cuda_manual_seed,
     reset_checkpointed_activations_memory_buffer,
@@ -45,6 +46,7 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_cuda_rng_tracker",
+    "get_expert_parallel_rng_tracker_name",
     "get_mem_buff",
     "init_checkpointed_activations_memory_buffer",
     "model_parallel_cuda_manual_seed",

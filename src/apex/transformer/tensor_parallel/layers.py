@@ -16,11 +16,13 @@ from typing_extensions import Unpack
 from ..._arguments import Count, checked
 from ..._autocast_utils import _cast_if_autocast_enabled
 from ..._distributed import exchange
+from ..._distributed.experts import is_expert
 from ...ops._host import HOST
 from ...ops._library import autocast_off, once_differentiable
 from ...ops.dense.parts import wgrad_gemm_accum
 from .._groups.device import parameter_device
 from ..parallel_state import (
+    get_expert_tensor_parallel_rank,
     get_tensor_model_parallel_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -45,8 +47,13 @@ _ATTRIBUTE_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "par
 
 @checked
 def param_is_not_tensor_parallel_duplicate(param: Tensor) -> bool:
-    """Return True if this rank counts `param`: the parameter is split, or this is the first tensor-parallel rank."""
-    return getattr(param, "tensor_model_parallel", False) or get_tensor_model_parallel_rank() == 0
+    """Return True if this rank counts `param`: the parameter is split, or this is the first tensor-parallel rank.
+
+    An expert (`allreduce = False`) may be split over other ranks than dense layers are.
+    """
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    return (get_expert_tensor_parallel_rank() if is_expert(param) else get_tensor_model_parallel_rank()) == 0
 
 
 @checked

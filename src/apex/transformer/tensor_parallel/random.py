@@ -13,13 +13,20 @@ from ..._arguments import Count, checked
 from ...ops._host import HOST
 from .._groups.device import parameter_device
 from ..context_parallel._parts import size_and_rank
-from ..parallel_state import get_tensor_model_parallel_rank
+from ..parallel_state import (
+    get_expert_model_parallel_rank,
+    get_expert_tensor_parallel_rank,
+    get_tensor_model_parallel_rank,
+)
 from ..utils import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .memory import MemoryBuffer, allocate_mem_buff
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 # Far from the seeds of data-parallel ranks, which are consecutive.
 _MODEL_PARALLEL_SEED_OFFSET = 2718
+# The stream of a rank's experts, and the distance of its seed; ranks with the same experts share it.
+_EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
+_EXPERT_PARALLEL_SEED_OFFSET, _EXPERT_PARALLEL_SEED_STRIDE = 1024, 100
 # The stream of a context-parallel rank that its tensor-parallel ranks share.
 CONTEXT_PARALLEL_STREAM = "context-parallel-rng"
 # Distance between the seeds of context-parallel ranks; tensor-parallel ranks are in the first half of it.
@@ -106,22 +113,31 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _tracker
 
 
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the random number stream of this rank's experts, for `fork`."""
+    return _EXPERT_PARALLEL_RNG_TRACKER_NAME
+
+
 @checked
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default stream equally on all tensor-parallel ranks, and a second stream differently on each.
 
     The default stream serves computations that all ranks repeat, such as dropout outside of split layers. The second
     stream, used inside `fork()`, serves each rank's own part. Ranks that have different parts of the same sequences
-    (context) also get a third stream, for dropout that tensor-parallel ranks repeat.
+    (context) also get a third stream, for dropout that tensor-parallel ranks repeat. The stream
+    `get_expert_parallel_rng_tracker_name()` is shared by ranks with the same part of the same experts.
     """
     ranks, rank = size_and_rank(None)
     first = seed + _MODEL_PARALLEL_SEED_OFFSET + _CONTEXT_PARALLEL_SEED_STRIDE * rank
     own, shared = first + get_tensor_model_parallel_rank(), first + _CONTEXT_PARALLEL_SEED_STRIDE // 2
-    for each in (seed, own, shared):
+    expert = seed + _EXPERT_PARALLEL_SEED_OFFSET + get_expert_tensor_parallel_rank()
+    expert += _EXPERT_PARALLEL_SEED_STRIDE * get_expert_model_parallel_rank()
+    for each in (seed, own, shared, expert):
         _state_after(each)  # raises before anything is changed
     _generator().manual_seed(seed)
     _tracker.reset()
     _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)
+    _tracker.add(_EXPERT_PARALLEL_RNG_TRACKER_NAME, expert)
     if ranks > 1:
         _tracker.add(CONTEXT_PARALLEL_STREAM, shared)
 

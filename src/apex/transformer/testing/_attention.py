@@ -76,13 +76,13 @@ class CoreAttention(nn.Module):
         if query.shape[1] != 1:
             raise ValueError(f"packed documents are one row of words, [1, s]; the batch has {query.shape[1]}")
         bounds, longest = packed.bounds()
-        rows = (tensor.squeeze(1) for tensor in (query, key, value))
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if self.splits_context:
-            options = {"comm": self.cp_comm_type, "cu_seqlens": bounds, "max_seqlen": longest}
-            return context_attention(*rows, causal=self.causal, **options).unsqueeze(1)
+            options: Any = {"comm": self.cp_comm_type, "cu_seqlens": bounds, "max_seqlen": longest}
+            return context_attention(query, key, value, causal=self.causal, **options).unsqueeze(1)
         probability = self.config.attention_dropout if self.training else 0.0
         with own_random_numbers(probability > 0.0):
-            mixed: Any = varlen_attention(*rows, bounds, longest, causal=self.causal, dropout_p=probability)
+            mixed: Any = varlen_attention(query, key, value, bounds, longest, causal=self.causal, dropout_p=probability)
         return mixed.unsqueeze(1)
 
 

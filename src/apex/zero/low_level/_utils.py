@@ -11,7 +11,7 @@ __all__ = ["all_gather_into_flat_tensor_nd"]
 
 
 def all_gather_into_flat_tensor_nd(output_tensor: Tensor, input_tensor: Tensor, group: Any = None) -> None:
-    """Gather flat tensors from a group, or from a tuple of groups, the last of which has neighbouring parts."""
+    """Gather flat tensors from a group, or from a tuple of groups; the last group has neighbouring parts."""
     groups = group if isinstance(group, tuple) else (group,)
     values = input_tensor.reshape(-1)
     for each in reversed(groups):

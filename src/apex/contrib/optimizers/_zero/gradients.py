@@ -65,7 +65,7 @@ class ShardReducer(BucketReducer):
         self._set_buckets({piece.param for piece in pieces} for arena in self.arenas for pieces in arena.layout.pieces)
 
     def _agree(self) -> None:
-        """Agree with all processes to send buckets in the order in which this round completed them."""
+        """Agree with all processes to send buckets in the order of their completion in this round."""
         self._agree_on_order(self.arenas[0].device, self.groups.process_group, self.groups.root)
         self._has_order = True
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .. import fused
-from ..rule import Rule, quotient, tl
+from ..rule import Rule, tl
 
 
 def _moments(p, g, m, v, scalars, FLAGS):
@@ -56,7 +56,7 @@ def _guarded_adam(values, whole, scalars, FLAGS):
     p, g, m, v, peak = values
     step_size, _rest1, _beta2, _rest2, eps, decay, root, limit = scalars
     m, v = _moments(p, g, m, v, scalars, FLAGS)
-    update = quotient(step_size * m, tl.sqrt(v) * root + eps)
+    update = step_size * m / (tl.sqrt(v) * root + eps)
     if FLAGS[2]:
         update = tl.where(update > limit, limit, update)
         update = tl.where(update < -limit, -limit, update)

@@ -102,7 +102,7 @@ def _nadam(values, whole, scalars, FLAGS):
 
 
 def _nadam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, momentum, next_momentum, product, decoupled=False):
-    """Return NAdam's numbers; `product` is that of all momentum factors up to this step."""
+    """Return NAdam's numbers; `product` multiplies all momentum factors up to this step."""
     _, root = corrections(beta1, beta2, step)
     sizes = lr * (1 - momentum) / (1 - product), lr * next_momentum / (1 - product * next_momentum)
     return *sizes, 1 - beta1, beta2, 1 - beta2, eps, lr * weight_decay if decoupled else weight_decay, root
