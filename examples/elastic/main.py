@@ -38,7 +38,7 @@ inputs = torch.rand(1000, 8) * 2 - 1
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
 loader = ElasticLoader(data, args.batch, shuffle=True)
 model = nn.Sequential(nn.Linear(8, 101), nn.Tanh(), nn.Dropout(args.dropout), nn.Linear(101, 1)).to(device)
-optimizer = DistributedFusedAdam(model.parameters(), lr=3e-3, bucket_cap_mb=0.01)
+optimizer = DistributedFusedAdam(model.parameters(), lr=3e-3, bucket_cap_mb=0.005)
 torch.manual_seed(1 + rank)  # each process drops other activations
 
 # The first attempt finds no checkpoint. Later ones get model, optimizer, position in the data and random numbers.
