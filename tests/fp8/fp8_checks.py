@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -119,12 +123,32 @@ def gathered_in_float8(rank: int) -> None:
             state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
             nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).load_state_dict(state)
             assert all(type(tensor) is torch.Tensor for tensor in state.values())
+            _save_and_load(model, Path(tempfile.gettempdir()) / f"float8-{os.getppid()}-{gathers}-{dtype}")
             results.append([loss.detach(), *state.values()])
             assert usual.isfinite().all()
         for usual, gathered in zip(*results, strict=True):
             if dtype is None:
                 assert torch.equal(gathered, usual)
         torch.testing.assert_close(results[1][0], results[0][0], rtol=0.02, atol=0)
+
+
+def _save_and_load(model: nn.Module, path: Path) -> None:
+    """Check that a sharded checkpoint restores the weights."""
+    from torch.distributed import checkpoint
+
+    state = model.state_dict()
+    before = {name: tensor.full_tensor().clone() for name, tensor in state.items()}
+    checkpoint.save(state, checkpoint_id=path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    checkpoint.load(state, checkpoint_id=path)
+    model.load_state_dict(state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), before[name]), name
+    torch.distributed.barrier()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 CHECKS = {check.__name__: check for check in (tensor_parallel_layers, fully_sharded, gathered_in_float8)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from apex import amp, fp8, graphs
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
@@ -201,6 +204,15 @@ def test_weights_for_float8_gathers_compute_as_usual_and_are_put_back():
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
     plain.load_state_dict(model.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert {type(tensor) for tensor in loaded.values()} == {torch.Tensor}
+    model.load_state_dict(loaded)
+    whole = pickle.loads(pickle.dumps(model))
+    assert type(whole[0].weight).__name__ == "ShardedWeight"
+    assert torch.equal(whole(x), model(x))
     fp8.revert(model)
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model[0].weight, plain[0].weight)
@@ -231,6 +243,49 @@ def test_fsdp_gathers_in_float8(tmp_path):
         assert losses[1] == pytest.approx(losses[0], abs=0.02)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("scaling", ["blockwise", "mxfp8", "tensorwise"])
+def test_training_continues_from_a_checkpoint(scaling):
+    """A gated perceptron with two sizes that fit no block, accumulated gradients and recomputed activations."""
+
+    class Perceptron(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(128, hidden), nn.Linear(128, hidden), nn.Linear(hidden, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def start() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Perceptron(90), Perceptron(256))
+        report = fp8.convert(model, scaling, smallest_weight=0, emulate=True)
+        assert [bool(row.reason) for row in report] == [True] * 3 + [False] * 3
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            for seed in (1, 2):
+                x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(seed))
+                hidden = checkpoint(model[1], model[0](x), use_reentrant=False)
+                (hidden - x.tanh()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = start()
+    train(model, optimizer, 2)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    train(model, optimizer, 2)
+    file.seek(0)
+    again, other = start()
+    states = torch.load(file, weights_only=True)
+    again.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    train(again, other, 2)
+    for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_compiled_equals_eager():

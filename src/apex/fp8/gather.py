@@ -57,6 +57,12 @@ class ShardedWeight(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self._tensor!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the tensor of state dicts and checkpoints as an ordinary one, so that they load without apex.fp8."""
+        return (
+            super().__reduce_ex__(protocol) if isinstance(self, nn.Parameter) else self._tensor.__reduce_ex__(protocol)
+        )
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_tensor"], self._power_of_2
 
