@@ -6,10 +6,13 @@
 24 layers of 2048, 50,304 words, 16 sequences of 1024 tokens in bfloat16, FusedAdam with float32 master weights: 14
 bytes of state for each parameter. A step's time is the time between the events at the ends of two steps. For each way
 of staging a save is started between two steps of a loop that never waits for the device. "first" is the step right
-after the call, "copying" the longest step until the host has a copy, "writing" the median of the steps until the
-checkpoint is complete, "call" the host's time in the call. "allowed" is the bar for the first step: 1.1 steps with
-staging on the device; with staging on the host one step, and the time by which the copy is longer than the forward and
-the backward pass.
+after the call, "copying" the longest step until the host has a copy, "writing" the median of some steps after it,
+"call" the host's time in the call. "allowed" is the bar for the first step: 1.1 steps with staging on the device; with
+staging on the host one step, and the time by which the copy is longer than the forward and the backward pass.
+
+These saves go to a folder that cannot be made, so that their writer is free at once. The last save, "complete", is
+written; if it is not complete after `--seconds`, the writer is stopped and "steps" is the number of steps until then.
+Every figure is printed as a line of JSON, and is in the file of results, when it is known.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import json
 import os
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,8 +100,8 @@ class Run:
             ends.append(self.clock.now())
         return [self.clock.between(*pair) for pair in itertools.pairwise(ends)]
 
-    def during_save(self, path: Path, staging: str, most: int) -> dict[str, Any]:
-        """Save while steps go on, until the checkpoint is complete or `most` steps are done."""
+    def during_save(self, path: Path, staging: str, until: float) -> dict[str, Any]:
+        """Save while steps go on, until the save is done, and at most to the time `until`."""
         for _ in range(3):
             self.step()
         ends, is_copied = [self.clock.now()], []
@@ -105,23 +109,25 @@ class Run:
         checkpoint.save_sharded(self.state(), path, use_async=True, staging=staging)
         call = 1e3 * (time.perf_counter() - start)
         saving: Any = _background._saving
-        while len(is_copied) < 6 or not (saving.done() or len(is_copied) == most):
+        while len(is_copied) < 6 or not (saving.done() or time.perf_counter() > until):
             self.step()
             ends.append(self.clock.now())
             if len(ends) > 3 and self.device.type == "cuda":  # as a loop that reads its losses: two steps ahead
                 ends[-3].synchronize()
             is_copied.append(all(event.query() for _, event in COPIES[-1]._events))
         times = [self.clock.between(*pair) for pair in itertools.pairwise(ends)]
-        copying = is_copied.index(True) + 1
+        copying = is_copied.index(True) + 1 if True in is_copied else len(times)
         found = {
             "first": times[0],
             "copying": max(times[:copying]),
             "writing": statistics.median(times[copying:] or times[-1:]),
             "call": call,
         }
-        checkpoint.wait()
-        seconds = round(time.perf_counter() - start, 2)
-        return {**{name: round(value, 2) for name, value in found.items()}, "steps": len(times), "seconds": seconds}
+        result: dict[str, Any] = {name: round(value, 2) for name, value in found.items()} | {"steps": len(times)}
+        if saving.done():
+            checkpoint.wait()
+            result["seconds"] = round(time.perf_counter() - start, 2)
+        return result
 
 
 # The copies of each save, for the end of the copying.
@@ -150,19 +156,33 @@ def bandwidth(device: torch.device, size: int = 1 << 30) -> float:
     return size / min(times) / 1e6
 
 
-def allocate(folder: Path, size: int) -> dict[str, float]:
-    """Start the writer with a small save, and give it memory for the large ones; return the seconds of both."""
-    start = time.perf_counter()
-    checkpoint.save_sharded({"x": torch.ones(1, device="cpu")}, folder / "small", use_async=True)
-    checkpoint.wait()
-    started = time.perf_counter()
-    writer: Any = _background._writer_of_process
-    if writer._buffer.size < size:
+class Preparation:
+    """The writer process and pinned memory, which are made in a thread while the model is built."""
+
+    def __init__(self, folder: Path, size: int, pinned: bool) -> None:
+        self._folder, self._size, self._pinned = folder, size, pinned
+        self.seconds: dict[str, float] = {}
+        start = time.perf_counter()
+        checkpoint.save_sharded({"x": torch.ones(1, device="cpu")}, folder / "small", use_async=True)
+        self._thread = threading.Thread(target=self._allocate, args=(start,))
+        self._thread.start()
+
+    def _allocate(self, start: float) -> None:
+        allocating = time.perf_counter()
+        self._buffer = _staging.HostBuffer(self._size, self._pinned)
+        self.seconds["allocation"] = round(time.perf_counter() - allocating, 2)
+        saving: Any = _background._saving
+        saving.exception()
+        self.seconds["first small save"] = round(time.perf_counter() - start, 2)
+
+    def finish(self) -> dict[str, float]:
+        """Give the writer its memory; return the seconds that both took."""
+        self._thread.join()
+        checkpoint.wait()
+        writer: Any = _background._writer_of_process
         writer._buffer.close()
-        writer._buffer = _staging.HostBuffer(int(1.01 * size) + (1 << 20), torch.cuda.is_available())
-        writer._is_new_buffer = True
-    allocated = time.perf_counter()
-    return {"start of the writer in s": round(started - start, 2), "allocation in s": round(allocated - started, 2)}
+        writer._buffer, writer._is_new_buffer = self._buffer, True
+        return self.seconds
 
 
 @contextlib.contextmanager
@@ -176,39 +196,61 @@ def without_errors() -> Iterator[None]:
         _background._raise_everywhere = raising
 
 
-def measure(sizes: dict[str, int], device: torch.device, folder: Path, capture: bool, most: int) -> dict[str, Any]:
+class Record:
+    """Figures of the run so far: each is printed as a line of JSON, and the file is written anew."""
+
+    def __init__(self, path: Path | None, content: dict[str, Any]) -> None:
+        self.path, self.content = path, content
+
+    def add(self, **figures: Any) -> None:
+        """Add figures, which replace older ones of the same name."""
+        self.content |= figures
+        print(json.dumps(figures), flush=True)
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.content, indent=2) + "\n")
+
+
+def size_of(sizes: dict[str, int]) -> int:
+    """Return at least the bytes of the state: weights in bfloat16, master weights and two moments in float32."""
+    layers, hidden = sizes["layers"], sizes["hidden"]
+    parameters = layers * (12 * hidden**2 + 13 * hidden) + (sizes["words"] + sizes["sequence"] + 2) * hidden
+    return int(1.05 * 14 * parameters) + (16 << 20)
+
+
+def measure(
+    sizes: dict[str, int], device: torch.device, folder: Path, capture: bool, end: float, record: Record
+) -> None:
+    """Record the times of steps without a save, and of steps during saves."""
+    preparation = Preparation(folder, size_of(sizes), device.type == "cuda")
     run = Run(sizes, device, capture)
     run.times(5)
-    step = statistics.median(run.times(12))
+    record.add(seconds=preparation.finish())
+    step = statistics.median(run.times(10))
     count = sum(tensor.nbytes for state in run.state()["optimizer"].values() for tensor in state.values()
                 if isinstance(tensor, torch.Tensor))  # fmt: skip
     count += sum(tensor.nbytes for tensor in run.network.parameters())
-    row: dict[str, Any] = {"state in GB": round(count / 1e9, 2), "step": round(step, 2)}
+    record.add(**{"state in GB": round(count / 1e9, 2), "step": round(step, 2)})
+    passes = copy = 0.0
     if not capture:
         run.optimizer.zero_grad()
-        passes = statistics.median(run.times(6, run.passes))
-        row["forward and backward"] = round(passes, 2)
+        passes = statistics.median(run.times(5, run.passes))
+        record.add(**{"forward and backward": round(passes, 2)})
     if device.type == "cuda":
         speed = bandwidth(device)
         copy = count / speed / 1e6
-        row |= {"GB/s": round(speed, 1), "copy": round(copy, 1)}
-    row |= allocate(folder, count)
-    print(row, flush=True)
+        record.add(**{"GB/s": round(speed, 1), "copy": round(copy, 1)})
+    nowhere = folder / "small" / "manifest.json" / "step"
     for staging in ("device", "host"):
-        # A complete checkpoint is written once. The other saves copy, and their writer finds no folder to write to.
-        complete = staging == "device" and not capture
-        with contextlib.nullcontext() if complete else without_errors():
-            path = folder / "step" if complete else folder / "small" / "manifest.json" / "step"
-            found = run.during_save(path, staging, most)
+        with without_errors():
+            found = run.during_save(nowhere, staging, end)
         if device.type == "cuda" and not capture:
             allowed = 1.1 * step if staging == "device" else step + max(0.0, copy - passes)
             found |= {"allowed": round(allowed, 2), "within": found["first"] <= allowed}
         found["of a step"] = round(found["first"] / step, 3)
-        row[f"staging on the {staging}"] = found
-        print(staging, found, flush=True)
+        record.add(**{f"staging on the {staging}": found})
     if device.type == "cuda":
-        row["peak memory in GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-    return row
+        record.add(**{"peak memory in GB": round(torch.cuda.max_memory_allocated() / 1e9, 1)})
+    record.add(complete=run.during_save(folder / "step", "host", end))
 
 
 def main() -> None:
@@ -218,27 +260,28 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("async_save"), help="where checkpoints go; removed at the end"
     )
-    parser.add_argument("--capture", action="store_true", help="measure captured steps too")
-    parser.add_argument("--most", type=int, default=60, help="steps during a save, at most")
+    parser.add_argument("--capture", action="store_true", help="measure captured steps instead")
+    parser.add_argument("--seconds", type=float, default=50, help="when to stop the last save")
     parser.add_argument("--output", type=Path, help="a folder for the results; benchmarks/results by default")
     args = parser.parse_args()
+    end = time.perf_counter() + args.seconds
     device = torch.device(args.device)
     watch_copies()
-    rows = {}
-    try:
-        for name in ("eager", *(["captured"] if args.capture else [])):
-            rows[name] = measure(TINY if args.tiny else SIZES, device, args.folder, name == "captured", args.most)
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    finally:
-        shutil.rmtree(args.folder, ignore_errors=True)
-    sizes = "tiny" if args.tiny else SIZES
-    result = {**describe(device), "sizes": sizes, "folder": os.fspath(args.folder), "milliseconds": rows}
+    path = None
     if not args.tiny or args.output:
-        folder = args.output or RESULTS
-        path = folder / f"{device_stem(device_name(device))}-async-save.json"
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"wrote {path}")
+        ending = "captured-async-save.json" if args.capture else "async-save.json"
+        path = (args.output or RESULTS) / f"{device_stem(device_name(device))}-{ending}"
+    sizes = TINY if args.tiny else SIZES
+    record = Record(path, {**describe(device), "sizes": sizes, "folder": os.fspath(args.folder)})
+    try:
+        measure(sizes, device, args.folder, args.capture, end, record)
+    finally:
+        writer: Any = _background._writer_of_process
+        if writer is not None and _background.is_busy():
+            writer._process.kill()
+            with contextlib.suppress(RuntimeError):
+                checkpoint.wait()
+        shutil.rmtree(args.folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

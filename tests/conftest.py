@@ -85,3 +85,17 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = previous
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def forked_writers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let writers of asynchronous saves be forks; end a test without a save in flight and without a writer."""
+    from apex.checkpoint import _background
+
+    from .support.forked_writer import ForkedWriter
+
+    monkeypatch.setattr(_background, "start_process", ForkedWriter)
+    monkeypatch.setattr(_background, "_writer_of_process", None)
+    yield
+    _background.wait()
+    _background._close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import apex
-from apex import _process_launch
+from apex import _env, _process_launch
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,32 @@ def test_launch_from_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     apex.launch_from_torch(config={}, backend="gloo", verbose=False)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "count", "visible", "shares"),
+    [(1, 2, None, False), (3, 2, None, True), (3, 2, "0,1", True), (1, 1, None, True), (1, 1, "1", False)],
+)
+def test_processes_that_share_a_device_are_warned(
+    local_rank: int, count: int, visible: str | None, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for name in _env._VISIBLE_DEVICES:
+        monkeypatch.delenv(name, raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        apex.launch(local_rank, 4, "localhost", 1, local_rank=local_rank, verbose=False)
+    monkeypatch.undo()
+    assert chosen == [local_rank % count]
+    messages = [str(warning.message) for warning in caught]
+    expected = f"it shares number {local_rank % count} with another process. Start at most {count} processes"
+    assert [expected in message for message in messages] == [True] * shares
 
 
 @pytest.mark.parametrize(

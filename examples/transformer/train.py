@@ -45,6 +45,10 @@ parser.add_argument("--zero", action="store_true", help="divide the optimizer's 
 parser.add_argument("--opt-level", choices=HALF, help="O5: bfloat16, O2: float16 with a loss scale; on a CPU O0")
 parser.add_argument("--fp8", choices=("tensorwise", "blockwise"), help="float8 products; a CPU emulates them")
 parser.add_argument("--recompute", choices=("selective", "full"), help="compute attention, or layers, again backward")
+parser.add_argument("--experts", type=int, help="experts in place of each MLP")
+parser.add_argument("--topk", type=int, default=2, help="experts of each token")
+parser.add_argument("--aux-loss", type=float, default=1e-2, help="factor of the loss that balances experts")
+parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that divide the experts of a layer")
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--hidden", type=int, default=64)
 parser.add_argument("--heads", type=int, default=4)
@@ -65,7 +69,8 @@ dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
 if args.device == "cuda":
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 chunks = args.chunks if args.chunks > 1 else None
-parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, context_parallel_size=args.context)
+sizes = {"context_parallel_size": args.context, "expert_model_parallel_size": args.expert_parallel}
+parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, **sizes)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 setup_microbatch_calculator(dist.get_rank(), None, args.batch, args.microbatch, replicas)
@@ -83,6 +88,10 @@ config = TransformerConfig(
     attention="sdpa",
     sequence_parallel=args.sequence_parallel,
     recompute=args.recompute,
+    num_moe_experts=args.experts,
+    moe_router_topk=args.topk,
+    moe_aux_loss_coeff=args.aux_loss,
+    moe_token_dispatcher_type="alltoall",
 )
 model = build_model(
     gpt_model_provider,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 Implementation = Literal["auto", "triton", "torch"]
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def requested_implementation() -> Implementation:
@@ -64,8 +65,12 @@ def master_address() -> str | None:
 
 def without_devices() -> dict[str, str]:
     """Return the environment for a process that uses no GPU and one thread."""
-    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
-    return {**os.environ, **hidden, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **dict.fromkeys(_VISIBLE_DEVICES, ""), "OMP_NUM_THREADS": "1"}
+
+
+def devices_are_chosen() -> bool:
+    """Return whether the environment says which of the machine's GPUs this process sees."""
+    return any(name in os.environ for name in _VISIBLE_DEVICES)
 
 
 def processes_on_machine() -> int | None:

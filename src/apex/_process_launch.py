@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import random
-import sys
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import _env
+from ._random import seed_host
 from .logging import get_dist_logger
 from .ops._host import HOST
 
@@ -87,24 +87,25 @@ def _start(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} must be at least 0 and less than world_size={world_size}")
     if torch.accelerator.is_available():
-        count = torch.accelerator.device_count()
-        torch.accelerator.set_device_index((rank if local_rank is None else local_rank) % max(1, count))
+        count = max(1, torch.accelerator.device_count())
+        index = rank if local_rank is None else local_rank
+        # A launcher may give each process a device of its own, the only one that it sees.
+        may_be_own = count == 1 and _env.devices_are_chosen()
+        if local_rank is not None and local_rank >= count and not may_be_own:
+            warnings.warn(
+                f"rank {rank} is process {local_rank} of its machine, which has {count} accelerators: it shares number "
+                f"{index % count} with another process. Start at most {count} processes on this machine",
+                stacklevel=3,
+            )
+        torch.accelerator.set_device_index(index % count)
     if not dist.is_initialized():
         if backend == _NCCL:
             accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
             backend = dist.get_default_backend_for_device(accelerator or HOST)
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world_size)
-    seed_generators(seed)
+    seed_host(seed)
     if verbose:
         device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "no accelerator"
         get_dist_logger().info(
             f"{world_size} processes are connected by {dist.get_backend()}, with {device}", ranks=[0]
         )
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the random numbers of Python, PyTorch and, if it is loaded, NumPy."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)

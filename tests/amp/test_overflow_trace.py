@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apex import amp
+from apex.amp._overflow_buffer import MagnitudeBuffer
 from apex.graphs import CapturedStep
 from apex.optimizers import FusedSGD
 from tests.amp.common import loss_of, overflow_at, small_model, train
@@ -332,6 +333,119 @@ def test_nothing_is_added_while_it_is_off() -> None:
     train(model, optimizer, 2)
     assert not any(module._forward_hooks for module in model)
     assert not trace._buffers
+
+
+def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are outputs of other modules, views of them and outputs that are views are not read again."""
+    read: list[Tensor] = []
+    measure = MagnitudeBuffer.measure
+    monkeypatch.setattr(
+        MagnitudeBuffer, "measure", lambda buffer, tensor: (read.append(tensor.detach()), measure(buffer, tensor))[1]
+    )
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.flat, self.relu, self.last = nn.Linear(6, 8), nn.Flatten(0), nn.ReLU(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.relu(self.flat(self.first(x)).view(5, 8)).view(5, 1, 8)).squeeze(1)
+
+    model, optimizer = prepared(Model(), "O0", loss_scale="dynamic")
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    forward = [record for record in trace.records if record.kind == "forward"]
+    assert [record.module for record in forward] == ["first", "flat", "relu", "last"]
+    # The model's input, outputs of first, relu and last, and four gradients.
+    assert len(read) == 8
+    assert forward[1].largest == forward[0].largest
+    assert [record.inputs for record in forward[1:]] == [(record.largest,) for record in forward[:-1]]
+
+
+def test_modules_in_place_show_their_inputs_from_before_and_gradients_of_both(capsys: pytest.CaptureFixture) -> None:
+    """The input of the dropout is a sum that no module returned."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.drop, self.relu = nn.Dropout(0.5, inplace=True), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            self.summed = (y + y).detach().clone()
+            return self.last(self.relu(self.drop(y + y)))
+
+    model, optimizer = prepared(Model(), "O0", loss_scale="dynamic")
+    with torch.no_grad():
+        model.first.bias.copy_(torch.tensor([-50.0, *[1.0] * 7]))
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    by_name = {(record.module, record.kind): record for record in trace.records}
+    assert by_name["drop", "forward"].inputs == (float(model.summed.abs().max()),)
+    assert by_name["relu", "forward"].inputs == (by_name["drop", "forward"].largest,)
+    assert by_name["last", "forward"].inputs == (by_name["relu", "forward"].largest,)
+    assert by_name["relu", "forward"].largest < by_name["drop", "forward"].largest
+    assert [record.module for record in trace.records if record.kind == "backward"] == ["last", "relu", "drop", "first"]
+    assert by_name["first", "backward"].largest == 4 * by_name["drop", "backward"].largest
+
+
+def test_outputs_of_any_structure_and_modules_that_are_not_called(capsys: pytest.CaptureFixture) -> None:
+    class Parts(nn.Module):
+        def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> dict[str, Any]:
+            return {"twice": 2 * x, "more": (x * scale, None, [x.long(), "text"]), "nothing": None, "count": 3}
+
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            return None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.parts, self.nothing, self.last = nn.Linear(6, 8), Parts(), Nothing(), nn.Linear(8, 4)
+            self.unused, self.tied = nn.Linear(3, 3), self.last
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.parts(self.first(x), scale=torch.tensor(math.inf))
+            self.nothing(parts["twice"])
+            return self.tied(parts["twice"]) + 0 * self.last(parts["more"][0])
+
+    model, optimizer = prepared(Model(), "O0", loss_scale="dynamic")
+    trace = amp.trace_overflow(model)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert line.startswith("first in the forward pass: the output of parts (Parts) is ")
+    assert line.endswith(", inf; they were computed outside of leaf modules, after parts (Parts)")
+    names = [(record.module, record.call) for record in trace.records if record.kind == "forward"]
+    assert names == [("first", 1), ("parts", 1), ("parts", 1), ("last", 1), ("last", 2)]
+
+
+def test_recomputed_activations_are_traced(capsys: pytest.CaptureFixture) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        model, optimizer = prepared(network(nn.ReLU(), Large(1.0, math.inf), nn.Tanh()), verbosity=1)
+        trace = amp.trace_overflow(model)
+        inputs = torch.ones(5, 6, dtype=torch.float16, requires_grad=True)
+        loss = checkpoint(model, inputs, use_reentrant=reentrant).float().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        (line,) = messages(capsys)
+        assert "first in the backward pass: the gradient of the output of 1 (ReLU" in line
+        assert {record.call for record in trace.records} == {1, 2}
+        amp.shutdown()
+
+
+def test_compiled_models_are_told_of(capsys: pytest.CaptureFixture) -> None:
+    model, optimizer = prepared(network(Large(1.0)))
+    compiled = torch.compile(model, backend="eager")
+    amp.trace_overflow(model)
+    with amp.scale_loss(compiled(torch.ones(5, 6)).float().mean() * math.inf, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no module of the traced model" in line]
+    assert line.endswith("(compiled models do not call their modules)")
 
 
 @pytest.mark.gpu

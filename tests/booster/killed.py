@@ -4,7 +4,7 @@ Argument: a folder. This process imports everything and divides, into the ranks 
 its own with what its ranks printed and the checkpoints of its cases; `ends.json` has the exit codes of its ranks.
 
 - "alive" is not killed;
-- "backward", "save" and "writer" are: in a backward pass, in a save, in a thread that saves beside the training;
+- "backward", "save" and "writer" are: in a backward pass, in a save, together with the process that writes for it;
 - "resumed" goes on from their last checkpoints, in as many processes;
 - "exact" is killed too, and "exact alone" and "exact in four" go on from it.
 """
@@ -12,7 +12,9 @@ its own with what its ranks printed and the checkpoints of its cases; `ends.json
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from apex import amp
-from apex.booster import Booster
+from apex import amp, checkpoint
+from apex.booster import Booster, checkpoint_io
+from apex.checkpoint import _background
 from apex.nn.lr_scheduler import LinearWarmupLR
 from tests.booster.problem import adam, net, train
 from tests.booster.process_checks import PLUGINS, needs_fsdp
@@ -60,6 +63,22 @@ def arm(name: str, model: nn.Module) -> None:
     """Make this process die in the next step, or in the save after it with half of the optimizer written."""
     if name == "backward":
         next(model.parameters()).register_hook(die)
+        return
+    if name == "writer":
+        submit = checkpoint_io.submit
+
+        def die_with_writer(*args: Any, **options: Any) -> None:
+            if args[1].name != "optimizer":
+                submit(*args, **options)
+                return
+            checkpoint.wait()  # for the model
+            writer = _background._writer_of_process._process.pid
+            os.kill(writer, signal.SIGSTOP)
+            submit(*args, **options)
+            os.kill(writer, signal.SIGKILL)
+            die()
+
+        checkpoint_io.submit = die_with_writer
         return
     write = torch.save
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
+import os
+import random
+import signal
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,8 +24,9 @@ from apex.booster import Booster, _whole_state, _zero, checkpoint_io
 from apex.booster._whole_state import whole_model, whole_optimizer
 from apex.booster.mixed_precision import FP8MixedPrecision, FP16ApexMixedPrecision, mixed_precision_factory
 from apex.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from apex.checkpoint import DamagedCheckpoint, _huggingface
+from apex.checkpoint import DamagedCheckpoint, Series, _background, _huggingface
 from apex.nn.lr_scheduler import LinearWarmupLR
+from apex.parallel import ElasticLoader
 from apex.transformer import parallel_state
 from tests.booster.problem import (
     OPTIMIZERS,
@@ -186,17 +190,32 @@ def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
             ranks, folder = dist.get_world_size(), Path(f"{plugin} {precision}")
             booster, parts = _with_scheduler(plugin, precision, seed=0)
             _train(booster, parts, range(2), rank, ranks)
-            options = {"shard": shard, "use_async": use_async}
-            booster.save_model(parts[0], folder / "model", use_safetensors=shard, size_per_shard=0, **options)
-            booster.save_optimizer(parts[1], folder / "optimizer", size_per_shard=0, **options)
-            booster.save_lr_scheduler(parts[4], folder / "scheduler")
+            series, loader = Series(folder, sharded=True), ElasticLoader(range(8), 2)
+            options = {"shard": shard, "size_per_shard": 0}
+            random.seed(rank)
+            if use_async:
+                next(iter(loader))
+                everything = {"loader": loader, "note": "kept", "size_per_shard": 0, "use_async": True}
+                booster.save_training(series, 2, *parts[:2], parts[4], **everything)
+            else:
+                booster.save_model(parts[0], folder / "model", use_safetensors=shard, **options)
+                booster.save_optimizer(parts[1], folder / "optimizer", **options)
+                booster.save_lr_scheduler(parts[4], folder / "scheduler")
+            drawn = random.random(), torch.rand(2).tolist()
             _train(booster, parts, range(2, 4), rank, ranks)
             expected = weights_of(parts[0]), whole_optimizer(parts[1], copies=True)
             amp.shutdown()
             booster, parts = _with_scheduler(plugin, precision, seed=1)
-            booster.load_model(parts[0], folder / "model")
-            booster.load_optimizer(parts[1], folder / "optimizer")
-            booster.load_lr_scheduler(parts[4], folder / "scheduler")
+            if use_async:
+                loader = ElasticLoader(range(8), 2)
+                found = booster.resume_latest(series, *parts[:2], parts[4], loader=loader)
+                assert found == (2, {"note": "kept"})
+                assert loader.taken == 1
+                assert (random.random(), torch.rand(2).tolist()) == drawn
+            else:
+                booster.load_model(parts[0], folder / "model")
+                booster.load_optimizer(parts[1], folder / "optimizer")
+                booster.load_lr_scheduler(parts[4], folder / "scheduler")
             _train(booster, parts, range(2, 4), rank, ranks)
             assert_equal((weights_of(parts[0]), whole_optimizer(parts[1])), expected)
 
@@ -248,19 +267,17 @@ def waits_for_a_save_elsewhere(rank: int) -> None:
     """Check that a load waits for the first process's save, whose error is raised in all processes."""
     booster, model = make(plugin=TorchDDPPlugin()), net()
     model, *_ = booster.boost(model)
-    write = _huggingface.write_file
-
-    def write_slowly(*arguments: Any) -> None:
-        time.sleep(0.3)
-        write(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_huggingface, "write_file", write_slowly)
-        booster.save_model(model, "slowly", use_async=True)
-        booster.load_model(model, "slowly")
-        booster.save_model(model, Path("slowly", "nowhere"), use_async=True)
-        with pytest.raises(OSError, match=r"nowhere could not be written; rank 0 had"):
-            booster.save_model(model, "again")
+    booster.save_model(model, "started", use_async=True)
+    booster.wait_for_saves()
+    if rank == 0:
+        writer = _background._writer_of_process._process.pid
+        os.kill(writer, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (writer, signal.SIGCONT)).start()
+    booster.save_model(model, "slowly", use_async=True)
+    booster.load_model(model, "slowly")
+    booster.save_model(model, Path("slowly", "nowhere"), use_async=True)
+    with pytest.raises(OSError, match=r"nowhere could not be written; rank 0 had"):
+        booster.save_model(model, "again")
 
 
 def refuses_a_checkpoint_together(rank: int) -> None:

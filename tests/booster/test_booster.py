@@ -19,8 +19,9 @@ from apex import amp
 from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
 from apex.booster._zero import zero_optimizer
 from apex.booster.mixed_precision import BF16MixedPrecision
+from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.nn.lr_scheduler import LinearWarmupLR
-from apex.optimizers import FusedSGD
+from apex.optimizers import FusedAdam, FusedLion, FusedNAdam, FusedSGD, OffloadedOptimizer
 
 from .problem import adam, batch, net, plain, train
 from .problem import booster as make
@@ -237,6 +238,43 @@ def test_an_optimizer_with_a_step_of_its_own_is_not_divided() -> None:
 
     with pytest.raises(ValueError, match="the optimizer is a Own, whose state cannot be divided"):
         zero_optimizer(Own([nn.Parameter(torch.ones(3))], lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "zero", "message"),
+    [
+        (FusedSGD, {"momentum": 0.9, "state_format": "bfloat16"}, {}, "state_format='bfloat16' is not supported"),
+        (FusedAdam, {"master_weights": True}, {"store_params": False}, "contradict each other"),
+        (OffloadedOptimizer, {}, {}, "give the plugin cpu_offload=True"),
+        (FusedLion, {}, {}, "the optimizer is a FusedLion, whose state cannot be divided"),
+        (FusedNAdam, {}, {}, "the optimizer is a FusedNAdam, whose state cannot be divided"),
+    ],
+)
+def test_no_option_of_a_divided_optimizer_is_ignored(cls: Any, options: Any, zero: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zero_optimizer(cls([nn.Parameter(torch.ones(3, dtype=torch.bfloat16))], lr=0.1, **options), **zero)
+
+
+def test_groups_of_a_divided_optimizer_agree_on_its_rule() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(3))], "amsgrad": flag} for flag in (False, True)]
+    with pytest.raises(ValueError, match="amsgrad differs between parameter groups"):
+        zero_optimizer(torch.optim.AdamW(groups))
+    with pytest.raises(ValueError, match="amsgrad=True and cautious_weight_decay=True"):
+        DistributedFusedAdam([{**groups[0], "cautious_weight_decay": True}], amsgrad=True)
+
+
+def test_a_divided_adam_decays_cautiously_and_counts_on_the_device() -> None:
+    params = [nn.Parameter(torch.linspace(-1, 1, 20)) for _ in range(2)]
+    options: Any = {"lr": 0.1, "weight_decay": 0.5, "cautious_weight_decay": True, "capturable": True}
+    whole, inner = (FusedAdam([param], **options) for param in params)
+    divided, _ = zero_optimizer(inner)
+    for step in range(3):
+        for param, optimizer in zip(params, (whole, divided), strict=True):
+            param.grad = torch.linspace(-step, 1, 20)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(params[1], params[0])
+    assert isinstance(divided.state["step"], torch.Tensor)
 
 
 def test_wrappers_are_transparent() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import random
+import signal
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +18,12 @@ from torch import nn
 
 from apex.booster import Booster
 from apex.booster._whole_state import Parts, whole_model, whole_optimizer
-from apex.checkpoint import DamagedCheckpoint, _huggingface
+from apex.checkpoint import DamagedCheckpoint, SaveInProgress, Series, _background
 
 from .problem import adam, assert_equal, net, train
 from .problem import booster as make
+
+pytestmark = pytest.mark.usefixtures("forked_writers")
 
 
 def trained(seed: int = 0, precision: Any = None) -> tuple[Booster, tuple[Any, ...]]:
@@ -115,22 +120,34 @@ def test_a_failed_save_keeps_the_old_checkpoint(shard: bool, tmp_path: Path, mon
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
-def test_an_asynchronous_failure_is_raised_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    booster, parts = trained()
+def test_an_asynchronous_failure_is_raised_later(tmp_path: Path) -> None:
+    booster, parts = make(), [nn.Linear(2, 2)]
     (tmp_path / "file").write_text("in the way")
     booster.save_model(parts[0], tmp_path / "file" / "model", use_async=True)
     with pytest.raises(OSError, match="file"):
         booster.wait_for_saves()
     booster.wait_for_saves()
-    threads: list[str] = []
-    write = _huggingface.write_file
-    monkeypatch.setattr(
-        _huggingface, "write_file", lambda *args: (threads.append(threading.current_thread().name), write(*args))
-    )
     booster.save_model(parts[0], tmp_path / "model", use_async=True)
+    with torch.no_grad():
+        parts[0].weight.zero_()
     booster.load_model(parts[0], tmp_path / "model")  # waits
-    assert len(threads) == 1
-    assert "apex-booster-save" in threads[0]
+    assert parts[0].weight.count_nonzero()
+
+
+def test_a_second_save_waits_or_refuses(tmp_path: Path) -> None:
+    booster, model = make(), nn.Linear(2, 2)
+    booster.save_model(model, tmp_path / "a", use_async=True)
+    booster.wait_for_saves()
+    writer = _background._writer_of_process._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        booster.save_model(model, tmp_path / "b", use_async=True)
+        with pytest.raises(SaveInProgress, match="c was not saved"):
+            booster.save_model(model, tmp_path / "c", use_async=True, if_busy="raise")
+    finally:
+        os.kill(writer, signal.SIGCONT)
+    booster.save_model(model, tmp_path / "c")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "c"}
 
 
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -245,3 +262,54 @@ def test_the_loss_scale_is_saved_with_the_optimizer(tmp_path: Path) -> None:
     other, loaded = trained(1, "fp16")
     other.load_optimizer(loaded[1], tmp_path / "optimizer")
     assert loaded[1].scaler.get_scale() == 4096.0
+
+
+def test_a_training_is_one_checkpoint_of_a_series(tmp_path: Path) -> None:
+    booster, parts = trained()
+    series = Series(tmp_path, keep=2, sharded=True)
+    assert booster.resume_latest(series, *parts[:2]) == (0, {})
+    for step in range(1, 4):
+        train(booster, parts, range(step, step + 1))
+        path = booster.save_training(series, step, *parts[:2], use_async=step > 1, note=step)
+    expected = whole_model(parts[0], copies=True), whole_optimizer(parts[1], copies=True)
+    train(booster, parts, range(4, 5))  # the save in progress must not see this
+    assert series.latest() == path == series.path_of(3)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    other, loaded = trained(seed=1)
+    assert other.resume_latest(series, *loaded[:2]) == (3, {"note": 3})
+    assert_equal((whole_model(loaded[0]), whole_optimizer(loaded[1])), expected)
+    other.load_model(loaded[0], path)  # it is a folder in the layout of Hugging Face as well
+    # A damaged one is not the newest.
+    part = next(path.glob("pytorch_optim-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    assert other.resume_latest(series, *loaded[:2])[0] == 2
+
+
+def test_trainings_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    booster, model = make(), net()
+    scheduler_of = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    model, optimizer, *_ = booster.boost(model, adam(model))
+    series = Series(tmp_path, sharded=True)
+    booster.save_training(series, 1, model, optimizer, scheduler_of(optimizer.optim))
+    other = nn.Linear(2, 2)
+    other, other_optimizer, *_ = booster.boost(other, torch.optim.AdamW(other.parameters()))
+    scheduler = scheduler_of(other_optimizer.optim)
+    scheduler.last_epoch = 7
+    before = whole_model(other, copies=True), random.getstate()
+    with pytest.raises(RuntimeError, match="does not fit the model"):
+        booster.resume_latest(series, other, other_optimizer, scheduler)
+    with pytest.raises(ValueError, match=r"the checkpoint .* has no state of loader"):
+        booster.resume_latest(series, other, other_optimizer, scheduler, loader=scheduler)
+    assert scheduler.last_epoch == 7
+    assert_equal((whole_model(other), random.getstate()), before)
+    with pytest.raises(ValueError, match=r"in a sharded series: Series\(folder, sharded=True\)"):
+        booster.save_training(Series(tmp_path / "files"), 1, model)
+    with pytest.raises(ValueError, match=r"in a sharded series"):
+        booster.resume_latest(Series(tmp_path / "files"), model)
+    with pytest.raises(TypeError, match=r"note holds what torch.load\(weights_only=True\) refuses"):
+        booster.save_training(series, 2, model, note=Booster)
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000003" / "mine.txt").write_text("a user's file")
+    with pytest.raises(OSError, match="holds files and is no checkpoint"):
+        booster.save_training(series, 3, model)
+    assert series.latest() == series.path_of(1)

@@ -33,6 +33,7 @@ ACTING: dict[str, Any] = {
     "nesterov": True,
     "wd_after_momentum": True,
     "decoupled_weight_decay": True,
+    "cautious_weight_decay": True,
 }
 # Options without which another one has no effect on the numbers.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -40,12 +41,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "amsgrad": {"betas": (0.5, 0.5)},
     "decoupled_weight_decay": {"weight_decay": 0.3},
     "wd_after_momentum": {"weight_decay": 0.3},
+    "cautious_weight_decay": {"weight_decay": 0.3},
 }
 # Values that ZeRO refuses.
 REFUSED: dict[str, Any] = {
     "maximize": True,
     "differentiable": True,
-    "cautious_weight_decay": True,
     "stochastic_rounding": True,
     "state_format": "int8",
     "master_bits": 24,
@@ -128,9 +129,9 @@ def test_groups_that_differ_are_refused(name: str) -> None:
 
 def test_parameters_do_not_change_if_an_option_is_refused() -> None:
     param = nn.Parameter(torch.ones(3))
-    optimizer = FusedAdam([param], cautious_weight_decay=True)
+    optimizer = FusedAdam([param], stochastic_rounding=True)
     before = [dict(group) for group in optimizer.param_groups]
-    with pytest.raises(ValueError, match="cautious_weight_decay"):
+    with pytest.raises(ValueError, match="stochastic_rounding"):
         zero_optimizer(optimizer)
     assert optimizer.param_groups == before
     assert torch.equal(param, torch.ones(3))

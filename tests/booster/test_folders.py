@@ -206,6 +206,7 @@ def test_the_renamed_file_was_flushed_and_locked(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a limit is for a process of its own")
+@pytest.mark.usefixtures("forked_writers")
 @pytest.mark.parametrize(("shard", "use_safetensors"), FORMATS)
 def test_a_save_that_is_cut_off(shard: bool, use_safetensors: bool, tmp_path: Path) -> None:
     """The error names the system's reason and the path, also of an asynchronous save; the old checkpoint stays."""

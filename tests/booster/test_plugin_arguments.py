@@ -374,3 +374,20 @@ def test_layers_come_from_the_longest_module_list() -> None:
     assert chosen_layers(model, counts, 1) == list(model.blocks)
     row = nn.Sequential(nn.Identity(), nn.ReLU())
     assert chosen_layers(row, GradientCheckpointConfig(0.5), 0) == [row[0]]
+
+
+def test_arguments_of_experts() -> None:
+    with pytest.raises(ValueError, match="ep_size=2 needs zero_stage=0"):
+        plugins.MoeHybridParallelPlugin(1, 1, 2, None, "bf16", 1)
+    assert not parallel_state.model_parallel_is_initialized()
+    plugin = plugins.MoeHybridParallelPlugin(1, 1, 2)
+    with pytest.raises(ValueError, match="initialised with 2 expert-parallel ranks, not 4"):
+        plugins.MoeHybridParallelPlugin(1, 1, 4)
+    assert parallel_state.get_expert_model_parallel_world_size() == 2
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="ep_size=2, but no parameter of the model is an expert; build it from"):
+        make(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    parallel_state.destroy_model_parallel()
+    with pytest.warns(UserWarning, match="no effect of moe_dp_outside=False"):
+        plugin = plugins.MoeHybridParallelPlugin(1, 1, 1, None, "bf16", moe_dp_outside=False)
+    assert plugin.precision.dtype == torch.bfloat16

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,12 @@ import torch
 from torch import nn
 
 from apex import checkpoint
-from apex.checkpoint import _background
-from tests.support.forked_writer import ForkedWriter
+from apex.checkpoint import _background, _writer
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="writers are forked")
-
-
-@pytest.fixture(autouse=True)
-def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let writers be forks; end each test without a save in flight and without a writer."""
-    monkeypatch.setattr(_background, "start_process", ForkedWriter)
-    monkeypatch.setattr(_background, "_writer_of_process", None)
-    yield
-    checkpoint.wait()
-    if _background._writer_of_process is not None:
-        _background._writer_of_process.close()
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="writers are forked"),
+    pytest.mark.usefixtures("forked_writers"),
+]
 
 
 def pid() -> int:
@@ -173,6 +165,125 @@ def test_unknown_options_are_refused(options: dict[str, Any], message: str, use_
 def test_a_series_of_files_is_not_saved_asynchronously(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"use_async=True needs a sharded series"):
         checkpoint.Series(tmp_path).save({"x": torch.ones(2)}, 1, use_async=True)
+
+
+def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
+    """There is memory for one save: a thread must not copy into it while the other's is written."""
+
+    def save(thread: int) -> None:
+        for number in range(4):
+            state = {"x": torch.full((50_000,), float(10 * thread + number))}
+            checkpoint.save_sharded(state, tmp_path / f"{thread}{number}", use_async=True)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    checkpoint.wait()
+    for path in tmp_path.iterdir():
+        assert loaded(path, x=torch.zeros(50_000))["x"].unique().tolist() == [float(path.name)]
+    assert len(list(tmp_path.iterdir())) == 8
+
+
+def test_an_interrupted_wait_leaves_the_save_in_flight(tmp_path: Path) -> None:
+    """After Ctrl-C a script saves once more: the memory of the save in flight must not be used for that."""
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    writer = pid()
+    os.kill(writer, signal.SIGSTOP)
+    checkpoint.save_sharded({"x": torch.full((2,), 2.0)}, tmp_path / "b", use_async=True)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(0.6, os.kill, (writer, signal.SIGCONT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.wait()
+    checkpoint.save_sharded({"x": torch.full((2,), 3.0)}, tmp_path / "c", use_async=True)
+    found = [loaded(tmp_path / name, x=torch.zeros(2))["x"][0].item() for name in "abc"]
+    assert found == [1.0, 2.0, 3.0]
+
+
+def test_forked_processes_save_on_their_own_and_hold_no_writer(tmp_path: Path) -> None:
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            checkpoint.save_sharded({"x": torch.zeros(2)}, tmp_path / "b", use_async=True)
+            checkpoint.wait()
+            os.write(writing, b"saved")
+            signal.pause()  # a worker that outlives the writer
+        finally:
+            os._exit(1)
+    os.close(writing)
+    try:
+        assert os.read(reading, 10) == b"saved"
+        process = _background._writer_of_process._process
+        _background._close()
+        assert process._status == 0  # it has ended in time
+    finally:
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / "b").is_dir()
+
+
+def test_another_process_group_gets_another_writer(tmp_path: Path) -> None:
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=True)
+    checkpoint.wait()
+    first = _background._writer_of_process
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert not first.is_usable()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert first.is_usable()
+
+
+def test_a_writer_that_meets_nobody_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the writers of a run that was killed and started again would keep their memory for half an hour."""
+    monkeypatch.setattr(_writer, "_WATCH_SECONDS", 0.05)
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if not parent:
+        parent = os.getpid()
+        if not os.fork():
+            with _writer._ending_with(parent):
+                signal.pause()
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(parent, 0)
+    ended = select.select([reading], [], [], 60)[0]  # the pipe's end, which the writer held
+    os.close(reading)
+    assert ended
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint16, torch.float16, torch.complex64, torch.float8_e4m3fn, torch.float64], ids=str
+)
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    saved = torch.arange(6.0).view(2, 3).to(dtype).t()
+    checkpoint.save_sharded({"x": saved}, tmp_path / "a", use_async=True)
+    found = loaded(tmp_path / "a", x=torch.zeros(3, 2).to(dtype))["x"]
+    assert found.tolist() == saved.tolist()
+
+
+def test_views_and_tied_tensors(tmp_path: Path) -> None:
+    base, imaginary = torch.arange(20.0), torch.ones(2, dtype=torch.complex64).mul(1j).conj()
+    state = {
+        "expanded": torch.ones(1).expand(5),
+        "strided": base[::3],
+        "tied": base,
+        "parameter": nn.Parameter(base),
+        "conjugate": imaginary,
+        "negative": imaginary.imag,
+    }
+    checkpoint.save_sharded(state, tmp_path / "a", use_async=True)
+    found = loaded(
+        tmp_path / "a", **{name: torch.zeros(value.shape, dtype=value.dtype) for name, value in state.items()}
+    )
+    for name, value in state.items():
+        assert torch.equal(found[name], value.detach()), name
 
 
 SCRIPT = """

@@ -25,9 +25,7 @@ def writer() -> Iterator[None]:
     """Use one writer process for all tests of the module."""
     yield
     checkpoint.wait()
-    if _background._writer_of_process is not None:
-        _background._writer_of_process.close()
-        _background._writer_of_process = None
+    _background._close()
 
 
 class Training:

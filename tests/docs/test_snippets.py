@@ -52,6 +52,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "device": "cpu",
         "path": tmp_path / "checkpoint.pt",
         "batches": batches,
+        "dataset": [(torch.randn(4), torch.randn(2)) for _ in range(8)],
         "inputs": batches[0][0],
         "targets": batches[0][1],
         "loss_function": nn.functional.mse_loss,

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ SYNTHETIC = ("--synthetic", "24", "--arch", "tiny", "--side", "16", "--batch", "
 
 def run_example(name: str, *arguments: str, cwd: Path, processes: int | None = None) -> str:
     """Runs an example on the CPU, in so many processes with numbers if need be, and returns what the first prints."""
+    results = results_of(name, *arguments, cwd=cwd, processes=processes)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    return results[0].stdout
+
+
+def results_of(name: str, *arguments: str, cwd: Path, processes: int | None = None) -> list[Any]:
+    """Runs an example, and returns how each of its processes ended."""
     inherited = {key: value for key, value in os.environ.items() if key not in ("APEX_IMPL", "TRITON_INTERPRET")}
     environment = {**inherited, "PYTHONPATH": str(SOURCE)}
     with contextlib.ExitStack() as stack:
@@ -30,10 +39,7 @@ def run_example(name: str, *arguments: str, cwd: Path, processes: int | None = N
         if processes is not None:
             environments = [{**environment, **numbers} for numbers in stack.enter_context(launched(processes))]
         commands = [(str(EXAMPLES / name / "main.py"), *arguments)] * len(environments)
-        results = run_together(commands, cwd=cwd, environments=environments, timeout=240)
-    for result in results:
-        assert result.returncode == 0, result.stderr
-    return results[0].stdout
+        return run_together(commands, cwd=cwd, environments=environments, timeout=240)
 
 
 def losses(output: str) -> list[float]:
@@ -94,6 +100,29 @@ def test_distributed_learns_alike_and_resumes_to_the_bit(tmp_path: Path) -> None
     assert whole["amp"]["loss_scaler0"]["loss_scale"] >= 1
     assert_equal(halves.pop("optimizer")["state"], whole.pop("optimizer")["state"])
     assert_equal(halves, whole)
+
+
+def test_elastic_goes_on_to_the_bit_after_a_kill_and_in_one_process(tmp_path: Path) -> None:
+    """The steps after a restart, and those in one process instead of two, have the losses of a run without a kill."""
+    common = ("--device", "cpu", "--steps", "6", "--save-every", "2", "--dropout", "0", "--batch", "250")
+    expected = run_example("elastic", *common, "--wait", "--checkpoints", "whole", cwd=tmp_path, processes=2)
+    assert losses(expected)[-1] < losses(expected)[0]
+    lines = expected.splitlines()
+    assert len(lines) == 6
+
+    folder = ("--checkpoints", "killed")
+    first = results_of("elastic", *common, "--wait", *folder, "--kill-at", "4", cwd=tmp_path, processes=2)
+    assert first[1].returncode == -signal.SIGKILL
+    assert first[0].returncode == 1
+    assert re.search(r"RuntimeError: rank 0 of 2: .* failed", first[0].stderr)
+    assert first[0].stdout.splitlines() == lines[:3]
+    shutil.copytree(tmp_path / "killed", tmp_path / "alone")
+    again = run_example("elastic", *common, "--wait", *folder, cwd=tmp_path, processes=2)
+    assert again.splitlines() == ["resumed after step 2 in 2 processes", *lines[2:]]
+    alone = run_example("elastic", *common, "--checkpoints", "alone", cwd=tmp_path, processes=1)
+    assert alone.splitlines() == ["resumed after step 2 in 1 processes", *lines[2:]]
+    names = sorted(path.name for path in (tmp_path / "alone").iterdir())
+    assert names == ["step-00000004", "step-00000006"]
 
 
 def test_imagenet_resumes_to_the_bit(tmp_path: Path) -> None:

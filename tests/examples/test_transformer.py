@@ -45,6 +45,12 @@ def test_a_split_model_goes_on_in_another_split(tmp_path: Path) -> None:
     assert losses(rest)[1] == pytest.approx(losses(whole)[1], abs=1e-3)
 
 
+def test_experts(tmp_path: Path) -> None:
+    sizes = "--layers 2 --steps 4 --microbatch 1"
+    output = run(2, f"--experts 4 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
+    assert losses(output)[1] < losses(output)[0] - 0.1
+
+
 def test_divided_optimizers(tmp_path: Path) -> None:
     # Some CPUs take milliseconds for each matrix product in bfloat16.
     sizes = "--layers 2 --steps 3"

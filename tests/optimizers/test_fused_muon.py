@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from apex import graphs
 from apex.ops.newton_schulz import config, newton_schulz
-from apex.optimizers import FusedMuon, muon_groups
+from apex.optimizers import FusedAdam, FusedMuon, muon_groups
 from tests.ops.newton_schulz.test_newton_schulz import LiveElements
 
 SHAPES = ((24, 40), (40, 24), (16, 16))
@@ -246,6 +246,14 @@ def test_cautious_decay_spares_elements_that_grow() -> None:
     torch.testing.assert_close(second[0].detach(), expected)
 
 
+def test_cautious_decay_of_parameters_that_adamw_updates() -> None:
+    first, second = make([(30,)]), make([(30,)])
+    options: Any = {"lr": 0.02, "weight_decay": 0.5, "betas": (0.9, 0.99), "cautious_weight_decay": True}
+    train(FusedMuon(first, **options), first, 5)
+    train(FusedAdam(second, **options), second, 5)
+    torch.testing.assert_close(first, second)
+
+
 def test_a_skipped_step_changes_nothing() -> None:
     params = make(dtype=torch.float32)
     optimizer = FusedMuon(params, 0.02)
@@ -334,7 +342,7 @@ def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
         sizes.append(tuple(matrices.shape))
         return newton_schulz(matrices, *options)
 
-    monkeypatch.setattr("apex.optimizers.fused_muon.newton_schulz", recorded)
+    monkeypatch.setattr("apex.optimizers._muon_directions.newton_schulz", recorded)
     monkeypatch.setattr(config, "WORKSPACE", 2 * 8 * config.peak_elements(24, 40))  # two matrices in float64
     train(FusedMuon(groups[1], 0.02, **EXACT), parts, 3)
     assert sizes[: len(sizes) // 3] == [(2, 24, 40)] * 3 + [(1, 24, 40)] + [(3, 8, 40)] + [(2, 16, 40), (1, 16, 40)]

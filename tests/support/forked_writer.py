@@ -18,7 +18,7 @@ from apex.checkpoint import _writer
 class ForkedWriter:
     """A fork that serves requests, with the methods of `subprocess.Popen` that `apex.checkpoint` uses."""
 
-    def __init__(self, channel: int, meeting: Any, inherited: list[int]) -> None:
+    def __init__(self, channel: int, meeting: Any, inherited: list[int], module: str) -> None:
         assert meeting is None
         self._status: int | None = None
         self.pid = os.fork()
@@ -30,7 +30,7 @@ class ForkedWriter:
                 with contextlib.suppress(OSError):
                     if int(number) not in inherited and os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                         os.close(int(number))
-            _writer.serve(channel, None)
+            _writer.serve(channel, None, module)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -207,6 +209,35 @@ def experts_are_no_replicas(rank: int) -> None:
     amp.shutdown()
 
 
+def zero_of_experts(rank: int) -> None:
+    """An optimizer of experts alone divides their state among ranks with the same experts, and steps as FusedAdam."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    group = parallel_state.get_expert_data_parallel_group()
+    number = parallel_state.get_expert_model_parallel_rank()
+    models = [WithExpert(number) for _ in range(2)]
+    experts = [[model.expert, model.other.expert] for model in models]
+    divided, plain = DistributedFusedAdam(experts[0], lr=0.1, process_group=group), FusedAdam(experts[1], lr=0.1)
+    for _ in range(2):
+        for model, optimizer in zip(models, (divided, plain), strict=True):
+            with optimizer.no_sync() if optimizer is divided else contextlib.nullcontext():
+                model(torch.full((1, 2), float(rank + 1))).backward()
+            finalize_model_grads(model, data_parallel=False)
+        norms = [grad_norm(optimizer, counted(optimizer)) for optimizer in (divided, plain)]
+        torch.testing.assert_close(*norms)
+        for optimizer in (divided, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(experts[0], experts[1])
+    assert experts[0][0].tolist() != [float(number)] * 2
+    for refused in ([models[0].dense.weight, models[0].expert], [models[0].expert, models[0].dense.weight]):
+        with pytest.raises(ValueError, match=r"is an expert.*an optimizer of their own"):
+            DistributedFusedAdam(refused, lr=0.1, process_group=group)
+    with pytest.raises(ValueError, match="is an expert"):
+        divided.add_param_group({"params": [models[0].dense.weight]})
+    assert len(divided.param_groups) == 1
+    parallel_state.destroy_model_parallel()
+
+
 def norms_count_each_expert_once(rank: int) -> None:
     """Gradients 1, 2, 3, 4 of four experts and 2 of a dense layer give the same norm on every rank in every layout."""
     for experts in (1, 2, 4):
@@ -251,6 +282,7 @@ CHECKS = {
         sums_and_means,
         expert_gradients,
         experts_are_no_replicas,
+        zero_of_experts,
         norms_count_each_expert_once,
         wrapped_models_are_reduced_once,
     )

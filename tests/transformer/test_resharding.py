@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,12 @@ def test_a_range_of_memory_is_boxes(size: list[int], data: st.DataObject) -> Non
     dim=st.integers(0, 2),
     block=st.integers(1, 3),
     words=st.none() | st.integers(1, 3),
+    experts=st.sampled_from([1, 2]),
 )
-def test_parts_fill_the_whole(ranks: int, stride: int, dim: int, block: int, words: int | None) -> None:
-    """Split a weight as the layers do: into blocks of rows, which the ranks take in turn."""
+def test_parts_fill_the_whole(ranks: int, stride: int, dim: int, block: int, words: int | None, experts: int) -> None:
+    """Split a weight as the layers do: into blocks of rows, which ranks take in turn, and experts by dimension 0."""
+    if dim == 0 or words is not None:
+        experts = 1
     size = [2, 3, 4]
     size[dim] = ranks * stride * block
     whole = torch.arange(math.prod(size), dtype=torch.float32).view(size)
@@ -48,13 +52,14 @@ def test_parts_fill_the_whole(ranks: int, stride: int, dim: int, block: int, wor
     if words is not None and words <= size[dim]:
         parts = whole.split([words, size[dim] - words], dim)
         found = {suffix: torch.full_like(part, -1.0) for suffix, part in zip(("", shards.PADDING), parts, strict=True)}
-    for rank in range(ranks):
-        part = torch.cat(whole.split(block, dim)[rank::ranks], dim)
+    for expert, rank in itertools.product(range(experts), range(ranks)):
+        part = torch.cat(whole.chunk(experts)[expert].split(block, dim)[rank::ranks], dim)
         part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dim, stride
         if len(found) == 2:
             part.vocab_size = words
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shards, "tensor_parallel", lambda rank=rank: (ranks, rank))
+            patch.setattr(shards, "tensor_parallel", lambda _, rank=rank: (ranks, rank))
+            patch.setattr(shards, "_expert_parallel", lambda _, expert=expert: (experts, expert))
             locations = shards.shard_locations(part)
         for suffix, location in locations.items():
             assert location.size == tuple(found[suffix].shape)
@@ -73,6 +78,13 @@ def test_attributes_that_do_not_fit() -> None:
     part.partition_stride, part.vocab_size = 1, 6
     with pytest.raises(ValueError, match="vocab_size 6 of a parameter is not among its 5 rows"):
         shards.shard_locations(part)
+    expert = torch.zeros(4, 2)
+    expert.tensor_model_parallel, expert.partition_dim, expert.partition_stride = True, 0, 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "tensor_parallel", lambda _: (2, 0))
+        patch.setattr(shards, "_expert_parallel", lambda _: (2, 0))
+        with pytest.raises(ValueError, match="cannot be split in dimension 0, which numbers the experts"):
+            shards.shard_locations(expert)
 
 
 class CountingSGD(torch.optim.SGD):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -150,6 +152,26 @@ def is_refused(rank: int) -> None:
             LowLevelZeroOptimizer(optimizer, **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="extra_dp_group needs dp_process_group"):
         LowLevelZeroOptimizer(optimizer, extra_dp_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="no_sync needs partition_grad=False"):
+        LowLevelZeroOptimizer(optimizer, partition_grad=True).no_sync()
+
+
+def enters_a_context(rank: int) -> None:
+    """Check that each backward pass runs inside of a `backward_context`."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        events.append("enters")
+        yield
+        events.append("leaves")
+
+    param = nn.Parameter(torch.ones(2))
+    param.register_hook(lambda gradient: events.append("backward"))
+    optimizer = LowLevelZeroOptimizer(torch.optim.SGD([param], lr=1.0), backward_context=context)
+    for _ in range(2):
+        optimizer.backward(param.sum())
+    assert events == ["enters", "backward", "leaves"] * 2
 
 
 CHECKS: dict[str, Check] = {
@@ -158,6 +180,7 @@ CHECKS: dict[str, Check] = {
     "divides linear layers": divides_linear_layers,
     "zero optimizer ends": ends_with_its_last_reference,
     "zero optimizer refuses": is_refused,
+    "zero optimizer backward context": enters_a_context,
     "zero optimizer float32": trains_as_ddp(torch.float32, partition_grad=False, overlap=False),
     "zero optimizer float16": trains_as_ddp(torch.float16, partition_grad=False, overlap=True),
     "zero optimizer offloaded": trains_as_ddp(torch.float16, partition_grad=True, overlap=False, cpu_offload=True),

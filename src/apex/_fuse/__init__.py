@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import attention, causal, head, language, layers, norms, optimizers, rotation, vision
+from . import attention, causal, experts, head, language, layers, norms, optimizers, rotation, vision
 from .rule import RULES, FusedModule, FusionRule, compare, copied_arguments, replace, restore, trial, unchanged_buffers
 
 __all__ = ["Report", "ReportRow", "fuse", "unfuse"]
 
 _COMPILED = "it was compiled by torch.jit; fuse before torch.jit.trace (torch.jit.script takes no fused module)"
 
-_KINDS: tuple[Any, ...] = (norms, language, rotation, head, vision, attention, causal, layers)
+_KINDS: tuple[Any, ...] = (norms, language, rotation, head, vision, attention, causal, experts, layers)
 RULES += [rule for kind in _KINDS for rule in kind.RULES]
 
 
@@ -178,10 +178,11 @@ def _probe(module: Any, rule: FusionRule) -> str:
         return ""
     if any(hasattr(weight, "device_mesh") for weight in module.parameters()):
         return "its weights are sharded, so that it cannot be tried; fuse before fully_shard"
-    if example.is_meta:
+    arguments = example if isinstance(example, tuple) else (example,)
+    if arguments[0].is_meta:
         return "its weights are on no device yet, so that it cannot be tried"
     try:
-        difference = trial(module, example)
+        difference = trial(rule.small(module), *arguments)
     except Exception as problem:  # a foreign module may raise anything
         return f"it cannot be tried: {type(problem).__name__}: {problem}"
     return f"its forward computes something else ({difference})" if difference else ""

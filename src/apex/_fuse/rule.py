@@ -44,21 +44,23 @@ class FusionRule(NamedTuple):
     - `matches(module)`: whether the module is of this kind;
     - `reason(module)`: the reason why the module cannot be fused, "" if it can;
     - `forward(class)`: makes the fused forward method for modules of the class;
-    - `probe(module)`: a small input to compare the fused module with the original immediately, for kinds that are
-      recognised by attribute names; None for no comparison;
+    - `probe(module)`: a small input, or a tuple of arguments that begins with one, to compare the fused module with
+      the original immediately, for kinds that are recognised by attribute names; None for no comparison;
     - `settings(module)`: data that the fused forward reads as `self.fused_settings`;
     - `omitted`: outputs, by key or position, that the fused forward may leave None;
-    - `silent`: modules that it refuses are not reported, because names alone do not tell that they are of its kind.
+    - `silent`: modules that it refuses are not reported, because names alone do not tell that they are of its kind;
+    - `small(module)`: a smaller fused module to compare in place of a large one.
     """
 
     name: str
     matches: Callable[[Any], bool]
     reason: Callable[[Any], str]
     forward: Callable[[type], Callable[..., Any]]
-    probe: Callable[[Any], Tensor | None] = nothing
+    probe: Callable[[Any], Tensor | tuple[Tensor, ...] | None] = nothing
     settings: Callable[[Any], Any] = nothing
     omitted: tuple[str, ...] = ()
     silent: bool = False
+    small: Callable[[Any], Any] = lambda module: module
 
 
 # All rules, in the order of their trial; the package's __init__ fills the list.
@@ -196,30 +198,31 @@ def random_input(module: nn.Module, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device).to(device, dtype)
 
 
-def trial(module: Any, example: Tensor) -> str:
+def trial(module: Any, example: Tensor, *others: Tensor) -> str:
     """Compare a fused module with the original; return the first difference, or "" if there is none.
 
-    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs. The latter
-    are to reveal another formula (a clamp, say), not rounding errors: the allowed error is four tolerances, and results
-    that overflow in the original are ignored. Gradients of parameters, which are costly for large layers, are compared
-    once.
+    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs, and from
+    the same `others`. Such inputs are to reveal another formula (a clamp, say), not rounding errors: the allowed error
+    is four tolerances, and results that overflow in the original are ignored. Gradients of parameters, which are costly
+    for large layers, are compared once.
 
     A module in half precision is compared as a float32 copy, and only its outputs in half precision. Rounding can put a
     number on either side of a ReLU's zero, and the gradients then differ by dozens of tolerances.
     """
     if example.dtype.itemsize == 2:
-        error, where = compare(module, (example,), {}, gradients_of="")
+        error, where = compare(module, (example, *others), {}, gradients_of="")
         if not error <= 4:
             return f"{where} differs"
         module, example = copy.deepcopy(module).float(), example.float()
-    error, where = compare(module, (example,), {})
+        others = tuple(each.float() if each.is_floating_point() else each for each in others)
+    error, where = compare(module, (example, *others), {})
     if not error <= 1:
         return f"{where} differs"
     inputs = {"": example, "negative": -example.abs(), "large": example * 2.0**10, "tiny": example * 2.0**-10}
     for training in (True, False):
         with in_mode(module, training):
             for kind, tensor in inputs.items():
-                error, where = compare(module, (tensor,), {}, gradients_of="inputs", finite_only=True)
+                error, where = compare(module, (tensor, *others), {}, gradients_of="inputs", finite_only=True)
                 if not error <= 4:
                     mode = "training" if training else "evaluation"
                     return f"{where} differs in {mode} mode" + (f" for {kind} inputs" if kind else "")

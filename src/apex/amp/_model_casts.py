@@ -104,14 +104,15 @@ def _cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> N
     Sharded parameters stay as they are, because their sharding casts them for the forward pass.
 
     The frequencies of rotary embeddings of transformers stay in float32, as after its own `from_pretrained`: rounded to
-    bfloat16, they are wrong by a whole turn after some thousand tokens.
+    bfloat16, they are wrong by a whole turn after some thousand tokens. So do buffers that a module names in
+    `float32_buffers`.
     """
     for module in model.modules():
         if keep_batchnorm and isinstance(module, _BatchNorm) and module.affine:
             continue
         of_transformers = type(module).__module__.startswith("transformers.")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if of_transformers and name.endswith("inv_freq"):
+            if (of_transformers and name.endswith("inv_freq")) or name in getattr(module, "float32_buffers", ()):
                 continue
             if tensor is not None and tensor.is_floating_point() and not is_sharded(tensor):
                 _cast_tensor(tensor, dtype)

@@ -1,8 +1,7 @@
 """`trace_overflow`: which module's numbers were the first that are not finite in a skipped step.
 
 Hooks on a model's leaf modules write the largest magnitude of each input, each output and each output's gradient to
-a buffer on the device. A NaN or an infinity makes the magnitude NaN or infinite, so one number is both a flag and a
-value for the message. The buffer goes to the host with the overflow flag of the step; nothing waits for the device.
+a buffer on the device. The buffer goes to the host with the overflow flag of the step; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..ops._host import HOST
-from ..ops._library import autocast_off
+from ..ops._library import sees_operators_only
+from ._overflow_buffer import MagnitudeBuffer
 
-# Numbers that one allocation holds. A step of a GPT with 12 layers needs about 250.
-_CHUNK = 512
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Most records of a step. Forward passes that no backward pass follows, which end no step, stop being recorded there.
 _MOST_RECORDS = 1 << 15
 
@@ -52,16 +51,9 @@ class Record(NamedTuple):
         return f"{self.module or '(model)'} ({self.layer}{call})"
 
 
-class _Measured(NamedTuple):
-    """A record whose numbers are still on the device."""
-
-    module: str
-    layer: str
-    kind: str
-    call: int
-    dtype: torch.dtype
-    largest: _Slot
-    inputs: tuple[_Slot, ...]
+# A record whose numbers are still on the device: the hook of its module, kind, call and dtype, and the slots of its
+# largest magnitude and of the inputs'. A plain tuple, because a named one takes ten times as long to make.
+_Measured = tuple["_ForwardHook", str, int, torch.dtype, _Slot, tuple[_Slot, ...]]
 
 
 class Taken(NamedTuple):
@@ -84,7 +76,8 @@ class Taken(NamedTuple):
             return values[starts[slot[0]] + slot[1]]
 
         return [
-            Record(*each[:5], largest=at(each.largest), inputs=tuple(map(at, each.inputs))) for each in self.measured
+            Record(hook.name, hook.layer, kind, call, dtype, at(largest), tuple(map(at, inputs)))
+            for hook, kind, call, dtype, largest, inputs in self.measured
         ]
 
     def origin(self, values: list[float]) -> str:
@@ -92,44 +85,36 @@ class Taken(NamedTuple):
         return origin_of(self.records(values), values[0])
 
 
-class _Buffer:
-    """float32 numbers on a device, used from the start in every step; `number` is its index among the buffers."""
-
-    def __init__(self, number: int, device: torch.device) -> None:
-        self.number, self.device, self.used = number, device, 0
-        self._chunks: list[Tensor] = []
-        self._places: list[Tensor] = []
-
-    def next(self) -> Tensor:
-        """Return the memory of the next number, a float32 scalar."""
-        if self.used == len(self._places):
-            self._chunks.append(torch.zeros(_CHUNK, dtype=torch.float32, device=self.device))
-            self._places += self._chunks[-1].unbind()
-        self.used += 1
-        return self._places[self.used - 1]
-
-    def values(self) -> list[Tensor]:
-        """Return the numbers of this step as a list of vectors."""
-        filled = enumerate(self._chunks[: -(-self.used // _CHUNK)])
-        return [chunk[: self.used - index * _CHUNK] for index, chunk in filled]
-
-
 class _ForwardHook:
-    """The forward hook of one module. A copy of the module, by copy or pickle, gets a hook that does nothing."""
+    """The hook after the forward pass of one module. Copies of the module, by copy or pickle, get an empty hook.
 
-    __slots__ = ("layer", "name", "trace")
+    `step` is the number of the step of the last call, and `calls` counts the calls of that step.
+    """
+
+    __slots__ = ("calls", "layer", "name", "step", "trace")
 
     def __init__(self, trace: OverflowTrace, name: str, layer: str) -> None:
-        self.trace, self.name, self.layer = trace, name, layer
+        self.trace, self.name, self.layer, self.step, self.calls = trace, name, layer, -1, 0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return
-        if module.training or torch.is_grad_enabled():
-            self.trace._after_forward(self, (*args, *kwargs.values()), output)
+        if _is_recorded(module) and self.trace._continues():
+            self.trace._after_forward(self, (*args, *kwargs.values()) if kwargs else args, output)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Measure the inputs of a module that may overwrite them."""
+        if _is_recorded(module) and self.trace._continues():
+            for tensor in _floats((*args, *kwargs.values())):
+                self.trace._place(tensor)
 
     def __reduce__(self) -> Any:
         return _inactive_hook, ()
+
+
+def _is_recorded(module: nn.Module) -> bool:
+    """Return whether a call of a module is recorded: a plain call that belongs to training."""
+    if torch.compiler.is_compiling() or sees_operators_only():
+        return False
+    return module.training or torch.is_grad_enabled()
 
 
 def _ignore(*_: Any) -> None:
@@ -152,9 +137,10 @@ class OverflowTrace:
         # The last step that has arrived on the host, and its values.
         self.last: tuple[Taken, list[float]] | None = None
         self._handles: list[Any] = []
-        self._buffers: dict[torch.device, _Buffer] = {}
+        self._buffers: dict[torch.device, MagnitudeBuffer] = {}
         self._is_removed = False
         self._measured: list[_Measured] = []
+        self._step = 0
         self._begin()
         if after_skips is None:
             self._switch_on()
@@ -228,7 +214,7 @@ class OverflowTrace:
             return None
         buffers = list(self._buffers.values())
         taken = Taken(self, self._measured, [buffer.used for buffer in buffers])
-        self._measured = [each for each in self._measured if each.kind == "forward"]
+        self._measured = [each for each in self._measured if each[1] == "forward"]
         self._ends_step = True
         if self._after_skips is not None:
             self._switch_off()
@@ -240,6 +226,8 @@ class OverflowTrace:
             if next(module.children(), None) is None:
                 hook = _ForwardHook(self, name, module._get_name())
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+                if getattr(module, "inplace", False):
+                    self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
 
     def _switch_off(self) -> None:
         for handle in self._handles:
@@ -250,62 +238,73 @@ class OverflowTrace:
         """Forget the records of the last step."""
         self._measured = []
         self._ends_step = False
-        self._calls: Counter[str] = Counter()
+        self._step += 1
         # By id of a tensor: a weak reference, its version, and the place of its largest magnitude.
         self._known: dict[int, tuple[Any, int, _Slot]] = {}
         for buffer in self._buffers.values():
             buffer.used = 0
 
-    def _after_forward(self, hook: _ForwardHook, inputs: tuple[Any, ...], output: Any) -> None:
-        """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
+    def _continues(self) -> bool:
+        """Begin the next step if one has ended, and return whether there is room for more records."""
         if self._ends_step:
             self._begin()
-        if len(self._measured) >= _MOST_RECORDS:
-            return
-        self._calls[hook.name] += 1
-        call = self._calls[hook.name]
+        return len(self._measured) < _MOST_RECORDS
+
+    def _after_forward(self, hook: _ForwardHook, inputs: tuple[Any, ...], output: Any) -> None:
+        """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
+        if hook.step != self._step:
+            hook.step, hook.calls = self._step, 0
+        hook.calls += 1
         outputs = _floats((output,))
-        places = tuple(self._place(tensor, any(tensor is each for each in outputs)) for tensor in _floats(inputs))
+        places: tuple[_Slot, ...] = ()
+        for tensor in _floats(inputs):
+            place = None
+            for each in outputs:
+                if tensor is each:  # overwritten, or passed on
+                    place = self._known_place(tensor, any_version=True)
+            places += (self._place(tensor) if place is None else place,)
         for tensor in outputs:
-            known = self._known.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1] == _version(tensor):
+            if self._known_place(tensor) is not None:
                 continue  # an earlier module's output, unchanged
-            record = _Measured(hook.name, hook.layer, "forward", call, tensor.dtype, self._measure(tensor), places)
+            record = hook, "forward", hook.calls, tensor.dtype, self._place(tensor), places
             self._measured.append(record)
-            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), record.largest
             if tensor.requires_grad:
                 # On the tensor, because backward hooks of modules fail if a module works in place.
-                tensor.register_hook(_GradientHook(self, record))
+                _add_hook(tensor, _GradientHook(self, record))
 
-    def _place(self, tensor: Tensor, is_overwritten: bool) -> _Slot:
-        """Return the place of an input's largest magnitude, which is measured unless a module's output is it.
+    def _place(self, tensor: Tensor) -> _Slot:
+        """Return the place of a tensor's largest magnitude, which is measured unless it is known.
 
-        If the module has overwritten its input, the value from before is the input's.
+        A view of all elements of a known tensor is known too.
+        """
+        place = self._known_place(tensor)
+        if place is None:
+            base = tensor._base
+            if base is not None and base.numel() == tensor.numel() and base.dtype == tensor.dtype:
+                place = self._known_place(base)
+            if place is None:
+                place = self._measure(tensor)
+            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
+        return place
+
+    def _known_place(self, tensor: Tensor, any_version: bool = False) -> _Slot | None:
+        """Return the place of a tensor that was measured; None if it was not, or was written to since.
+
+        With `any_version`, return the number from before a tensor was written to.
         """
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and (is_overwritten or known[1] == _version(tensor)):
-            return known[2]
-        place = self._measure(tensor)
-        self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
-        return place
+        if known is None or known[0]() is not tensor:
+            return None
+        return known[2] if any_version or known[1] == _version(tensor) else None
 
     def _measure(self, tensor: Tensor) -> _Slot:
         """Write the largest magnitude of a tensor to its device's buffer and return its place."""
         if type(tensor) is not Tensor:
             tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate
-        local = tensor.detach()
-        buffer = self._buffers.get(local.device)
+        buffer = self._buffers.get(tensor.device)
         if buffer is None:
-            buffer = self._buffers[local.device] = _Buffer(len(self._buffers), local.device)
-        place = buffer.next()
-        with autocast_off(local):
-            if local.dtype == torch.float64:
-                largest = torch.linalg.vector_norm(local, math.inf)
-                most = torch.finfo(torch.float32).max
-                place.copy_(torch.where(largest.isinf(), largest, largest.clamp(max=most)))
-            else:
-                torch.linalg.vector_norm(local, math.inf, dtype=torch.float32, out=place)
-        return buffer.number, buffer.used - 1
+            buffer = self._buffers[tensor.device] = MagnitudeBuffer(len(self._buffers), tensor.device)
+        return buffer.number, buffer.measure(tensor)
 
 
 class _GradientHook:
@@ -318,9 +317,9 @@ class _GradientHook:
 
     def __call__(self, gradient: Tensor) -> None:
         trace = self.trace
-        if len(trace._measured) < _MOST_RECORDS and _floats((gradient,)):
-            place = trace._measure(gradient)
-            trace._measured.append(self.record._replace(kind="backward", dtype=gradient.dtype, largest=place))
+        if len(trace._measured) < _MOST_RECORDS and _has_magnitude(gradient):
+            hook, _, call, _, _, inputs = self.record
+            trace._measured.append((hook, "backward", call, gradient.dtype, trace._measure(gradient), inputs))
 
 
 def _version(tensor: Tensor) -> int:
@@ -328,16 +327,32 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _add_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
+    """Call `tensor.register_hook(hook)`, without the handle for its removal, which takes most of the host time."""
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    tensor._backward_hooks = OrderedDict({-1: hook})  # handles have other numbers
+    node._register_hook_dict(tensor)
+
+
 def _floats(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors, at any depth of `values`, whose largest magnitude can be measured."""
     found = []
     for value in values:
-        for leaf in (value,) if isinstance(value, Tensor) else tree_leaves(value):
-            if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or leaf.layout != torch.strided:
-                continue
-            if leaf.dtype.itemsize > 1 and not leaf.is_nested and leaf.numel():
-                found.append(leaf)
+        if isinstance(value, Tensor):
+            if _has_magnitude(value):
+                found.append(value)
+        elif value is not None:
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and _has_magnitude(leaf)]
     return found
+
+
+def _has_magnitude(tensor: Tensor) -> bool:
+    """Return whether the largest magnitude of a tensor can be measured."""
+    is_plain = tensor.dtype in _DTYPES and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.numel() > 0
 
 
 def origin_of(records: list[Record], scale: float) -> str:

@@ -61,9 +61,12 @@ def zero_optimizer(
     else:
         raise ValueError(
             f"the optimizer is a {type(optimizer).__name__}, whose state cannot be divided; use Adam, AdamW or SGD of "
-            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers"
+            "torch.optim, or FusedAdam or FusedSGD of apex.optimizers; DistributedFusedMuon and DistributedFusedLAMB "
+            "of apex.contrib.optimizers divide theirs without a plugin"
         )
-    _check_options(optimizer)
+    _check_options(optimizer, options.get("store_params", True))
+    if getattr(optimizer, "capturable", False) or any(group.get("capturable") for group in groups):
+        options["capturable"] = True
     saved = optimizer.state_dict() if optimizer.state else None
     # A bucket is hardly larger than all parameters, because the engine warns of buckets that stay mostly empty.
     elements = sum(param.numel() for group in groups for param in group["params"])
@@ -85,19 +88,20 @@ def zero_optimizer(
 _LOST_OPTIONS = {
     "maximize": (False, "give the negative of the loss"),
     "differentiable": (False, "a divided step has no gradient"),
-    "cautious_weight_decay": (False, "every element decays"),
     "stochastic_rounding": (False, "updates are added to float32 weights, and the model's are rounded to the nearest"),
     "state_format": ("float32", "divided state is float32. TorchDDPPlugin keeps the optimizer as it is"),
     "master_bits": (None, "divided weights are float32. TorchDDPPlugin keeps the optimizer as it is"),
 }
 
 
-def _check_options(optimizer: torch.optim.Optimizer) -> None:
+def _check_options(optimizer: torch.optim.Optimizer, stores_params: bool) -> None:
     """Raise a ValueError for an option of an optimizer that its divided twin would not have."""
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError(
             "an OffloadedOptimizer cannot be divided; give the plugin cpu_offload=True and boost the plain optimizer"
         )
+    if getattr(optimizer, "master_weights", False) and not stores_params:
+        raise ValueError("master_weights=True of the optimizer and master_weights=False of ZeRO contradict each other")
     for name, (kept, advice) in _LOST_OPTIONS.items():
         for value in (getattr(optimizer, name, kept), *(group.get(name, kept) for group in optimizer.param_groups)):
             if value != kept:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._arguments import checked
 from ..amp._checks import check_loss
-from ..checkpoint._huggingface import write_adapters
+from ..checkpoint._huggingface import AdapterFolder
 from ..checkpoint._ranks import is_first
 from ..lazy._recorded import materialize
 from ._report import StageReport
@@ -34,8 +34,8 @@ def _io_method(method: Any) -> Any:
     """Return a method of the Booster that calls this method of its `checkpoint_io`."""
 
     @functools.wraps(method)
-    def forward(self: Booster, *args: Any, **kwargs: Any) -> None:
-        getattr(self.checkpoint_io, method.__name__)(*args, **kwargs)
+    def forward(self: Booster, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.checkpoint_io, method.__name__)(*args, **kwargs)
 
     return forward
 
@@ -231,6 +231,8 @@ class Booster:
     load_optimizer = _io_method(CheckpointIO.load_optimizer)
     save_lr_scheduler = _io_method(CheckpointIO.save_lr_scheduler)
     load_lr_scheduler = _io_method(CheckpointIO.load_lr_scheduler)
+    save_training = _io_method(CheckpointIO.save_training)
+    resume_latest = _io_method(CheckpointIO.resume_latest)
     wait_for_saves = _io_method(CheckpointIO.wait_for_saves)
 
     @checked
@@ -242,11 +244,8 @@ class Booster:
         if not hasattr(adapted, "save_pretrained"):
             raise TypeError(f"model must be one with adapters, from enable_lora, not a {type(adapted).__name__}")
         options = {"safe_serialization": use_safetensors}
-        CheckpointIO()._write(
-            lambda path: write_adapters(path, lambda folder: adapted.save_pretrained(str(folder), **options)),
-            checkpoint,
-            False,
-        )
+        files = AdapterFolder(lambda folder: adapted.save_pretrained(str(folder), **options))
+        CheckpointIO()._write(lambda _: files, checkpoint, False, "host", "wait")
 
 
 def _check_trainable(model: Any, optimizer: Any) -> None:

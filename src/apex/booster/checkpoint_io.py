@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures
 import contextlib
-import logging
+import itertools
 import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import checkpoint as files
 from .._arguments import Count, Index, Stateful, checked
-from ..checkpoint import _huggingface
-from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, raise_everywhere, refusing_together, restoring
+from ..checkpoint import Series, _huggingface
+from ..checkpoint._background import check_options, submit
+from ..checkpoint._files import plain_state
+from ..checkpoint._ranks import check_equal_on_all_ranks, is_first, refusing_together, restoring
+from ..checkpoint._series import tidying
 from ..checkpoint._sharded import raising_everywhere
+from ..transformer._resharding import random
 from ._whole_state import (
     Parts,
     check_tensors,
@@ -32,17 +32,14 @@ from .wrappers import OptimizerWrapper, check_model
 __all__ = ["CheckpointIO"]
 
 
-# Asynchronous saves that nobody has waited for, with their paths. They may outlive their Booster.
-_WRITING: dict[concurrent.futures.Future[None], Path] = {}
+# The function for the first process's writer process.
+_WRITE_STAGED = "apex.checkpoint._huggingface:write_staged"
+# The scheduler's name among the objects of a training.
+_SCHEDULER = "lr_scheduler"
 
 
 class CheckpointIO:
     """A writer and reader of checkpoints. All processes must call its methods alike; the first one writes."""
-
-    def __init__(self) -> None:
-        self._writer: concurrent.futures.ThreadPoolExecutor | None = None
-        # The last asynchronous save, until it is waited for. It does nothing in processes other than the first.
-        self._writing: concurrent.futures.Future[None] | None = None
 
     @checked
     def save_model(
@@ -55,27 +52,27 @@ class CheckpointIO:
         size_per_shard: Index = 1024,
         use_safetensors: bool = False,
         use_async: bool = False,
+        staging: str = "host",
+        if_busy: str = "wait",
     ) -> None:
         """Save a model. A failed save leaves an earlier checkpoint as it was.
 
         `checkpoint` is a file or, with `shard`, a folder in the layout of Hugging Face: files of at most
-        `size_per_shard` MB, whose names begin with `prefix`, and an index. With `use_async` a thread writes while the
-        training goes on; `wait_for_saves`, the next save and the next load wait for it. `gather_dtensor` must be True.
+        `size_per_shard` MB, whose names begin with `prefix`, and an index. `gather_dtensor` must be True.
+
+        With `use_async` a background process of the first rank writes while the training goes on, and at most one save
+        is in flight; `staging` and `if_busy` mean the same as in `apex.checkpoint.save_sharded`.
         """
         check_model(model)
         _check_gathered(gather_dtensor)
-        self.wait_for_saves()
-        size = size_per_shard if shard else None
-        parts = model_parts(model, size, unique=use_safetensors, copies=use_async)
-        config = getattr(chunks_of(model)[0], "config", None)
+        check_options(staging, if_busy)
 
-        def write(path: Path, states: Iterator[Any]) -> None:
+        def contents(states: Callable[[Parts], Iterable[Any]]) -> Any:
             if shard:
-                _huggingface.write_model(path, parts.keys, states, parts.total, prefix, use_safetensors, config)
-            else:
-                _huggingface.write_file(path, next(states), use_safetensors)
+                return _model_folder(model, states, size_per_shard, prefix, use_safetensors)
+            return _huggingface.OneFile(states(model_parts(model, unique=use_safetensors)), use_safetensors)
 
-        self._write(write, checkpoint, use_async, parts)
+        self._write(contents, checkpoint, use_async, staging, if_busy)
 
     @checked
     def load_model(
@@ -93,16 +90,9 @@ class CheckpointIO:
         """
         check_model(model)
         self.wait_for_saves()
+        threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
         with contextlib.ExitStack() as opened:
-            with refusing_together():
-                source = opened.enter_context(_huggingface.Checkpoint(Path(checkpoint)))
-                names = source.files_of_model()
-                shapes = source.shapes(names)
-            _check_same(source, names)
-            with refusing_together():
-                check_tensors(model, shapes, strict)
-            threads = 1 if low_cpu_mem_mode and num_threads == 1 else max(num_threads, 2)
-            load_tensors(model, source.parts(names, threads))
+            _checked_model(opened, model, Path(checkpoint), strict, threads)()
 
     @checked
     def save_optimizer(
@@ -114,22 +104,23 @@ class CheckpointIO:
         prefix: str | None = None,
         size_per_shard: Index = 1024,
         use_async: bool = False,
+        staging: str = "host",
+        if_busy: str = "wait",
     ) -> None:
         """Save an optimizer's state with the loss scale; the arguments mean the same as in `save_model`."""
         assert isinstance(optimizer, OptimizerWrapper), (
             f"optimizer must be the one that booster.boost returned, not a {type(optimizer).__name__}"
         )
         _check_gathered(gather_dtensor)
-        self.wait_for_saves()
-        parts = optimizer_parts(optimizer, size_per_shard if shard else None, copies=use_async)
+        check_options(staging, if_busy)
 
-        def write(path: Path, states: Iterator[Any]) -> None:
+        def contents(states: Callable[[Parts], Iterable[Any]]) -> Any:
             if shard:
-                _huggingface.write_optimizer(path, parts.keys, states, parts.total, prefix, parts.rest)
-            else:
-                _huggingface.write_file(path, {"state": next(states), **parts.rest}, False)
+                return _optimizer_folder(optimizer, states, size_per_shard, prefix)
+            parts = optimizer_parts(optimizer)
+            return _huggingface.OneFile(states(parts), rest=parts.rest)
 
-        self._write(write, checkpoint, use_async, parts)
+        self._write(contents, checkpoint, use_async, staging, if_busy)
 
     @checked
     def load_optimizer(
@@ -161,44 +152,148 @@ class CheckpointIO:
         with restoring([lr_scheduler]), refusing_together():
             lr_scheduler.load_state_dict(files.load(checkpoint))
 
+    @checked
+    def save_training(
+        self,
+        series: Series,
+        step: Index,
+        model: Any,
+        optimizer: Any = None,
+        lr_scheduler: Stateful | None = None,
+        *,
+        size_per_shard: Index = 1024,
+        use_async: bool = False,
+        staging: str = "host",
+        if_busy: str = "wait",
+        **others: Any,
+    ) -> Path:
+        """Save a whole training as one checkpoint of a sharded series, and remove old ones; return its path.
+
+        The folder has a model and an optimizer as `save_model` and `save_optimizer` with `shard` write them, and a file
+        with the scheduler, the random number states of every process, and `others`: objects with a `state_dict`, such
+        as an `apex.parallel.ElasticLoader`, or plain values. It is published when all of it is complete.
+        """
+        check_model(model)
+        _check_series(series)
+        check_options(staging, if_busy)
+        objects = {**others, **({} if lr_scheduler is None else {_SCHEDULER: lr_scheduler})}
+        with refusing_together():
+            plain = {name: plain_state(name, value) for name, value in objects.items()}
+        values = {"step": step, "others": plain, "random": random.gathered(len(chunks_of(model)))}
+
+        def contents(states: Callable[[Parts], Iterable[Any]]) -> Any:
+            parts = [_model_folder(model, states, size_per_shard, None, False)]
+            if optimizer is not None:
+                parts.append(_optimizer_folder(optimizer, states, size_per_shard, None))
+            return _huggingface.TrainingFolder(parts, values, tidying(series, step))
+
+        path = series.path_of(step)
+        self._write(contents, path, use_async, staging, if_busy)
+        return path
+
+    @checked
+    def resume_latest(
+        self, series: Series, model: Any, optimizer: Any = None, lr_scheduler: Stateful | None = None, **others: Any
+    ) -> tuple[int, dict[str, Any]]:
+        """Load the newest intact checkpoint of `save_training`, with any plugin and number of processes.
+
+        Returns its step and the saved plain values, or (0, {}) if the series has no checkpoint. `others` are the
+        objects with `load_state_dict`, by the names they were saved under. If the layout of processes is the same,
+        random number streams continue; otherwise they are seeded anew, and a warning is logged.
+        """
+        check_model(model)
+        _check_series(series)
+        path = series.latest()
+        if path is None:
+            return 0, {}
+        objects = {**others, **({} if lr_scheduler is None else {_SCHEDULER: lr_scheduler})}
+        with refusing_together():
+            values = files.load(path / _huggingface.TRAINING)
+            missing = sorted(objects.keys() - values["others"].keys())
+            if missing:
+                raise ValueError(f"the checkpoint {path} has no state of {', '.join(missing)}")
+        with restoring(objects.values()):
+            with refusing_together():
+                for name, value in objects.items():
+                    value.load_state_dict(values["others"].pop(name))
+            with contextlib.ExitStack() as opened:
+                load = _checked_model(opened, model, path, True, 1)
+                if optimizer is not None:
+                    self.load_optimizer(optimizer, path)
+                load()
+        random.restore_own(values["random"], len(chunks_of(model)))
+        return values["step"], values["others"]
+
     def _write(
         self,
-        write: Callable[..., None],
+        contents: Callable[[Callable[[Parts], Iterable[Any]]], Any],
         checkpoint: str | os.PathLike[str],
         use_async: bool,
-        parts: Parts | None = None,
+        staging: str,
+        if_busy: str,
     ) -> None:
-        """Call `write(checkpoint, states)` in the first process, in a thread if `use_async`; else the others wait.
+        """Write `contents(states)` in the first process, or by its writer process; without `use_async` the others wait.
 
-        `states` yields the tensors of one file of `parts` after the other. The other processes take part in gathering
-        each file and keep nothing. A thread gets all files at once, because only the main thread exchanges tensors.
-        Without `parts` the call is `write(checkpoint)`.
+        `states(parts)` returns the tensors of one file of `parts` after the other. The other processes take part in
+        gathering each file and keep nothing. A writer process gets all files at once.
         """
         path = Path(checkpoint)
-        self.wait_for_saves()
-        states = iter(()) if parts is None else parts.gather()
-        arguments = () if parts is None else (states,)
         if use_async:
-            states = iter(list(states))
-            if self._writer is None:
-                self._writer = concurrent.futures.ThreadPoolExecutor(1, "apex-booster-save")
-            self._writing = self._writer.submit(write if is_first() else (lambda *_: None), path, states)
-            _WRITING[self._writing] = path
+            path = path.absolute()  # the writer process keeps the working directory of its start
+
+            def prepare() -> tuple[Any, Any]:
+                written = contents(lambda parts: list(parts.gather()))
+                return None, written if is_first() else None
+
+            submit(_WRITE_STAGED, path, prepare, staging, if_busy, together=False)
             return
+        self.wait_for_saves()
+        gathering: list[Iterator[Any]] = []
+
+        def states(parts: Parts) -> Iterator[Any]:
+            gathering.append(parts.gather())
+            return gathering[-1]
+
+        written = contents(states)
         with raising_everywhere(f"the checkpoint {path} could not be written"):
             try:
                 if is_first():
-                    write(path, *arguments)
+                    written.write(path)
             finally:
-                for _ in states:  # if the writer failed, the other processes still gather all files
-                    pass
+                for part in itertools.chain(*gathering):  # if the writer failed, the others still gather all files
+                    del part
 
     def wait_for_saves(self) -> None:
-        """Wait in all processes for the asynchronous save of the first one; raise its error everywhere."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            failure, path = writing.exception(), _WRITING.pop(writing)
-            raise_everywhere(failure, f"the checkpoint {path} could not be written")
+        """Wait in all processes for the asynchronous save in flight; raise its error everywhere.
+
+        `apex.checkpoint.wait` does the same: there is at most one asynchronous save in a process.
+        """
+        files.wait()
+
+
+def _model_folder(model: Any, states: Any, size: int, prefix: str | None, use_safetensors: bool) -> Any:
+    parts = model_parts(model, size, unique=use_safetensors)
+    config = _huggingface.config_files(getattr(chunks_of(model)[0], "config", None)) if is_first() else {}
+    return _huggingface.ModelFolder(parts.keys, states(parts), parts.total, prefix, use_safetensors, config)
+
+
+def _optimizer_folder(optimizer: Any, states: Any, size: int, prefix: str | None) -> Any:
+    parts = optimizer_parts(optimizer, size)
+    return _huggingface.OptimizerFolder(parts.keys, states(parts), parts.total, prefix, parts.rest)
+
+
+def _checked_model(
+    opened: contextlib.ExitStack, model: Any, path: Path, strict: bool, threads: int
+) -> Callable[[], None]:
+    """Check a model's checkpoint completely; return a function that loads it. `opened` keeps its files open."""
+    with refusing_together():
+        source = opened.enter_context(_huggingface.Checkpoint(path))
+        names = source.files_of_model()
+        shapes = source.shapes(names)
+    _check_same(source, names)
+    with refusing_together():
+        check_tensors(model, shapes, strict)
+    return lambda: load_tensors(model, source.parts(names, threads))
 
 
 def _check_same(source: _huggingface.Checkpoint, names: list[str]) -> None:
@@ -207,30 +302,14 @@ def _check_same(source: _huggingface.Checkpoint, names: list[str]) -> None:
     check_equal_on_all_ranks((names, source.fingerprint(names)), message)
 
 
+def _check_series(series: Series) -> None:
+    if not series.sharded:
+        raise ValueError("a training is saved to folders, in a sharded series: Series(folder, sharded=True)")
+
+
 def _check_gathered(gather_dtensor: bool) -> None:
     if not gather_dtensor:
         raise NotImplementedError(
             "gather_dtensor=False is not supported: with apex.checkpoint.save_sharded, or for split models "
             "apex.transformer.checkpoint.save, each process writes its own part"
         )
-
-
-@atexit.register
-def _finish() -> None:
-    """End the process with status 1 if an asynchronous save failed and nobody has waited for it.
-
-    An exception at exit would only be printed, with status 0. Exit functions that were registered before this module
-    was imported are not called if a save failed.
-    """
-    failed = False
-    for writing, path in _WRITING.items():
-        failure = writing.exception()
-        if failure is not None:
-            failed = True
-            print(f"the checkpoint {path} could not be written:", file=sys.stderr)
-            traceback.print_exception(failure)
-    if failed:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

@@ -20,6 +20,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -49,25 +50,36 @@ class _Writer:
     """This process's connection to its writer process, and the memory that both share."""
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
+        self._owner, self._world = os.getpid(), _default_group()
         self._buffer: HostBuffer | None = None
         self._is_new_buffer = False
-        self._channel, theirs = socket.socketpair()
         # The training processes' group for agreements about saves. Unlike NCCL, Gloo does not wait for the device.
         self.group: Any = None
-        listener, meeting = None, None
+        self._listener: socket.socket | None = None
+        self._meeting: _writer.Meeting | None = None
         if is_connected() and dist.get_world_size() > 1:
             self.group = make_group(backend="gloo")
-            listener, meeting = _meeting()
-        inherited = [theirs.fileno(), *([] if listener is None else [listener.fileno()])]
-        self._process = start_process(theirs.fileno(), meeting, inherited)
+            self._listener, self._meeting = _meeting()
+        self._channel: socket.socket | None = None
+        self._process: Any = None
+
+    def start(self, module: str) -> None:
+        """Start the writer process unless it runs; it imports `module` while the tensors are copied."""
+        if self._channel is not None:
+            return
+        self._channel, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *([] if self._listener is None else [self._listener.fileno()])]
+        self._process = start_process(theirs.fileno(), self._meeting, inherited, module)
         theirs.close()
-        if listener is not None:
-            listener.close()
+        self._close_listener()
+
+    def is_own(self) -> bool:
+        """Return True if this process has started the writer, and did not inherit it in a fork."""
+        return self._owner == os.getpid()
 
     def is_usable(self) -> bool:
-        """Return True if the writer is this process's own, and not that of the process which forked it."""
-        return self._owner == os.getpid()
+        """Return True if the writer is this process's own, made under the present default process group."""
+        return self.is_own() and self._world is _default_group()
 
     def stage(self, data: Any, on_device: bool) -> tuple[bytes, Copies]:
         """Return pickled data without its tensors, and the copies of the tensors, which were started."""
@@ -91,6 +103,7 @@ class _Writer:
         message = pickle.dumps(request)
         copies.finish()
         assert self._buffer is not None
+        assert self._channel is not None
         memory = (self._buffer.descriptor, self._buffer.size) if self._is_new_buffer else None
         try:
             _writer.send(self._channel, message, memory)
@@ -109,12 +122,32 @@ class _Writer:
 
     def close(self) -> None:
         """End the writer process, which has nothing to do, and free the memory."""
-        self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE)
+        if self._channel is not None:
+            with contextlib.suppress(OSError):  # it is gone
+                self._channel.shutdown(socket.SHUT_RDWR)  # closing is not enough: forked processes have it open too
+            self._channel.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
+        self._close_listener()
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+
+    def forget(self) -> None:
+        """Close a forked process's copies of the connections, so that the writer notices the end of its own process."""
+        if self._channel is not None:
+            self._channel.close()
+        self._close_listener()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _default_group() -> Any:
+    """Return the default process group, or None; a new one after `destroy_process_group` is another."""
+    return dist.group.WORLD if is_connected() else None
 
 
 def _meeting() -> tuple[socket.socket | None, _writer.Meeting]:
@@ -133,13 +166,14 @@ def _meeting() -> tuple[socket.socket | None, _writer.Meeting]:
         port=port,
         listener=None if listener is None else listener.fileno(),
         timeout=timeout_of(dist.group.WORLD),
+        parent=os.getpid(),
     )
     return listener, meeting
 
 
-def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list[int]) -> Any:
+def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list[int], module: str) -> Any:
     """Start a writer process. It imports this package, but not the user's script."""
-    text = pickle.dumps((channel, meeting)).hex()
+    text = pickle.dumps((channel, meeting, module)).hex()
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; import pickle; from apex.checkpoint._writer import serve; "
         f"serve(*pickle.loads(bytes.fromhex({text!r})))"
@@ -152,38 +186,57 @@ def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list
 
 _writer_of_process: _Writer | None = None
 _thread: concurrent.futures.ThreadPoolExecutor | None = None
+# Held by a thread that starts a save or waits for one: there is memory for one save.
+_lock = threading.RLock()
 # The save in flight; processes that do not write themselves have one too.
 _saving: concurrent.futures.Future[None] | None = None
 
 
 def submit(
-    function: Callable[..., None], path: Path, prepare: Callable[[], tuple[Any, Any]], staging: str, if_busy: str
+    function: str,
+    path: Path,
+    prepare: Callable[[], tuple[Any, Any]],
+    staging: str,
+    if_busy: str,
+    *,
+    together: bool = True,
 ) -> None:
-    """Start `function(path, plan, data)` in the writer processes of all ranks, with the result of `prepare()`.
+    """Start a function of this package, "module:name", in the writer processes of all ranks; all processes call it.
 
-    Returns when the copies of the tensors in `data` have been started. `function` must be importable. Nothing may
-    change `plan`, which has no tensors and is pickled by a thread. All processes raise if `prepare` fails in any.
+    The call is `function(path, plan, data)` with the result of `prepare()`. If not `together`, only the first rank has
+    a writer process. Returns when the copies of the tensors in `data` have been started. Nothing may change `plan`,
+    which has no tensors and is pickled by a thread. All processes raise if `prepare` fails in any.
     """
     global _writer_of_process, _thread, _saving
     if not hasattr(socket, "send_fds"):
         raise NotImplementedError("use_async=True needs an operating system with Unix sockets; save without it")
-    if if_busy == "raise" and is_busy():
-        raise SaveInProgress(f"the checkpoint {path} was not saved: the save before it is still being written")
-    wait()
-    failed = f"the checkpoint {path} could not be written"
-    if _writer_of_process is None or not _writer_of_process.is_usable():
-        _writer_of_process, _thread = _Writer(), concurrent.futures.ThreadPoolExecutor(1, "apex-save")
-    writer, failure = _writer_of_process, None
-    assert _thread is not None
-    try:
-        plan, data = prepare()
-        pickled, copies = writer.stage(data, staging == "device")
-    except Exception as error:
-        failure = error
-    text = f"{failed}; rank {this_rank()} had {type(failure).__name__}: {failure}"
-    _raise_everywhere(failure, text, writer.group)
-    _saving = _thread.submit(writer.call, (function, (path, plan), pickled), copies, failed)
-    UNAWAITED[_saving] = path
+    with _lock:
+        if if_busy == "raise" and is_busy():
+            raise SaveInProgress(f"the checkpoint {path} was not saved: the save before it is still being written")
+        wait()
+        failed = f"the checkpoint {path} could not be written"
+        if _writer_of_process is None or not _writer_of_process.is_usable():
+            _close()
+            _writer_of_process, _thread = _Writer(), concurrent.futures.ThreadPoolExecutor(1, "apex-save")
+        writer, failure = _writer_of_process, None
+        module, _, name = function.partition(":")
+        writes = together or is_first()
+        assert _thread is not None
+        try:
+            if writes:
+                writer.start(module)
+            plan, data = prepare()
+            pickled, copies = writer.stage(data, staging == "device") if writes else (b"", None)
+        except Exception as error:
+            failure = error
+        text = f"{failed}; rank {this_rank()} had {type(failure).__name__}: {failure}"
+        _raise_everywhere(failure, text, writer.group)
+        if copies is None:
+            _saving = concurrent.futures.Future()
+            _saving.set_result(None)
+        else:
+            _saving = _thread.submit(writer.call, (together, module, name, (path, plan), pickled), copies, failed)
+        UNAWAITED[_saving] = path
 
 
 def check_options(staging: str, if_busy: str) -> None:
@@ -207,18 +260,27 @@ def wait() -> None:
     Raises in all processes if the save failed in any of them: an OSError with the system's number if there is one,
     otherwise a RuntimeError. Does nothing if no save is in flight.
     """
-    global _writer_of_process, _saving
-    saving, _saving = _saving, None
-    if saving is None or _writer_of_process is None:
-        return
-    failure = saving.exception()
-    del UNAWAITED[saving]
-    try:
-        _raise_everywhere(failure, _writer.text_of(failure), _writer_of_process.group)
-    except BaseException:  # the writers of all ranks begin anew
+    global _saving
+    with _lock:
+        saving = _saving
+        if saving is None or _writer_of_process is None:
+            return
+        failure = saving.exception()  # if this is interrupted, the save stays in flight
+        _saving = None
+        del UNAWAITED[saving]
+        try:
+            _raise_everywhere(failure, _writer.text_of(failure), _writer_of_process.group)
+        except BaseException:  # the writers of all ranks begin anew
+            _close()
+            raise
+
+
+def _close() -> None:
+    """End this process's writer if there is one."""
+    global _writer_of_process
+    if _writer_of_process is not None and _writer_of_process.is_own():
         _writer_of_process.close()
-        _writer_of_process = None
-        raise
+    _writer_of_process = None
 
 
 def _raise_everywhere(failure: BaseException | None, text: str, group: Any) -> None:
@@ -232,9 +294,11 @@ def _raise_everywhere(failure: BaseException | None, text: str, group: Any) -> N
 
 def _forget_in_child() -> None:
     """Forget the save in flight in a forked process: its thread and its writer belong to the other process."""
-    global _saving
-    _saving = None
+    global _saving, _lock
+    _saving, _lock = None, threading.RLock()
     UNAWAITED.clear()
+    if _writer_of_process is not None:
+        _writer_of_process.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -260,5 +324,4 @@ def _finish() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    if _writer_of_process is not None and _writer_of_process.is_usable():
-        _writer_of_process.close()
+    _close()

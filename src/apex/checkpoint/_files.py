@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import pickle
 import tempfile
 import threading
 import zipfile
@@ -14,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from .._atomic import make_folder, replacing
+from ..ops._host import HOST
 from . import _safetensors
 from ._damage import DamagedCheckpoint
 from ._folders import Generation
@@ -148,6 +151,17 @@ def read(file: IO[bytes], name: str, map_location: Any = None, weights_only: boo
         return _safetensors.read(file, name)
     file.seek(0)
     return torch.load(file, map_location=map_location, weights_only=weights_only)
+
+
+def plain_state(name: str, value: Any) -> Any:
+    """Return a copy of an object's state or of a value, after a check that it can be read without running code."""
+    file = io.BytesIO()
+    torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
+    file.seek(0)
+    try:
+        return torch.load(file, map_location=HOST, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise TypeError(f"{name} holds what torch.load(weights_only=True) refuses, and could not be loaded") from error
 
 
 def shapes_in(file: IO[bytes], name: str) -> dict[Any, torch.Size | None]:

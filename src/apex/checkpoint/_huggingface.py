@@ -5,17 +5,19 @@ model-00001-of-00002.safetensors           tensors by name; pytorch_model-00001-
 pytorch_optim.bin.index.json               index of the optimizer state, by parameter number
 pytorch_optim_group.bin                    parameter groups, and the loss scale
 pytorch_optim-00001.bin
+training.pt                                in a checkpoint of a series: scheduler, loader, random numbers
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import filecmp
 import json
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,48 +29,134 @@ from ..ops._host import HOST
 from ._damage import DamagedCheckpoint
 from ._files import check_file, opened, read, shapes_in, write_state
 from ._folders import Generation, check_names, is_plain_name, prepare, publish, size_and_checksum
+from ._ranks import raise_everywhere
 from ._safetensors import ENDING as _SAFE
 
 _MODEL, _SAFE_MODEL = "pytorch_model.bin", "model.safetensors"
 _OPTIMIZER, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
 _INDEX, _CARD = ".index.json", "README.md"
+TRAINING = "training.pt"
 # Length of the end of a file that holds the archive's directory: about 100 bytes for each tensor.
 _TAIL_BYTES = 1 << 18
 
 
-def write_file(path: Path, state: Any, use_safetensors: bool) -> None:
-    """Write one file, in the format of safetensors or of `torch.save`."""
-    make_folder(path.parent)
-    with replacing(path) as temporary:
-        write_state(state, temporary, use_safetensors)
+@dataclass
+class OneFile:
+    """A checkpoint in one file, in the format of safetensors or of `torch.save`. `states` has one item."""
+
+    states: Iterable[Any]
+    use_safetensors: bool = False
+    rest: dict[str, Any] | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the file. An optimizer's state goes with the `rest`, its groups and the loss scale."""
+        make_folder(path.parent)
+        state = next(iter(self.states))
+        with replacing(path) as temporary:
+            write_state(state if self.rest is None else {"state": state, **self.rest}, temporary, self.use_safetensors)
 
 
-def write_model(
-    path: Path,
-    keys: list[list[str]],
-    states: Iterator[dict[str, Tensor]],
-    total: int,
-    prefix: str | None,
-    use_safetensors: bool,
-    config: Any,
-) -> None:
-    """Write a folder with a model, and with its configuration if it has `save_pretrained`, as in transformers.
+@dataclass
+class ModelFolder:
+    """A folder with a model, and with the configuration files of its class, as transformers writes them.
 
     `states` yields the tensors of one file after the other, whose names are `keys`, and whose size is `total` bytes.
     """
-    name = _named(_SAFE_MODEL if use_safetensors else _MODEL, prefix)
-    stem, ending = name.rsplit(".", 1)
-    names = [f"{stem}-{number:05d}-of-{len(keys):05d}.{ending}" for number in range(1, len(keys) + 1)]
-    weight_map = {key: file for part, file in zip(keys, names, strict=True) for key in part}
 
-    def fill(folder: Path) -> None:
-        for file in names:
-            write_state(next(states), folder / file, use_safetensors)
-        _write_index(folder / f"{name}{_INDEX}", {"total_size": total}, weight_map)
-        if hasattr(config, "save_pretrained"):
-            _write_config(config, folder, path)
+    keys: list[list[str]]
+    states: Iterable[dict[str, Tensor]]
+    total: int
+    prefix: str | None
+    use_safetensors: bool
+    config: dict[str, bytes]
 
-    _replace(path, [*names, f"{name}{_INDEX}"], fill, _is_model)
+    def names(self) -> list[str]:
+        """Return the names of the files with tensors, and of their index."""
+        name = _named(_SAFE_MODEL if self.use_safetensors else _MODEL, self.prefix)
+        stem, ending = name.rsplit(".", 1)
+        count = len(self.keys)
+        return [*(f"{stem}-{i:05d}-of-{count:05d}.{ending}" for i in range(1, count + 1)), f"{name}{_INDEX}"]
+
+    def fill(self, folder: Path, target: Path) -> None:
+        """Write all files to `folder`, which will replace `target`."""
+        *files, index = self.names()
+        states = iter(self.states)
+        for file in files:
+            write_state(next(states), folder / file, self.use_safetensors)  # one file's tensors at a time
+        _write_index(folder / index, {"total_size": self.total}, self.keys, files)
+        _write_config(self.config, folder, target)
+
+    def write(self, path: Path) -> None:
+        """Write the folder; an optimizer in it stays."""
+        _replace(path, self.names(), lambda folder: self.fill(folder, path), _is_model)
+
+
+@dataclass
+class OptimizerFolder:
+    """A folder with an optimizer's state: its tensors as in a `ModelFolder`, and the `rest` in a file of groups."""
+
+    keys: list[list[int]]
+    states: Iterable[dict[int, Any]]
+    total: int
+    prefix: str | None
+    rest: dict[str, Any]
+
+    def names(self) -> list[str]:
+        """Return the names of the files with tensors, of their index and of the file of groups."""
+        name = _named(_OPTIMIZER, self.prefix)
+        files = [f"{name[:-4]}-{number:05d}.bin" for number in range(1, len(self.keys) + 1)]
+        return [*files, f"{name}{_INDEX}", _named(_GROUPS, self.prefix)]
+
+    def fill(self, folder: Path, target: Path) -> None:
+        """Write all files to `folder`."""
+        *files, index, groups = self.names()
+        states = iter(self.states)
+        for file in files:
+            write_state(next(states), folder / file)  # one file's tensors at a time
+        write_state(self.rest, folder / groups)
+        _write_index(folder / index, {"total_size": self.total, "param_groups": groups}, self.keys, files)
+
+    def write(self, path: Path) -> None:
+        """Write the folder; a model in it stays."""
+        _replace(path, self.names(), lambda folder: self.fill(folder, path), _is_optimizer)
+
+
+@dataclass
+class TrainingFolder:
+    """A checkpoint of a series with a model, an optimizer and other state in one folder, published at once."""
+
+    parts: list[ModelFolder | OptimizerFolder]
+    values: dict[str, Any]
+    then: Callable[[], None]
+
+    def write(self, path: Path) -> None:
+        """Write the folder, which must be new or a checkpoint; then call `then`."""
+
+        def fill(folder: Path) -> None:
+            for part in self.parts:
+                part.fill(folder, path)
+            write_state(self.values, folder / TRAINING)
+
+        names = [TRAINING, *(name for part in self.parts for name in part.names())]
+        _replace(path, names, fill, lambda name: True, only_checkpoints=True)
+        self.then()
+
+
+def write_staged(path: Path, _: None, files: Any) -> None:
+    """Write one of the checkpoints above, which another process has staged."""
+    try:
+        files.write(path)
+    except Exception as error:
+        raise_everywhere(error, f"the checkpoint {path} could not be written", alone=True)
+
+
+def config_files(config: Any) -> dict[str, bytes]:
+    """Return the configuration files of a model of transformers by name; none for other models."""
+    if not hasattr(config, "save_pretrained"):
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def _is_model(file: str) -> bool:
@@ -78,42 +166,23 @@ def _is_model(file: str) -> bool:
     )
 
 
-def write_optimizer(
-    path: Path,
-    keys: list[list[int]],
-    states: Iterator[dict[int, Any]],
-    total: int,
-    prefix: str | None,
-    rest: dict[str, Any],
-) -> None:
-    """Write a folder with an optimizer's state: its tensors as in `write_model`, and the `rest` in a file of groups."""
-    name, groups = _named(_OPTIMIZER, prefix), _named(_GROUPS, prefix)
-    names = [f"{name[:-4]}-{number:05d}.bin" for number in range(1, len(keys) + 1)]
-    weight_map = {str(key): file for part, file in zip(keys, names, strict=True) for key in part}
+@dataclass
+class AdapterFolder:
+    """A folder with the files that `save(folder)` makes: adapters of peft, and their configuration."""
 
-    def fill(folder: Path) -> None:
-        for file in names:
-            write_state(next(states), folder / file)
-        write_state(rest, folder / groups)
-        _write_index(folder / f"{name}{_INDEX}", {"total_size": total, "param_groups": groups}, weight_map)
+    save: Callable[[Path], None]
 
-    _replace(path, [*names, groups, f"{name}{_INDEX}"], fill, _is_optimizer)
+    def write(self, path: Path) -> None:
+        """Write the folder. A model card of the user stays. Adapters with a name are in a folder of that name."""
 
+        def fill(folder: Path) -> None:
+            self.save(folder)
+            try:
+                check_names(path, [_CARD])
+            except FileExistsError:
+                (folder / _CARD).unlink(missing_ok=True)
 
-def write_adapters(path: Path, save: Callable[[Path], None]) -> None:
-    """Write a folder with the files that `save(folder)` makes: adapters of peft, and their configuration.
-
-    A model card of the user stays, which adapters do not need. Adapters with a name are in a folder of that name.
-    """
-
-    def fill(folder: Path) -> None:
-        save(folder)
-        try:
-            check_names(path, [_CARD])
-        except FileExistsError:
-            (folder / _CARD).unlink(missing_ok=True)
-
-    _replace(path, ["adapter_config.json"], fill, _is_adapter)
+        _replace(path, ["adapter_config.json"], fill, _is_adapter)
 
 
 def _is_adapter(file: str) -> bool:
@@ -130,38 +199,45 @@ def _named(name: str, prefix: str | None) -> str:
     return name if not prefix else f"{prefix}.{name}"
 
 
-def _write_index(path: Path, metadata: dict[str, Any], weight_map: dict[str, str]) -> None:
+def _write_index(path: Path, metadata: dict[str, Any], keys: list[list[Any]], files: list[str]) -> None:
+    """Write an index of files; `keys` has the names of each file's tensors."""
+    weight_map = {str(key): file for part, file in zip(keys, files, strict=True) for key in part}
     with atomic_file(path, "w") as file:
         json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2)
 
 
-def _write_config(config: Any, folder: Path, target: Path) -> None:
-    """Write a model's configuration to `folder`, without files that `target` already has with the same content."""
-    old_names = {file.name for file in folder.iterdir()}
-    config.save_pretrained(folder)
-    for file in list(folder.iterdir()):
-        old = target / file.name
-        if file.name not in old_names and old.is_file() and filecmp.cmp(file, old, shallow=False):
-            with contextlib.suppress(FileExistsError):
-                check_names(target, [file.name])
+def _write_config(config: dict[str, bytes], folder: Path, target: Path) -> None:
+    """Write configuration files to `folder`, except those that are the user's own in `target`, with equal content."""
+    for name, content in config.items():
+        old = target / name
+        if old.is_file() and old.read_bytes() == content:
+            try:
+                check_names(target, [name])
+            except FileExistsError:
                 continue
-            file.unlink()
+        (folder / name).write_bytes(content)
 
 
-def _replace(path: Path, names: Iterable[str], fill: Callable[[Path], None], ours: Callable[[str], bool]) -> None:
+def _replace(
+    path: Path,
+    names: Iterable[str],
+    fill: Callable[[Path], None],
+    ours: Callable[[str], bool],
+    only_checkpoints: bool = False,
+) -> None:
     """Fill a new folder under a temporary name, and replace the old folder by it.
 
     Files of earlier saves that are `ours` are deleted. Everything else in the folder, such as an optimizer beside a
     model or a tokenizer, is carried over. A user's file with one of the `names` is an error.
     """
     make_folder(path.parent)
-    prepare(path, names)
+    prepare(path, names, only_checkpoints)
     with unfinished_folder(path) as temporary:
         fill(temporary)
         for file in temporary.rglob("*"):
             (sync_file if file.is_file() else sync_folder)(file)
         written = {file.name: size_and_checksum(file) for file in temporary.iterdir() if file.is_file()}
-        publish(temporary, path, written, ours)
+        publish(temporary, path, written, ours, only_checkpoints)
 
 
 class Checkpoint:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +77,13 @@ class Series:
         """Return the path of the checkpoint of a step, whether or not it exists."""
         return self.folder / f"step-{integer('step', step):08d}{'' if self.sharded else '.pt'}"
 
+    def step_of(self, path: str | os.PathLike[str]) -> int:
+        """Return the step of a checkpoint from its path, which `latest` or `path_of` returned."""
+        match = _NAME.match(Path(path).name.removeprefix("."))  # a folder that is being replaced has another name
+        if match is None:
+            raise ValueError(f"{os.fspath(path)} is not the path of a checkpoint of a series")
+        return int(match[1])
+
     def save(
         self,
         state: Any,
@@ -96,9 +104,7 @@ class Series:
             raise ValueError(f"step must not be negative, but is {step}")
         path = self.path_of(step)
         if self.sharded:
-            # In absolute terms, because another process may call it after this one has changed its working directory.
-            tidied = Series(self.folder.absolute(), keep=self.keep, sharded=True)
-            start_save(state, path, use_async, staging, if_busy, functools.partial(tidied._tidy, step))
+            start_save(state, path, use_async, staging, if_busy, tidying(self, step))
             return path
         if use_async:
             raise ValueError("use_async=True needs a sharded series: Series(folder, sharded=True)")
@@ -142,6 +148,15 @@ class Series:
             steps = [item for item in _steps(self.folder, self.sharded) if item[0] <= step]
             for _, path in steps[: -self.keep]:
                 _remove(path)
+
+
+def tidying(series: Series, step: int) -> Callable[[], None]:
+    """Return a function, which can be pickled, that removes old checkpoints after a save of `step`.
+
+    It has an absolute path, because another process may call it after this one has changed its working directory.
+    """
+    tidied = Series(series.folder.absolute(), keep=series.keep, sharded=series.sharded)
+    return functools.partial(tidied._tidy, step)
 
 
 def _remove(path: Path) -> None:

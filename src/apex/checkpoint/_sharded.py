@@ -21,6 +21,9 @@ from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_r
 if TYPE_CHECKING:
     from ._reading import Reader
 
+# The function for writer processes, which imports PyTorch's checkpoints with its module.
+_WRITE_STAGED = "apex.checkpoint._staged:write_staged"
+
 
 def save_sharded(
     state: dict[str, Any],
@@ -77,18 +80,7 @@ def start_save(
         return (plan, then), [value.getvalue() if isinstance(value, io.BytesIO) else value for value in data]
 
     path = path.absolute()  # the writer process keeps the working directory of its start
-    submit(write_staged, path, prepare, staging, if_busy)
-
-
-def write_staged(path: Path, plan_and_then: tuple[Any, Callable[[], None] | None], data: list[Any]) -> None:
-    """Write a checkpoint that another process planned; the writer processes of all ranks call it.
-
-    `data` has a tensor or the bytes of a value for each item of the plan.
-    """
-    from ._split import StagedPlanner
-
-    plan, then = plan_and_then
-    write(path, {}, StagedPlanner(plan, data), then)
+    submit(_WRITE_STAGED, path, prepare, staging, if_busy)
 
 
 def write(path: Path, state: dict[str, Any], planner: Any, then: Callable[[], None] | None = None) -> None:

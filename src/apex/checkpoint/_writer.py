@@ -1,12 +1,14 @@
 """The background process that writes checkpoints, and the messages between it and the training.
 
-A request is a function and its arguments, pickled, with tensors in memory that both processes map. The answer is None,
-or an error's number and text. The writers of all ranks form a Gloo group of their own. A writer ends when the training
-process closes its end of the connection or is killed, after the request that it works on.
+A request names a function and has its arguments, pickled, with tensors in memory that both processes map. The answer is
+None, or an error's number and text. The writers of all ranks form a Gloo group of their own. A writer ends when the
+training process closes its end of the connection or is killed, after the request that it works on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import mmap
 import os
@@ -15,6 +17,8 @@ import signal
 import socket
 import struct
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,6 +32,7 @@ from ..ops._staging import ALIGNMENT, part_of
 # The length of a message in bytes, and the size of the memory whose descriptor comes with it, or 0.
 _HEADER = struct.Struct("!QQ")
 _MAX_DESCRIPTORS = 4
+_WATCH_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,40 @@ class Meeting:
     port: int
     listener: int | None
     timeout: timedelta | None
+    # The training process that this writer works for.
+    parent: int
 
     def join(self) -> None:
         """Connect to the writers of the other ranks."""
         timeout = self.timeout or timedelta(minutes=30)
-        store = dist.TCPStore(
-            self.host,
-            self.port,
-            self.ranks,
-            is_master=self.listener is not None,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=self.listener,
-        )
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.ranks, timeout=timeout)
+        with _ending_with(self.parent):
+            store = dist.TCPStore(
+                self.host,
+                self.port,
+                self.ranks,
+                is_master=self.listener is not None,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=self.listener,
+            )
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.ranks, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _ending_with(parent: int) -> Iterator[None]:
+    """End this process if its parent ends in the block or has ended: writers of killed processes would never come."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WATCH_SECONDS):
+            if os.getppid() != parent:
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class Pickler(pickle.Pickler):
@@ -124,11 +149,12 @@ def _read(channel: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
-def serve(descriptor: int, meeting: Meeting | None) -> None:
-    """Answer requests until the other end of the connection is closed."""
+def serve(descriptor: int, meeting: Meeting | None, module: str) -> None:
+    """Answer requests until the other end of the connection is closed; import `module` before the first one."""
     if sys.platform != "win32":
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
     torch.set_num_threads(1)
+    importlib.import_module(module)
     channel = socket.socket(fileno=descriptor)
     memory: mmap.mmap | None = None
     while (received := receive(channel)) is not None:
@@ -138,9 +164,10 @@ def serve(descriptor: int, meeting: Meeting | None) -> None:
             os.close(new[0])
         answer = None
         try:
-            if meeting is not None and not dist.is_initialized():
+            together, module, name, arguments, data = pickle.loads(message)
+            if together and meeting is not None and not dist.is_initialized():
                 meeting.join()
-            function, arguments, data = pickle.loads(message)
+            function = getattr(importlib.import_module(module), name)
             function(*arguments, Unpickler(io.BytesIO(data), memory).load())
         except BaseException as error:
             answer = getattr(error, "errno", None), text_of(error)

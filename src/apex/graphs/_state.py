@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import gc
 import operator
-import random
 import reprlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._random import host_states, restore_host_states
 from ..amp._amp_state import _amp_state
 from ..ops._graph_numbers import CaptureContext, is_number
 from ..ops._host import HOST, on_host
@@ -87,18 +86,9 @@ def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
         yield from _dicts(part)
 
 
-def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """Yield a getter and a setter for the state of each random number generator on the host."""
-    yield random.getstate, random.setstate
-    yield torch.get_rng_state, torch.set_rng_state
-    if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        yield numpy.get_state, numpy.set_state
-
-
-def _listed(state: Any) -> Any:
-    """Return a generator's state with arrays as lists, so that states can be compared."""
-    return state.tolist() if hasattr(state, "tolist") else [*map(_listed, state)] if isinstance(state, tuple) else state
+def _bits(state: Any) -> Any:
+    """Return the state of a random number generator in a form that can be compared."""
+    return state.tolist() if isinstance(state, Tensor) else state
 
 
 class Snapshot:
@@ -116,19 +106,19 @@ class Snapshot:
         stashes = (optimizer._amp_stash for optimizer in _amp_state.optimizers)
         owners = (*optimizers, *stashes, *references.scalers)
         self._dicts = [(entries, dict(entries)) for owner in owners for entries in _dicts(vars(owner))]
-        self._random = [(get, put, get()) for get, put in _generators()]
+        self._random = host_states()
 
     def check(self) -> None:
         """Raise if the host has done something since the snapshot that a replay would not repeat."""
-        if any(_listed(get()) != _listed(before) for get, _, before in self._random):
+        now = host_states()  # NumPy may have been loaded meanwhile
+        if any(_bits(now[name]) != _bits(before) for name, before in self._random.items()):
             raise NotImplementedError(
                 "random numbers are drawn on the host, which a graph would freeze; draw them on the device"
             )
 
     def restore(self) -> None:
         """Put all saved values back. A capture does not change values on the device."""
-        for _, put, before in self._random:
-            put(before)
+        restore_host_states(self._random)
         for entries, before in self._dicts:
             entries.clear()
             entries.update(before)

@@ -29,8 +29,8 @@ def divided(
 ) -> tuple[list[int], list[RowExchange | FullMatrices]]:
     """Return the indices of parameters whose matrices are whole in every shard, and exchanges for the others.
 
-    `blocks` are the blocks of each parameter, see `fused_muon.Block`. `first` is the rank that is preferred if several
-    have equal work.
+    `blocks` are the blocks of each parameter, see `_muon_directions.Block`. `first` is the rank that is preferred if
+    several have equal work.
     """
     whole: list[int] = []
     exchanged: dict[int, tuple[Any, list[int]]] = {}

@@ -8,7 +8,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..booster.plugin._gradient_checkpoints import GradientCheckpointConfig, PipelineGradientCheckpointConfig
+from ..booster.plugin._arguments import changed, warn_of
+from ..booster.plugin._fusion_arguments import FusionArguments
+from ..booster.plugin._gradient_checkpoints import (
+    GradientCheckpointConfig,
+    PipelineGradientCheckpointConfig,
+    check_config,
+    checkpoint_layers,
+    chosen_layers,
+)
 
 __all__ = ["GradientCheckpointConfig", "PipelineGradientCheckpointConfig", "ShardConfig", "ShardFormer"]
 
@@ -47,17 +55,32 @@ class ShardConfig:
         return dist.get_world_size(self.tensor_parallel_process_group)
 
 
+# Options for divided models.
+_FOR_PARTS = (
+    "enable_sequence_parallelism sequence_parallelism_mode parallel_output make_vocab_size_divisible_by "
+    "inner_ring_size fp8_communication"
+)
+
+
 class ShardFormer:
-    """A divider of models, which here returns models as they are if nothing is to be divided."""
+    """A divider of models, which here optimizes models that are not to be divided and refuses others."""
 
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
 
     def optimize(self, model: nn.Module, policy: Any = None) -> tuple[nn.Module, list[Any]]:
-        """Return the model and an empty list; raise if the configuration asks to divide the model."""
+        """Fuse and checkpoint modules of the model in place, as HybridParallelPlugin does with the same options.
+
+        Return the model and an empty list. Raise if the configuration asks to divide the model.
+        """
         config = self.shard_config
         if config.tensor_parallel_size > 1 or config.pipeline_stage_manager is not None:
             from .policies.auto_policy import no_policy
 
             raise no_policy(model)
+        check_config(config.gradient_checkpoint_config, 1)
+        FusionArguments.of(vars(config)).apply(model)
+        if config.gradient_checkpoint_config is not None:
+            checkpoint_layers(chosen_layers(model, config.gradient_checkpoint_config, 0))
+        warn_of(changed(ShardConfig, vars(config)), _FOR_PARTS, "the model is not divided")
         return model, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._process_launch import seed_generators
+from .._random import seed_host
 
 __all__ = ["seed_all"]
 
@@ -13,6 +13,6 @@ def seed_all(seed: int, cuda_deterministic: bool = False) -> None:
     """Seed all random numbers; `cuda_deterministic` asks cuDNN for deterministic algorithms."""
     import numpy  # noqa: F401  (tests draw from it after this call)
 
-    seed_generators(seed)
+    seed_host(seed)
     torch.backends.cudnn.deterministic = cuda_deterministic
     torch.backends.cudnn.benchmark = not cuda_deterministic

@@ -11,6 +11,7 @@ _SUBPACKAGES = (
     "layers",
     "log_util",
     "microbatches",
+    "moe",
     "parallel_state",
     "pipeline_parallel",
     "tensor_parallel",

@@ -39,10 +39,9 @@ def grad_norm(optimizer: Any, kinds: list[str | None], norm_type: float = 2.0) -
     device = params[0].device
     groups = {DENSE: parallel_state.get_model_parallel_group()}
     is_zero = getattr(optimizer, "_takes_gradients", False)
-    # Both kinds may have the same group. Otherwise all ranks join both reductions, even without experts. ZeRO
-    # optimizers hold no experts.
+    # Both kinds may have the same group. Otherwise all ranks join both reductions, even without experts.
     experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    if experts is not groups[DENSE] and not is_zero:
+    if experts is not groups[DENSE]:
         groups[EXPERT] = experts
     norms = []
     for kind, group in groups.items():

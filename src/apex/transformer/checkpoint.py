@@ -6,18 +6,16 @@ completely or not at all, as by `apex.checkpoint`.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from .._arguments import checked
+from ..checkpoint import Series
+from ..checkpoint._files import plain_state
 from ..checkpoint._ranks import is_first, restoring
 from ..checkpoint._sharded import fill, open_checked, raising_everywhere, save_sharded
-from ..ops._host import HOST
 from ._resharding import random
 from ._resharding.model_parts import WholeModel
 from ._resharding.optimizer import add_state, parameter_groups, request_state
@@ -69,7 +67,7 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
             "layout": random.layout(len(model)),
             "seed": random.seed_from(states),
             "optimizer": None,
-            "others": {name: _plain(name, value) for name, value in others.items()},
+            "others": {name: plain_state(name, value) for name, value in others.items()},
         }
         if optimizer is not None:
             values["optimizer"] = {
@@ -81,7 +79,7 @@ def state_of(model: Model, optimizer: Any = None, **others: Any) -> dict[str, An
         # PyTorch saves a tuple as one value.
         entries.state[random.key()] = (states,)
         if is_first():
-            entries.state["values"] = (_plain("an option of the optimizer", values),)
+            entries.state["values"] = (plain_state("an option of the optimizer", values),)
     return entries.state
 
 
@@ -97,6 +95,19 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: Any = None, **ot
     """
     with open_checked(path) as reader:
         return _load(reader, model, optimizer, others)
+
+
+@checked
+def resume_latest(series: Series, model: Model, optimizer: Any = None, **others: Any) -> tuple[int, dict[str, Any]]:
+    """Load the newest intact checkpoint of a sharded series of `state_of`; all processes call it.
+
+    Returns the number of the checkpoint's step and the saved values that `load` returns, or (0, {}) if the series has
+    no checkpoint. `model`, `optimizer` and `others` mean the same as in `load`.
+    """
+    if not series.sharded:
+        raise ValueError("resume_latest needs a sharded series: Series(folder, sharded=True)")
+    path = series.latest()
+    return (0, {}) if path is None else (series.step_of(path), load(path, model, optimizer, **others))
 
 
 def _load(reader: Reader, model: Model, optimizer: Any, others: dict[str, Any]) -> dict[str, Any]:
@@ -142,17 +153,6 @@ def _describe(model: Model, optimizer: Any, failed: str) -> tuple[list[nn.Module
     with raising_everywhere(failed):
         described.join()
     return chunks, described
-
-
-def _plain(name: str, value: Any) -> Any:
-    """Return a copy of an object's state or of a value, after a check that it can be read without running code."""
-    file = io.BytesIO()
-    torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
-    file.seek(0)
-    try:
-        return torch.load(file, map_location=HOST, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise TypeError(f"{name} holds what torch.load(weights_only=True) refuses, and could not be loaded") from error
 
 
 def _check(values: Any, saved: Any, described: WholeModel, optimizer: Any, others: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from .._arguments import checked
 from .._distributed import collectives, exchange
 from .._distributed.experts import is_expert
 from . import parallel_state
+from .moe._routing import get_updated_expert_bias
+from .moe.router import TopKRouter
 from .pipeline_parallel.utils import REPLICATED
 
 
@@ -29,6 +31,9 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     - Experts (`allreduce = False`) get the sum over the ranks that hold the same experts, divided by the number of
       data-parallel times context-parallel ranks. An expert's gradient is already a sum over the tokens of all ranks
       that send it tokens.
+
+    Routers with an expert bias (`apex.transformer.moe.TopKRouter`) move it by the tokens of all ranks since the last
+    call.
 
     `model` may be a list of a stage's chunks. `main_grad` is used if a parameter has one, otherwise `grad`. If layers
     without gradient_accumulation_fusion left a `grad`, it is added to `main_grad`. Afterwards `grad` is `main_grad` if
@@ -58,6 +63,7 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     experts = [parameter for parameter in parameters if is_expert(parameter)]
     _sum_over(parallel_state.get_expert_data_parallel_group(), experts, dist.get_world_size(replicas))
+    _update_routers([module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)])
     if data_parallel is False:
         return
     reduced = {id(p) for chunk in chunks if isinstance(chunk, REPLICATED) for p in chunk.parameters()}
@@ -66,6 +72,21 @@ def finalize_model_grads(model: nn.Module | Sequence[nn.Module], *, data_paralle
     ]
     dense = [parameter for parameter in unreduced if not is_expert(parameter)]
     _sum_over(replicas, dense, dist.get_world_size(replicas))
+
+
+def _update_routers(routers: Sequence[TopKRouter]) -> None:
+    """Update the biases of routers by the tokens that their experts got, in one exchange for all."""
+    biased = [router for router in routers if router.expert_bias is not None]
+    for number in dict.fromkeys(router.num_experts for router in biased):
+        alike = [router for router in biased if router.num_experts == number]
+        bias = torch.stack([router.expert_bias for router in alike if router.expert_bias is not None])
+        # A router without a backward pass has counted nothing, and has no tensor.
+        counts = torch.stack([torch.zeros_like(bias[0]) + router.local_tokens_per_expert for router in alike])
+        updated = get_updated_expert_bias(counts, bias, alike[0].config.moe_router_bias_update_rate)
+        for router, row in zip(alike, updated, strict=True):
+            router.expert_bias.copy_(row)  # type: ignore[union-attr]
+    for router in routers:
+        router.finish_step()
 
 
 def _check_experts(chunk: nn.Module) -> None:

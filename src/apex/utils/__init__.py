@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .._lazy import lazy_subpackages
-from .._process_launch import seed_generators
+from .._random import seed_host
 from ..accelerator import get_accelerator
 from ..multi_tensor_apply import multi_tensor_applier
 from .timer import MultiTimer, Timer
@@ -23,7 +23,7 @@ def get_current_device() -> torch.device:
 
 def set_seed(seed: int) -> None:
     """Seed the random numbers of Python, NumPy and PyTorch."""
-    seed_generators(seed)
+    seed_host(seed)
 
 
 def conditional_context(context_manager: Any, enable: bool = True) -> Any:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apex.contrib.optimizers._zero.layout import Layout, merge_adjacent
+from apex.contrib.optimizers._zero.layout import Layout, WholeLayout, merge_adjacent
 
 LAYOUTS = st.builds(
     Layout,
@@ -16,10 +16,17 @@ LAYOUTS = st.builds(
     st.none() | st.integers(1, 90),
     st.sampled_from([1, 2, 8]),
 )
+WHOLE_LAYOUTS = st.builds(
+    lambda sizes, ranks, bucket, alignment: WholeLayout(sizes, ranks, bucket, alignment, work=[n**2 for n in sizes]),
+    st.lists(st.integers(0, 70), max_size=9),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 90),
+    st.sampled_from([1, 2, 8]),
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(LAYOUTS)
+@given(LAYOUTS | WHOLE_LAYOUTS)
 def test_every_element_is_in_one_bucket_and_owned_by_one_rank(layout: Layout) -> None:
     elements = {(param, at) for param, size in enumerate(layout.sizes) for at in range(size)}
     in_buckets = [
@@ -68,7 +75,7 @@ def test_buckets_shards_and_flat_shards(layout: Layout) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(LAYOUTS)
+@given(LAYOUTS | WHOLE_LAYOUTS)
 def test_cut_buckets(layout: Layout) -> None:
     for number, (size, pieces) in enumerate(zip(layout.bucket_sizes, layout.pieces, strict=True)):
         views = layout.cut(torch.arange(size), number)
@@ -86,6 +93,32 @@ def test_merged_pieces(layout: Layout) -> None:
         assert sum(piece.size for piece in wide) == len(expected)
     if layout.ranks == 1:
         assert [(piece.param, piece.size) for piece in wide] == [(i, n) for i, n in enumerate(layout.sizes) if n]
+
+
+@settings(max_examples=100, deadline=None)
+@given(WHOLE_LAYOUTS)
+def test_whole_parameters(layout: WholeLayout) -> None:
+    unit = layout.ranks * layout.alignment
+    assert all(size and size % unit == 0 for size in layout.bucket_sizes)
+    assert sum(layout.bucket_sizes) == layout.size
+    for rank in range(layout.ranks):
+        pieces = layout.owned_by(rank)
+        assert all(piece.size == layout.sizes[piece.param] for piece in pieces)
+        ends = [0, *(piece.flat + piece.size for piece in pieces)]
+        assert all(piece.flat >= end for piece, end in zip(pieces, ends, strict=False))
+        assert ends[-1] <= layout.shard_size
+
+
+def test_work_is_divided_evenly() -> None:
+    layout = WholeLayout([64] * 10, 4, 256, 8, work=[1] * 10)
+    assert layout.shard_sizes == (64, 64, 64)
+    assert sorted(len(layout.owned_by(rank)) for rank in range(4)) == [2, 2, 3, 3]
+    # The largest matrix is a rank's only one; the loads of one bucket count in the next.
+    layout = WholeLayout([64, 16, 16, 16, 16, 16], 2, 80, 8, work=[8, 1, 1, 1, 1, 1])
+    (alone,) = (
+        [piece.param for piece in layout.owned_by(rank)] for rank in range(2) if len(layout.owned_by(rank)) == 1
+    )
+    assert alone == [0]
 
 
 @pytest.mark.parametrize(

@@ -146,3 +146,29 @@ def test_registered_operators(route):
         for by_row in (False, True):
             amax = float8.amax(input, by_row)
             opcheck(route, torch.ops.apex.float8_cast.default, (input, amax, by_row, torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_largest_magnitudes_of_any_dense_tensor_are_written(dtype, route):
+    """Parts beyond the tensor's elements get zeros, over whatever was there."""
+    values = matrix((2, 3, 5, 7), dtype, route.device)
+    partials = torch.full((4,), -1, dtype=torch.int32, device=route.device)
+    with _library.implementation(route.implementation):
+        runs_kernel = float8.has_amax_kernel(values)
+        assert runs_kernel == (route.implementation == "triton")
+        assert not float8.has_amax_kernel(values.expand(2, 3, 5, 7)[:, ::2])
+        assert not float8.has_amax_kernel(values[:, :1].expand(2, 3, 5, 7))
+        assert not float8.has_amax_kernel(values.double())
+        if not runs_kernel:
+            return
+        for dense in (values, values.to(memory_format=torch.channels_last), values.transpose(1, 3), values[0, 0, 0, 0]):
+            float8.write_amax(dense, partials)
+            assert partials.view(torch.float32).max() == dense.abs().max().float()
+            assert (partials >= 0).all()
+        for value in (float("inf"), float("nan")):
+            values[1, 2, 3, 4] = value
+            float8.write_amax(values, partials)
+            torch.testing.assert_close(
+                partials.view(torch.float32).amax(), torch.tensor(value), equal_nan=True, check_device=False
+            )

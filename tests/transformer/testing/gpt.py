@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from apex._distributed import exchange
+from apex._distributed.experts import is_expert
 from apex.optimizers import FusedSGD
 from apex.transformer import finalize_model_grads, parallel_state
 from apex.transformer._groups.device import parameter_device
@@ -42,6 +43,8 @@ class Layout(NamedTuple):
     chunks: int = 1
     sequence: bool = False
     context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @property
     def layers(self) -> int:
@@ -51,7 +54,8 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         sequence = "-sequence" if self.sequence else ""
         context = f"-cp{self.context}" if self.context > 1 else ""
-        return f"tp{self.tensor}{sequence}-pp{self.pipeline}-{self.schedule}-vp{self.chunks}{context}"
+        experts = f"-ep{self.expert}-etp{self.expert_tensor}" if self.expert > 1 or self.expert_tensor else ""
+        return f"tp{self.tensor}{sequence}-pp{self.pipeline}-{self.schedule}-vp{self.chunks}{context}{experts}"
 
 
 class Trained(NamedTuple):
@@ -112,7 +116,8 @@ def train(
         assert all(torch.equal(p.grad, parameters[name].grad) for name, p in named)
         gradients.append({name: p.grad.detach().clone() for name, p in parameters.items()})
         optimizer.step()
-    return Trained(losses, gradients, parameters)
+    biases = {name: buffer for chunk in model for name, buffer in chunk.named_buffers()}  # of routers
+    return Trained(losses, gradients, {**parameters, **biases})
 
 
 def train_alone(config: TransformerConfig) -> Trained:
@@ -148,7 +153,12 @@ def train_in(layout: Layout, **options: Any) -> Trained:
 def groups(layout: Layout) -> Iterator[None]:
     chunks = None if layout.chunks == 1 else layout.chunks
     parallel_state.initialize_model_parallel(
-        layout.tensor, layout.pipeline, chunks, context_parallel_size=layout.context
+        layout.tensor,
+        layout.pipeline,
+        chunks,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
     try:
         yield
@@ -163,9 +173,12 @@ def reference(layers: int, **options: Any) -> Trained:
     """Return the results of one process, computed by rank 0, sent to all and cached."""
     key = (layers, *sorted(options.items()))
     if key not in _alone:
+        # Routers with a bias add up the tokens of all ranks, so that all train the same.
+        everywhere = options.get("moe_router_enable_expert_bias", False)
         with groups(Layout()):
-            found = [train_alone(config_of(layers, **options)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(found)
+            found = [train_alone(config_of(layers, **options)) if everywhere or dist.get_rank() == 0 else None]
+        if not everywhere:
+            dist.broadcast_object_list(found)
         _alone[key] = found[0]
     return _alone[key]
 
@@ -173,6 +186,17 @@ def reference(layers: int, **options: Any) -> Trained:
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """Return this rank's part of a tensor of the unsplit model."""
     parallel, dim, stride = split_of(parameter)
+    if is_expert(parameter):
+        ranks, rank = (
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+        whole = whole.chunk(ranks)[rank]
+        ranks, rank = (
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+        return torch.cat(whole.chunk(ranks * stride, dim)[rank::ranks], dim)
     ranks, rank = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -197,4 +221,7 @@ def worst_difference(found: Trained, alone: Trained) -> tuple[float, str]:
         for name, tensor in mine.items():
             expected = part_of(whole[name], found.parameters[name])
             pairs.append((f"{name}, step {step}", tensor.detach(), expected.detach()))
-    return max((float((one - other).abs().max() / other.abs().max()), name) for name, one, other in pairs)
+    smallest = torch.finfo(torch.float32).tiny  # an expert may have seen no token
+    return max(
+        (float((one - other).abs().max() / other.abs().max().clamp(min=smallest)), name) for name, one, other in pairs
+    )

@@ -11,7 +11,7 @@ from ...checkpoint._ranks import is_first
 from ...logging import get_dist_logger
 
 
-def changed(init: Callable[..., None], values: Mapping[str, Any]) -> dict[str, Any]:
+def changed(init: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `init` whose value in `values` is not the default, by name."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
     return {name: values[name] for name, default in defaults.items() if name != "self" and values[name] != default}

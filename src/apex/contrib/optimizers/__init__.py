@@ -13,10 +13,22 @@ from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB
 from .fused_sgd import FusedSGD
 
-__all__ = ["DistributedFusedAdam", "DistributedFusedLAMB", "FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
+__all__ = [
+    "DistributedFusedAdam",
+    "DistributedFusedLAMB",
+    "DistributedFusedMuon",
+    "FP16_Optimizer",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedSGD",
+]
 
 # Imported at first use, because they need torch.distributed.
-_LATER = {"DistributedFusedAdam": "distributed_fused_adam", "DistributedFusedLAMB": "distributed_fused_lamb"}
+_LATER = {
+    "DistributedFusedAdam": "distributed_fused_adam",
+    "DistributedFusedLAMB": "distributed_fused_lamb",
+    "DistributedFusedMuon": "distributed_fused_muon",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -101,17 +101,36 @@ def _amax(input: Tensor, by_row: bool) -> Tensor:
             num_warps=tile.num_warps,
         )
         return largest
-    elements = input.numel()
-    programs = max(1, min(config.MOST_PARTIALS, -(-elements // config.AMAX_BLOCK)))
+    programs = max(1, min(config.MOST_PARTIALS, -(-input.numel() // config.AMAX_BLOCK)))
     largest = torch.empty(programs, dtype=torch.float32, device=input.device)
-    kernels.float8_amax(
-        (programs,),
-        (input, largest.view(torch.int32)),
-        (elements, programs),
-        BLOCK=config.AMAX_BLOCK,
-        num_warps=config.AMAX_WARPS,
-    )
+    _amax_launch(input.numel(), programs)((input, largest.view(torch.int32)))
     return largest
+
+
+@launch_rule
+def _amax_launch(elements: int, programs: int) -> Any:
+    return kernels.float8_amax.prepare(
+        (programs,), (elements, programs), BLOCK=config.AMAX_BLOCK, num_warps=config.AMAX_WARPS
+    )
+
+
+def has_amax_kernel(input: Tensor) -> bool:
+    """Return whether `write_amax` takes a tensor: kernels run for it, and its elements fill its memory in any order.
+
+    Other tensors are never refused, even if `APEX_IMPL=triton` asks for kernels.
+    """
+    if type(input) not in _library.PLAIN or input.dtype not in FAMILY.triton_dtypes:
+        return False
+    # The debug function returns 0 exactly for tensors that PyTorch calls non-overlapping and dense.
+    return _library.runs_triton_now(FAMILY, input) and not torch._debug_has_internal_overlap(input)
+
+
+def write_amax(input: Tensor, partials: Tensor) -> None:
+    """Write the largest magnitudes of parts that cover a tensor to `partials`, contiguous int32, all of its elements.
+
+    They are bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch.
+    """
+    _amax_launch(input.numel(), partials.numel())((input, partials))
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from .._launch import kernel
 
 
 @triton.jit
-def _activation(x, KIND: tl.constexpr):
+def activation(x, KIND: tl.constexpr):
     """Return the activation of x and its derivative; the compiler drops a result that a kernel does not use."""
     if KIND == "silu":
         s = tl.sigmoid(x)
@@ -68,7 +68,7 @@ def glu_forward(
     if bias is not None:
         gate += tl.load(bias + column, mask=column_mask).to(tl.float32)[None, :]
         x += tl.load(bias + width + column, mask=column_mask).to(tl.float32)[None, :]
-    activated, _ = _activation(gate, ACTIVATION)
+    activated, _ = activation(gate, ACTIVATION)
     result = (activated * x).to(output.dtype.element_ty)
     tl.store(output + row[:, None] * width + column[None, :], result, mask=mask)
 
@@ -103,7 +103,7 @@ def glu_backward(
         if bias is not None:
             gate += gate_bias
             x += value_bias
-        activated, slope = _activation(gate, ACTIVATION)
+        activated, slope = activation(gate, ACTIVATION)
         dgate = gradient * x * slope
         dx = gradient * activated
         dgates, dvalues = _places(dinput, dvalue, row, column, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from .. import _library
 from .._checks import at_hand, check_floats, check_shape, check_tensors
 from .._op import Derivative, Kernels, Op, Saved
 from . import reference
+from .launches import launch_forward
+from .launches_backward import launch_backward
 
 
 def moe_experts(
@@ -37,13 +41,28 @@ def moe_experts(
     time. On a GPU with Triton, nothing waits for the device; an index outside of 0 to E means nobody there, and
     is an error on a CPU.
     """
-    gate_up_bias, down_bias = _pair(bias)
-    x, gate_up, down, gate_up_bias, down_bias = _library.cast_for_autocast(x, gate_up, down, gate_up_bias, down_bias)
-    _check(x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, transposed)
-    arguments = (x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, interleaved, transposed)
+    arguments = prepare(x, gate_up, down, index, weight, bias, activation, interleaved, transposed)
     if torch.compiler.is_compiling():  # one operator on every device: the reference's loop depends on values
         return MOE_EXPERTS.differentiable(*arguments)
     return MOE_EXPERTS(*arguments)
+
+
+def prepare(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    bias: tuple[Tensor | None, Tensor | None] | None,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+) -> tuple[Any, ...]:
+    """Return the arguments of `MOE_EXPERTS`, cast for autocast; raise for arguments that do not fit together."""
+    gate_up_bias, down_bias = _pair(bias)
+    x, gate_up, down, gate_up_bias, down_bias = _library.cast_for_autocast(x, gate_up, down, gate_up_bias, down_bias)
+    _check(x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, transposed)
+    return x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, bool(interleaved), bool(transposed)
 
 
 def _pair(bias: tuple[Tensor | None, Tensor | None] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -123,7 +142,7 @@ MOE_EXPERTS = Op(
     "Tensor? down_bias, str activation, bool interleaved, bool transposed) -> "
     "(Tensor output, Tensor pre, Tensor order, Tensor place, Tensor offsets)",
     reference=reference.forward,
-    kernels=Kernels(reference.forward, reference.backward, takes=lambda *arguments: False),
+    kernels=Kernels(launch_forward, launch_backward),
     shapes=_shapes,
     saved=Saved(*_TENSORS, "pre", "order", "place", "offsets"),
     derivative=Derivative(of=[name for name in _TENSORS if name != "index"], backward=reference.backward),

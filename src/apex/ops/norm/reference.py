@@ -160,7 +160,8 @@ def torch_norm(
     dtype = input.dtype
     # ONNX from torch.jit.trace has no RMS norm, and ONNX from torch.export lacks PyTorch's RMS norm on a GPU.
     tracing = is_exporting() if torch.compiler.is_compiling() else torch._C._is_tracing()
-    in_parts = tracing and not subtract_mean
+    # PyTorch's RMS norm adds eps in place, which a DTensor that is cut over its rows' elements refuses.
+    in_parts = (tracing or hasattr(input, "device_mesh")) and not subtract_mean
     # On a CPU PyTorch sums the gradients of half-precision layer-norm weights in half precision: 5% off after 4096
     # rows. Before it had a fused RMS norm, it computed all of it in half precision.
     widen = (input.is_cpu if subtract_mean else not _RMS_NORM_IS_FUSED) and dtype.itemsize == 2

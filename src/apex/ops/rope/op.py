@@ -178,6 +178,9 @@ def _check(t: Tensor, tables: Tensors, spec: RopeSpec, cu_seqlens: Tensor | None
     for name, table in zip(names, tables, strict=True):
         if not table.is_floating_point():
             raise TypeError(f"{name} must be floating-point, got {table.dtype}")
+        if hasattr(table, "device_mesh") != hasattr(t, "device_mesh"):
+            which = f"{name} is" if hasattr(t, "device_mesh") else "t is"
+            raise TypeError(f"{which} a plain tensor beside a DTensor; use torch.distributed.tensor.distribute_tensor")
         if table.device != device:
             raise ValueError(f"{name} is on {table.device}, t on {device}")
     for i in range(1, len(tables), 2):

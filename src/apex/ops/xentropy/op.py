@@ -63,9 +63,19 @@ def check_logits(logits: Tensor, labels: Tensor, smoothing: float) -> None:
         )
     if not logits.dtype.is_floating_point:
         raise TypeError(f"logits must be floating-point, got {logits.dtype}")
+    if type(logits) not in _library.PLAIN and _cuts_classes(logits):
+        raise ValueError(
+            "logits is a DTensor that is cut over its classes; redistribute it to Shard(0) or Replicate(), or use "
+            "apex.transformer.tensor_parallel.vocab_parallel_cross_entropy on the local shards"
+        )
     if not 1 <= shape[-1] <= MOST_CLASSES:
         raise ValueError(f"logits of shape {list(shape)} have {shape[-1]} classes, expected 1 to {MOST_CLASSES}")
     check_labels(labels, logits.device, smoothing)
+
+
+def _cuts_classes(logits: Any) -> bool:
+    """Return whether logits are distributed (DTensor) such that no process has all classes of a row."""
+    return any(placement.is_shard(logits.dim() - 1) for placement in getattr(logits, "placements", ()))
 
 
 def check_labels(labels: Tensor, device: torch.device, smoothing: float) -> None:

@@ -1,7 +1,8 @@
 """Conversion between whole tensors in host memory and the parts of them that a process holds.
 
 Parameters may be sharded (DTensors of FSDP2), split over tensor-parallel ranks (`tensor_model_parallel`,
-`partition_dim`, `partition_stride`), or on another pipeline stage.
+`partition_dim`, `partition_stride`), split over ranks of experts (`allreduce = False`, dimension 0), or on another
+pipeline stage.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._distributed.collectives import gather_objects
+from ..._distributed.experts import is_expert
 from ...ops._host import HOST
 from .. import parallel_state
 
 
-def _tensor_group(param: Any) -> Any:
-    """Return the processes over which a parameter is split, or None if it is not split."""
-    if parallel_state.is_unitialized() or parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return None
-    return parallel_state.get_tensor_model_parallel_group() if getattr(param, "tensor_model_parallel", False) else None
+def _splits(param: Any) -> list[tuple[Any, int, int]]:
+    """Return the process group, dimension and stride of each split of a parameter; an expert may have two."""
+    if parallel_state.is_unitialized():
+        return []
+    splits, expert = [], is_expert(param)
+    if getattr(param, "tensor_model_parallel", False):
+        groups = (parallel_state.get_tensor_model_parallel_group, parallel_state.get_expert_tensor_parallel_group)
+        splits.append((groups[expert](), param.partition_dim, param.partition_stride))
+    if expert:
+        splits.append((parallel_state.get_expert_model_parallel_group(), 0, 1))
+    return [split for split in splits if dist.get_world_size(split[0]) > 1]
 
 
 def pipeline_group() -> Any:
@@ -41,7 +49,7 @@ def gather_from_stages(value: Any) -> list[Any]:
 
 def is_divided(value: Tensor, param: Any) -> bool:
     """Return whether a tensor, laid out like `param`, is only this process's part of a whole tensor."""
-    return hasattr(value, "full_tensor") or (_tensor_group(param) is not None and value.dim() > 0)
+    return hasattr(value, "full_tensor") or (value.dim() > 0 and bool(_splits(param)))
 
 
 def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
@@ -52,14 +60,13 @@ def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.to(value.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    group = _tensor_group(param)
-    if group is not None and value.dim():
-        value = value.to(param.device)
+    for group, dim, stride in _splits(param) if value.dim() else ():
+        value = value.to(param.device).contiguous()
         gathered = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, value.contiguous(), group=group)
+        dist.all_gather(gathered, value, group=group)
         # A part of stride s has s blocks. In the whole, the first blocks of all ranks come before the second blocks.
-        blocks = [part.chunk(param.partition_stride, param.partition_dim) for part in gathered]
-        value = torch.cat([block for turn in zip(*blocks, strict=True) for block in turn], param.partition_dim)
+        blocks = [part.chunk(stride, dim) for part in gathered]
+        value = torch.cat([block for turn in zip(*blocks, strict=True) for block in turn], dim)
     moved = value.to(HOST)
     return moved.clone() if copies and moved is value else moved
 
@@ -67,19 +74,16 @@ def full_tensor(value: Tensor, param: Any, copies: bool) -> Tensor:
 def full_shape(like: Any, param: Any) -> torch.Size:
     """Return the shape of the whole tensor; `like`, laid out like `param`, is this process's part of it."""
     shape = list(like.shape)
-    group = _tensor_group(param)
-    if group is not None and shape:
-        shape[param.partition_dim] *= dist.get_world_size(group)
+    for group, dim, _ in _splits(param) if shape else ():
+        shape[dim] *= dist.get_world_size(group)
     return torch.Size(shape)
 
 
 def local_part(value: Tensor, like: Any, param: Any) -> Tensor:
     """Return this process's part of a whole tensor, laid out like `like`."""
-    group = _tensor_group(param)
-    if group is not None and value.dim():
+    for group, dim, stride in _splits(param) if value.dim() else ():
         size = dist.get_world_size(group)
-        blocks = value.chunk(size * param.partition_stride, param.partition_dim)
-        value = torch.cat(blocks[dist.get_rank(group) :: size], param.partition_dim)
+        value = torch.cat(value.chunk(size * stride, dim)[dist.get_rank(group) :: size], dim)
     if not hasattr(like, "placements"):
         return value
     from torch.distributed.tensor import distribute_tensor

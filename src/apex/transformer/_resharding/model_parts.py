@@ -66,8 +66,6 @@ class WholeModel:
                 if key not in variables:
                     raise TypeError(f"{key} in the model's state dict is neither a parameter nor a buffer")
                 variable = variables[key]
-                if not getattr(variable, "allreduce", True):
-                    raise ValueError(f"{key} is one of the experts that are divided among ranks: these cannot be saved")
                 owner, _, leaf = key.rpartition(".")
                 name = f"{paths[owner]}.{leaf}" if owner else leaf
                 tie = next((mark for mark in _TIED if getattr(variable, mark, False)), None)
@@ -104,7 +102,7 @@ class WholeModel:
                 self.group_of.setdefault(name, info.group)
         for info, variable, value in self._variables.values():
             name = names.get(info.tie, info.name)
-            is_own = getattr(variable, "tensor_model_parallel", False) or tensor_parallel()[1] == 0
+            is_own = getattr(variable, "tensor_model_parallel", False) or tensor_parallel(variable)[1] == 0
             self.parts.append(Part(name, variable, value, is_own and first[name] == (rank, info)))
         self.options = _options([counts for _, counts in everywhere])
 

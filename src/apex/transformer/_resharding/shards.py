@@ -8,28 +8,45 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..._distributed.experts import is_expert
 from .. import parallel_state
 
 # Suffix of the saved name of the padding rows of a vocabulary, which are saved apart from its words.
 PADDING = "|padding"
 
 
-def tensor_parallel() -> tuple[int, int]:
-    """Return the number of tensor-parallel ranks and this process's rank among them."""
+def tensor_parallel(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of ranks that a tensor may be split over, and this process's rank among them."""
     if parallel_state.is_unitialized():
         return 1, 0
+    if is_expert(tensor):
+        return parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank()
     return parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+
+
+def _expert_parallel(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of ranks that hold other experts of the tensor's first dimension, and this process's rank."""
+    if parallel_state.is_unitialized() or not is_expert(tensor):
+        return 1, 0
+    return parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
 
 
 class ShardLocation(NamedTuple):
     """The location of this rank's part of a tensor in the whole tensor of shape `size`.
 
-    `ranges` of dimension `dim` are (first row in the part, end in the part, first row in the whole).
+    `ranges` of dimension `dim` are (first row in the part, end in the part, first row in the whole). `first` is added
+    to rows of dimension 0, for experts of other ranks.
     """
 
     size: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[int, int, int], ...]
+    first: int = 0
+
+    def among_experts(self, ranks: int, rank: int) -> ShardLocation:
+        """Return the location if `ranks` ranks hold as many rows of dimension 0 each."""
+        size = (self.size[0] * ranks, *self.size[1:])
+        return ShardLocation(size, self.dim, self.ranges, self.size[0] * rank)
 
     def rows(self, first: int, end: int) -> ShardLocation:
         """Return the location in a whole tensor that consists of rows `first` to `end` only."""
@@ -51,6 +68,7 @@ class ShardLocation(NamedTuple):
             low, high = max(begin, start), min(end, start + view.shape[self.dim])
             if low < high:
                 offsets = (*first[: self.dim], at + low - begin, *first[self.dim + 1 :])
+                offsets = (offsets[0] + self.first, *offsets[1:])
                 yield offsets, view.narrow(self.dim, low - start, high - low)
 
 
@@ -63,8 +81,9 @@ def shard_locations(tensor: Tensor) -> dict[str, ShardLocation]:
     """Return the locations of a parameter by suffix of its name; with `vocab_size`, words and padding are separate.
 
     A part of stride s has s blocks of rows. In the whole, the first blocks of all ranks come before the second blocks.
+    Experts (`allreduce = False`) are numbered by dimension 0.
     """
-    parts, part = tensor_parallel()
+    parts, part = tensor_parallel(tensor)
     location = replicated_location(tensor.shape)
     if getattr(tensor, "tensor_model_parallel", False):
         dim, stride = tensor.partition_dim, tensor.partition_stride  # type: ignore[attr-defined]
@@ -74,6 +93,11 @@ def shard_locations(tensor: Tensor) -> dict[str, ShardLocation]:
         size = (*tensor.shape[:dim], tensor.shape[dim] * parts, *tensor.shape[dim + 1 :])
         ranges = tuple((block * n, block * (n + 1), block * (n * parts + part)) for n in range(stride))
         location = ShardLocation(size, dim, ranges if parts > 1 else ((0, tensor.shape[dim], 0),))
+    experts = _expert_parallel(tensor)
+    if experts[0] > 1:
+        if not tensor.dim() or location.size[0] != tensor.shape[0]:
+            raise ValueError("an expert (allreduce=False) cannot be split in dimension 0, which numbers the experts")
+        location = location.among_experts(*experts)
     words = getattr(tensor, "vocab_size", None)
     if words is None:
         return {"": location}

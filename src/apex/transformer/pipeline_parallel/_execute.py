@@ -22,7 +22,9 @@ from ..._arguments import Count, Index
 from ..._distributed.comparison import check_settings
 from .. import parallel_state
 from .._groups.device import parameter_device
+from ..context_parallel._parts import size_and_rank
 from ..enums import ModelType
+from ..moe._losses import MoEAuxLossAutoScaler
 from ._gradient_sync import PipelineGradientSync
 from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
 from ._schedule import Action, ActionKind, schedule
@@ -139,7 +141,7 @@ class Step:
         virtual = parallel_state.get_virtual_pipeline_model_parallel_rank()
         try:
             get_kth_microbatch(self.batch, self.microbatches - 1)  # raises if the batch is too short
-            with torch.no_grad() if self.options.forward_only else self.sync.step():
+            with torch.no_grad() if self.options.forward_only else self.sync.step(), self._router_losses():
                 for action in self.actions:
                     if action == leave_sync_before:
                         self.sync.leave()
@@ -153,6 +155,24 @@ class Step:
         finally:
             parallel_state.set_virtual_pipeline_model_parallel_rank(virtual)
         return self.losses
+
+    @contextlib.contextmanager
+    def _router_losses(self) -> Iterator[None]:
+        """Scale the losses of routers like the main loss, in every stage.
+
+        The main loss is divided by the microbatches, and gradients by the context-parallel ranks; a router's loss is a
+        sum over the parts of a sequence.
+        """
+        before = MoEAuxLossAutoScaler.loss_scale()
+        if not self.options.forward_only:
+            factor = size_and_rank(None)[0] / self.microbatches
+            scale = torch.full((1,), factor, dtype=torch.float64, device=parameter_device())
+            scaler = self.options.grad_scaler
+            MoEAuxLossAutoScaler.set_loss_scale(scale if scaler is None else scaler.scale(scale))
+        try:
+            yield
+        finally:
+            MoEAuxLossAutoScaler.set_loss_scale(before)
 
     def _compare(self, schedule_name: str, chunks: int, forward_only: bool) -> None:
         """Raise in all ranks of the pipeline if their steps differ, because the ranks would wait forever.

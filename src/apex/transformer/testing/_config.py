@@ -11,13 +11,14 @@ from ...ops._host import HOST
 from .. import parallel_state
 from ..context_parallel.attention import COMMUNICATIONS
 from ..layers import FusedLayerNorm
+from ..moe.options import MoEOptions
 from ..pipeline_parallel._schedule import Placement
 from ..utils import divide
 from . import global_vars
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
+class TransformerConfig(MoEOptions):
     """The sizes and options of a model.
 
     - `position_embedding`: "learned", or "rope", which rotates queries and keys.
@@ -30,6 +31,7 @@ class TransformerConfig:
       recomputation checkpoints `recompute_num_layers` layers at a time; with "block" it recomputes that many layers of
       a stage.
     - `distribute_saved_activations`: each tensor-parallel rank saves only its part of the inputs of full recomputation.
+    - `num_moe_experts`, `moe_*`: layers with experts in place of MLPs; see `apex.transformer.moe.MoEOptions`.
     """
 
     num_layers: int
@@ -78,6 +80,7 @@ class TransformerConfig:
             raise ValueError(
                 f"num_query_groups={self.num_query_groups} must divide num_attention_heads={self.num_attention_heads}"
             )
+        self.check_experts(self.activation, self.num_layers)
 
     @property
     def key_heads(self) -> int:
@@ -139,6 +142,7 @@ def config_from_args(args: Any = None) -> TransformerConfig:
     args = global_vars.get_args() if args is None else args
     return TransformerConfig(
         vocab_size=args.padded_vocab_size,
+        num_moe_experts=args.num_experts,
         recompute=args.recompute_granularity,
         recompute_method=args.recompute_method or "uniform",
         **{name: getattr(args, name) for name in _SAME_NAMES.split()},

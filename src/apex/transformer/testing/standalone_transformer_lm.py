@@ -25,6 +25,7 @@ from .. import parallel_state, tensor_parallel
 from ..context_parallel._parts import size_and_rank
 from ..context_parallel._positions import positions_of
 from ..enums import AttnMaskType
+from ..moe import MoELayer
 from ..packed_seq_params import PackedSeqParams
 from ..tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from ._attention import CoreAttention, ParallelAttention
@@ -104,7 +105,11 @@ class ParallelTransformerLayer(nn.Module):
         self.input_layernorm = config.norm()
         self.self_attention = ParallelAttention(config, attn_mask_type, generator)
         self.post_attention_layernorm = config.norm()
-        self.mlp = ParallelMLP(config, generator)
+        self.mlp: nn.Module
+        if config.has_experts(layer_number):
+            self.mlp = MoELayer(config, layer_number=layer_number)
+        else:
+            self.mlp = ParallelMLP(config, generator)
 
     def forward(
         self,
@@ -116,7 +121,8 @@ class ParallelTransformerLayer(nn.Module):
         """Map [s, b, h] to the same shape."""
         mixed = self.self_attention(self.input_layernorm(x), attention_mask, rotary, packed_seq_params)
         x = x + self._dropout(mixed)
-        return x + self._dropout(self.mlp(self.post_attention_layernorm(x)))
+        output = self.mlp(self.post_attention_layernorm(x))
+        return x + self._dropout(output[0] if isinstance(output, tuple) else output)
 
     def _dropout(self, x: Tensor) -> Tensor:
         return dropout(x, self.config.hidden_dropout, self.training, own=self.config.splits_sequence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -24,7 +25,7 @@ class LowLevelZeroOptimizer(MixedOptimizer):
     a loss scale (`initial_scale` and the arguments after it), and the state has float32 weights (`master_weights`).
     `clip_grad_norm` is the norm that every step clips to, `reduce_bucket_size` the elements of a bucket. State is
     divided among `dp_process_group`, None for all processes, and replicated over `extra_dp_group`. With `cpu_offload`
-    it is in the host's memory.
+    it is in the host's memory. `backward` runs inside of `backward_context()`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LowLevelZeroOptimizer(MixedOptimizer):
         )
         super().__init__(divided, naive.scaler() if is_half else None)
         self.max_norm = clip_grad_norm
+        self._partition_grad, self._backward_context = partition_grad, backward_context or contextlib.nullcontext
         if saved is not None:
             load_plain_state(divided, saved)
         self._with_gradient: set[Tensor] = set()
@@ -91,6 +93,16 @@ class LowLevelZeroOptimizer(MixedOptimizer):
     def __del__(self) -> None:
         for handle in getattr(self, "grad_handles", ()):
             handle.remove()
+
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        with self._backward_context():
+            super().backward(loss, inputs, retain_graph, **kwargs)
+
+    def no_sync(self) -> Any:
+        """Return a context whose backward passes keep gradients in `param.grad`; the next one outside sends them."""
+        if self._partition_grad:
+            raise RuntimeError("no_sync needs partition_grad=False: divided gradients are sent in every backward pass")
+        return super().no_sync()
 
     def get_param_grad(self, working_param: Tensor) -> Tensor | None:
         """Return the whole mean gradient of a parameter, times the loss scale, or None if it has none.

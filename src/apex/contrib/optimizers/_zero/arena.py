@@ -67,6 +67,7 @@ class Arena:
         bucket_bytes: float | None,
         allocate: Callable[..., Tensor] = torch.zeros,
         host: HostMemory | None = None,
+        layout: Callable[..., Layout] = Layout,
     ) -> None:
         """Lay parameters out; a bucket of gradients has at most `bucket_bytes`, and `allocate` makes sent buffers.
 
@@ -95,7 +96,7 @@ class Arena:
         width = dtypes.gradients.itemsize
         elements = None if bucket_bytes is None else int(bucket_bytes / width)
         sizes = [param.numel() for param in self.params]
-        self.layout = Layout(sizes, groups.ranks, elements, max(1, ALIGNMENT // width))
+        self.layout = layout(sizes, groups.ranks, elements, max(1, ALIGNMENT // width))
         self.outgoing: list[Tensor] = []
         # For each parameter a gradient, laid out like it, that has not been sent (one process: not used by a step).
         self.gradients: list[Tensor | None] = [None] * len(self.params)

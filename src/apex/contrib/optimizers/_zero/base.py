@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...._distributed.comparison import check_settings, optimizer_settings
-from ...._distributed.experts import refuse_experts
+from ...._distributed.experts import is_expert, refuse_experts
 from ...._distributed.reducer import weak_method
 from ....optimizers._checks import check_options
 from . import checkpoints
@@ -116,6 +116,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _steps: StepCount
     # The device of parameters and state.
     device: torch.device
+    # Whether the caller has named the processes, which may be those with the same experts.
+    _takes_experts = False
     # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
     # Whether the first step has compared this process's settings with the other processes'.
@@ -153,12 +155,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            refuse_experts(
-                self.param_groups[-1]["params"],
-                type(self).__name__,
-                "Give experts to an optimizer whose state is not divided, such as apex.optimizers.FusedAdam, and call "
-                "apex.transformer.finalize_model_grads(model, data_parallel=False), which reduces their gradients",
-            )
+            if not (self._takes_experts and all(is_expert(param) for param in self.parameters())):
+                refuse_experts(
+                    self.parameters(),
+                    type(self).__name__,
+                    "Give experts to an optimizer of their own: one whose state is not divided, such as "
+                    "apex.optimizers.FusedAdam, or DistributedFusedAdam with process_group="
+                    "get_expert_data_parallel_group(). Call apex.transformer.finalize_model_grads(model, "
+                    "data_parallel=False) before its step, which reduces their gradients",
+                )
             if self._made:
                 self._take_params_of_first(len(self.param_groups) - 1)
         except (RuntimeError, ValueError):
@@ -174,12 +179,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _add_arenas(self, params: Iterable[Tensor], make_arena: Callable[[list[Tensor], list[int]], Arena]) -> None:
-        """Lay parameters out in one arena per dtype, and make their state.
+        """Lay parameters out in one arena per dtype and `_kind`, and make their state.
 
         `make_arena` gets the parameters of an arena and the indices of their parameter groups.
         """
         group_of = {param: number for number, group in enumerate(self.param_groups) for param in group["params"]}
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        alike: dict[Any, list[Tensor]] = {}
         for param in params:
             if param not in group_of:
                 raise ValueError(f"params has a tensor of shape {tuple(param.shape)} that is in no parameter group")
@@ -188,14 +193,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
                     "parameters and state of a process are on one device"
                 )
-            by_dtype.setdefault(param.dtype, []).append(param)
-        for members in by_dtype.values():
+            alike.setdefault((param.dtype, self._kind(self.param_groups[group_of[param]])), []).append(param)
+        for members in alike.values():
             arena = make_arena(members, [group_of[param] for param in members])
             self._parameters.add(arena)
             self._gradients.add(arena)
             self._states.append(self._new_state(arena))
             self._locations.update({param: (len(self._states) - 1, index) for index, param in enumerate(members)})
             self._arena_added(arena)
+
+    def _kind(self, group: dict[str, Any]) -> Any:
+        """Return a key; parameters of groups with different keys go to different arenas."""
+        return None
 
     def _new_state(self, arena: Arena) -> Any:
         """Return new state for the parameters of an arena."""

@@ -22,6 +22,7 @@ from ...._distributed.collectives import all_gather
 from ...._failures import explained
 from ....ops.multi_tensor.flat import flat, with_strides_of
 from ....ops.multi_tensor.packed_floats import join_remainders
+from ....optimizers._buckets import MASTER
 from .arena import Arena
 from .layout import Piece, merge_adjacent, pick
 from .scaled_state import ScaledState
@@ -278,9 +279,19 @@ def load(optimizer: Any, state_dict: dict[str, Any]) -> None:
 def _whole_slices(optimizer: Any, saved: dict[str, Any]) -> Iterator[StateSlice]:
     indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
     for param, index in zip(optimizer.parameters(), indices, strict=True):
-        for name, value in saved["state"].get(index, {}).items() if param in optimizer._locations else ():
-            if name == "step":
+        if param not in optimizer._locations:
+            continue
+        known = _names(optimizer._states[optimizer._locations[param][0]])
+        for saved_name, value in saved["state"].get(index, {}).items():
+            if saved_name == "step":
                 continue
+            name = PARAM if saved_name == MASTER else saved_name  # as other optimizers of apex call it
+            if name not in known:
+                raise ValueError(
+                    f"the state dict has {saved_name!r} for a parameter of shape {tuple(param.shape)}, which "
+                    f"{type(optimizer).__name__} does not keep: it is of another algorithm, or encoded (then save it "
+                    "with state_dict(decoded=True))"
+                )
             if value.shape != param.shape:
                 raise ValueError(
                     f"the state of a parameter of shape {tuple(param.shape)} has shape {tuple(value.shape)}"

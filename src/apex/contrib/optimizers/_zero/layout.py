@@ -145,6 +145,68 @@ class Layout:
         return tuple(owned)
 
 
+class WholeLayout(Layout):
+    """A layout that cuts no parameter: each lies in one rank's shard of one bucket.
+
+    Buckets take parameters in their order until they have `bucket_size` elements and a parameter for every rank. The
+    parameters of a bucket are given to ranks from the one with the most `work` on, each to the rank that has had the
+    least so far. Shards of a bucket are padded to the largest.
+
+        | rank 0: p1, p3 | rank 1: p0     | rank 2: p2     |      a bucket; p1 and p3 take as much memory as p0
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        ranks: int = 1,
+        bucket_size: int | None = None,
+        alignment: int = 1,
+        *,
+        work: Sequence[int],
+    ) -> None:
+        super().__init__(sizes, ranks, bucket_size, alignment)
+        members: list[list[int]] = [[]]
+        for param in (param for param, size in enumerate(sizes) if size):
+            members[-1].append(param)
+            elements = sum(sizes[each] for each in members[-1])
+            if bucket_size is not None and elements >= bucket_size and len(members[-1]) >= ranks:
+                members.append([])
+        loads, start = [0] * ranks, 0
+        starts, self._members = [0] * len(sizes), [bucket for bucket in members if bucket]
+        shard_sizes: list[int] = []
+        for bucket in self._members:
+            ends = [0] * ranks
+            owners: dict[int, int] = {}
+            for param in sorted(bucket, key=lambda each: -work[each]):
+                rank = min(range(ranks), key=lambda each: (loads[each], ends[each]))
+                owners[param] = rank
+                starts[param] = ends[rank]
+                ends[rank] += round_up(sizes[param], alignment)
+                loads[rank] += work[param]
+            shard_sizes.append(max(ends))
+            for param, rank in owners.items():
+                starts[param] += start + rank * shard_sizes[-1]
+            start += ranks * shard_sizes[-1]
+        self.starts = tuple(starts)
+        self.shard_sizes = tuple(shard_sizes)
+        self.bucket_sizes = tuple(ranks * size for size in shard_sizes)
+        self.shard_starts = tuple(sum(shard_sizes[:number]) for number in range(len(shard_sizes)))
+        self.bucket_starts = tuple(ranks * first for first in self.shard_starts)
+        self.size = self.capacity = start
+        self.shard_size = start // ranks
+
+    @functools.cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Return the parameters in each bucket, in the order of their places."""
+        pieces = []
+        for number, (bucket, begin) in enumerate(zip(self._members, self.bucket_starts, strict=True)):
+            placed = ((self.starts[param], param, self.sizes[param]) for param in bucket)
+            pieces.append(
+                tuple(Piece(param, 0, size, number, start - begin, start) for start, param, size in sorted(placed))
+            )
+        return tuple(pieces)
+
+
 def check_fill(layouts: Sequence[Layout]) -> None:
     """Warn of buckets so large that they are mostly empty: they are sent only when the backward pass ends."""
     used = sum(layout.size for layout in layouts) / max(1, sum(layout.capacity for layout in layouts))

@@ -23,7 +23,7 @@ from .arena import Arena, Dtypes, allocator
 from .base import ShardedOptimizer, StepCount
 from .gradients import GradientSync
 from .groups import Groups, own_world
-from .layout import check_fill
+from .layout import Layout, check_fill
 from .norms import Norms
 from .parameters import ParameterSync
 from .scaled_state import ScaledState
@@ -79,7 +79,9 @@ class ZeroOptimizer(ShardedOptimizer):
         nccl_ub: bool = False,
         capturable: bool = False,
     ) -> None:
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        defaults = self._group_defaults(
+            dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+        )
         check_options(defaults)
         dtypes = Dtypes(dtype, grad_sync_dtype or dtype, param_sync_dtype or dtype).check()
         check_storage(dtypes, store_params, store_param_remainders, with_scaled_states, capturable)
@@ -105,6 +107,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self.capturable = capturable
         groups = Groups(process_group or own_world(), distributed_process_group, redundant_process_group)
         self._groups = groups
+        self._takes_experts = process_group is not None
         self._dtypes = dtypes
         self.process_group = groups.process_group
         self.distributed_process_group = groups.distributed
@@ -130,8 +133,14 @@ class ZeroOptimizer(ShardedOptimizer):
         self.state["buckets"] = []
         self._share_params()
 
+    def _group_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """Return the default options of parameter groups, made of Adam's."""
+        return defaults
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; all processes must add the same one. Its state is made at its first use."""
+        if self.amsgrad and isinstance(param_group, dict) and param_group.get("cautious_weight_decay"):
+            raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._count += len(group["params"])
@@ -188,12 +197,17 @@ class ZeroOptimizer(ShardedOptimizer):
             allocate = allocator(self._groups.process_group, self.device, self.nccl_ub)
             # Offloaded weights are sent from the device, in the dtype that the parameters get them in.
             sent = dtypes if self._host is None else dtypes._replace(parameters=members[0].dtype)
-            return Arena(members, group_of, sent, self._groups, size, allocate, self._host)
+            layout = self._layout_of(members, group_of)
+            return Arena(members, group_of, sent, self._groups, size, allocate, self._host, layout)
 
         self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)
         if all(param in self._locations for param in trained):
             check_fill([state.arena.layout for state in self._states])
+
+    def _layout_of(self, params: list[Tensor], group_of: list[int]) -> Callable[..., Layout]:
+        """Return the class of the layout of parameters of one kind; `group_of` has the numbers of their groups."""
+        return Layout
 
     def _new_state(self, arena: Arena) -> ArenaState | ScaledState:
         names = self._state_names()
@@ -404,18 +418,22 @@ class ZeroOptimizer(ShardedOptimizer):
                 noop = self.found_inf.to(self.device, torch.float32).reshape(1)
             scale = self._norms.grad_scale
             count = self._steps.next(noop)
-
-            def update(number: int, lists: Lists) -> None:
-                self._update(self.param_groups[number], lists, count, noop, scale)
-
             for state in self._states:
-                state.apply(self._gradients, update, noop)
+                self._update_arena(state, count, noop, scale)
             self._parameters.updated()
             if self.overlap_param_sync and self._groups.ranks > 1:
                 self._postpone_params()
                 self._parameters.start()
             else:
                 self._parameters.synchronize()
+
+    def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
+        """Update the parameters of an arena; arguments are `_update`'s."""
+
+        def update(number: int, lists: Lists) -> None:
+            self._update(self.param_groups[number], lists, step, noop, scale)
+
+        state.apply(self._gradients, update, noop)
 
     def _state_names(self) -> tuple[str, ...]:
         """Return the names of a parameter's state, in the order of the update rule's slots."""
@@ -427,6 +445,9 @@ class ZeroOptimizer(ShardedOptimizer):
         """Update lists of tensors; `step` counts from 1 and is a float64 tensor if the count lives on the device."""
         decoupled = bool(self.adam_w_mode)
         hyper = adam_hyperparameters(group, step, decoupled=decoupled)
+        if group.get("cautious_weight_decay"):
+            lists.apply(rules.GUARDED_ADAM, hyper, (decoupled, True, False), noop=noop, grad_scale=scale)
+            return
         rule = rules.ADAM_AMSGRAD if self.amsgrad else rules.ADAM
         lists.apply(rule, hyper, (decoupled, self.amsgrad), noop=noop, grad_scale=scale)
 

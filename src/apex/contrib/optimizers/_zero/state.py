@@ -19,7 +19,7 @@ from .layout import Piece, pick
 from .weights import Weights, units_of
 
 # A function of a parameter group's index and the lists of the group's tensors: weights, gradients, then state.
-Apply = Callable[[int, Lists], None]
+Apply = Callable[[Any, Lists], None]
 
 # The name in checkpoints of the parameters in the dtype of the state.
 PARAM = "param"
@@ -66,11 +66,11 @@ class ArenaState:
         self.names = tuple(names)
         self.weights = weights
         self.moments = {name: arena.new_state(arena.dtypes.state) for name in names}
-        # The units of each parameter group.
-        self.units: dict[int, list[Piece]] = {}
+        # The units of each parameter group, or of parts of a group.
+        self.units: dict[Any, list[Piece]] = {}
         for unit in units_of(arena) if units is None else units:
             self.units.setdefault(arena.group_of[unit.param], []).append(unit)
-        self._lists: dict[int, _CachedLists] = {}
+        self._lists: dict[Any, _CachedLists] = {}
         # Gradients of the current step: kernels get addresses, which do not keep tensors alive.
         self._held: list[list[Tensor]] = []
 
@@ -90,12 +90,12 @@ class ArenaState:
         self._held.clear()
         self.weights.end()
 
-    def lists(self, gradients: Gradients) -> dict[int, Lists]:
+    def lists(self, gradients: Gradients) -> dict[Any, Lists]:
         """Return the lists of each parameter group; call it between `weights.begin` and `weights.end`."""
         where = (current_stream(self.arena.device), self.weights.addresses())
         return {group: self._lists_of(group, units, gradients, where) for group, units in self.units.items()}
 
-    def _lists_of(self, group: int, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
+    def _lists_of(self, group: Any, units: list[Piece], gradients: Gradients, where: tuple[int, list[int]]) -> Lists:
         """Return the lists of a parameter group: unchanged, with other gradients, or new if weights have moved."""
         known = self._lists.get(group)
         if known is not None and known.where != where:
@@ -105,16 +105,18 @@ class ArenaState:
         tensors = gradients.of_units(self.arena, units)
         self._held.append(tensors)
         if known is None or known.dtype != tensors[0].dtype:
-            lists = make_lists(*self._slots(units, tensors))
+            lists = make_lists(*self._slots(group, tensors))
             self._lists[group] = _CachedLists(lists, where, tensors[0].dtype)
             return lists
         if isinstance(known.lists, TritonLists):
             known.lists.table.update_moving(list(map(Tensor.data_ptr, tensors)))
         else:
-            known.lists.point_to(*self._slots(units, tensors))
+            known.lists.point_to(*self._slots(group, tensors))
         return known.lists
 
-    def _slots(self, units: list[Piece], gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
+    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
+        """Return the lists of a key of `units` in the order of a rule's slots, and the list for copies."""
+        units = self.units[group]
         state = [pick(moment, units) for moment in self.moments.values()]
         return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
 

@@ -1,0 +1,176 @@
+"""DistributedFusedMuon: Muon with state and gradients divided among processes (ZeRO-2), without cutting a matrix."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ...ops.multi_tensor import Lists
+from ...ops.multi_tensor.flat import flat
+from ...optimizers._muon_directions import WORKSPACE, Directions, WholeMatrices, blocks_of
+from ...optimizers.fused_muon import check_options_of_muon, divided_group, update_others
+from ._zero.arena import Arena
+from ._zero.layout import Layout, Piece, WholeLayout, pick
+from ._zero.state import ArenaState, in_slots
+from ._zero.weights import Weights, weights_of
+from .distributed_fused_adam import DistributedFusedAdam
+
+_STATE = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",)}
+
+
+class ZeroOptions(TypedDict, total=False):
+    """Options of `DistributedFusedAdam` that do not belong to Adam; it describes them."""
+
+    dtype: torch.dtype
+    grad_sync_dtype: torch.dtype | None
+    param_sync_dtype: torch.dtype | None
+    device: Any
+    process_group: Any
+    distributed_process_group: Any
+    redundant_process_group: Any
+    average_grad_sync: bool
+    overlap_grad_sync: bool
+    overlap_param_sync: bool
+    bucket_cap_mb: float
+    pipeline_size: int
+    contiguous_param_buffer: bool
+    contiguous_grad_buffer: bool
+    store_params: bool
+    store_param_remainders: bool
+    nccl_ub: bool
+    capturable: bool
+
+
+class DistributedFusedMuon(DistributedFusedAdam):
+    """`apex.optimizers.FusedMuon` with its state divided among processes; the same numbers for averaged gradients.
+
+    Every matrix belongs to one process, which reduces its gradient, keeps its momentum, makes its direction orthogonal
+    and sends the updated matrix to the others. Matrices are divided so that processes have about the same work. State
+    of groups for AdamW and Lion is divided as by `DistributedFusedAdam`, which also describes the options after
+    `cautious_weight_decay`, gradients, clipping, loss scaling and state dicts. The options before are `FusedMuon`'s, as
+    are those of parameter groups; `beta2` is not supported. State dicts go to and from `FusedMuon` and
+    `torch.optim.Muon`, and load on any number of processes.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[Any] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_method: str = "auto",
+        ns_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        cautious_weight_decay: bool = False,
+        **options: Unpack[ZeroOptions],
+    ) -> None:
+        if unknown := options.keys() - ZeroOptions.__optional_keys__:
+            raise TypeError(f"{type(self).__name__} got unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        self._muon_defaults: dict[str, Any] = dict(momentum=momentum, nesterov=nesterov, ns_steps=ns_steps)
+        self._muon_defaults |= dict(ns_coefficients=ns_coefficients, adjust_lr_fn=adjust_lr_fn, ns_method=ns_method)
+        self._muon_defaults |= dict(ns_dtype=ns_dtype, adam_eps=adam_eps, cautious_weight_decay=cautious_weight_decay)
+        self._muon_defaults |= dict(algorithm="muon", num_heads=None, split_sizes=None, flatten=False, beta2=None)
+        # Memory for directions, by device and dtype.
+        self._workspaces: dict[Any, Tensor] = {}
+        super().__init__(params, lr, betas=betas, eps=eps, weight_decay=weight_decay, **options)
+
+    def _group_defaults(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        defaults = {**defaults, **self._muon_defaults}
+        del defaults["bias_correction"]
+        check_options_of_muon(defaults)
+        return defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; its parameters of fewer than two dimensions become a second group for AdamW.
+
+        All processes must add the same one.
+        """
+        if isinstance(param_group, dict):
+            check_options_of_muon({**self.defaults, **param_group})
+            if param_group.get("beta2") is not None:
+                raise NotImplementedError(
+                    f"beta2={param_group['beta2']} (NorMuon) is not supported by {type(self).__name__}"
+                )
+        for group in divided_group(param_group, self.defaults):
+            super().add_param_group(group)
+
+    def _kind(self, group: dict[str, Any]) -> Any:
+        return group["algorithm"]
+
+    def _layout_of(self, params: list[Tensor], group_of: list[int]) -> Callable[..., Layout]:
+        groups = [self.param_groups[number] for number in group_of]
+        if groups[0]["algorithm"] != "muon":
+            return Layout
+        blocks = [blocks_of(param.shape, group) for param, group in zip(params, groups, strict=True)]
+        return functools.partial(WholeLayout, work=[sum(block.work for block in each) for each in blocks])
+
+    def _new_state(self, arena: Arena) -> ArenaState:
+        stores = self.store_params or (self.store_param_remainders and arena.dtypes != self._dtypes)
+        weights = weights_of(arena, stores, self.store_param_remainders and not stores)
+        algorithm = self.param_groups[arena.group_of[0]]["algorithm"]
+        if algorithm == "muon":
+            return MatrixState(arena, weights, self.param_groups, self._workspaces)
+        return ArenaState(arena, _STATE[algorithm], weights)
+
+    def _update_arena(self, state: Any, step: Any, noop: Tensor | None, scale: Tensor | None) -> None:
+        def update(key: Any, lists: Lists) -> None:
+            if isinstance(state, MatrixState):
+                group = self.param_groups[key[0]]
+                state.directions[key].update(lists, group, noop=noop, grad_scale=scale)
+            else:
+                update_others(lists, self.param_groups[key], step, noop=noop, grad_scale=scale)
+
+        state.apply(self._gradients, update, noop)
+
+
+class MatrixState(ArenaState):
+    """The momentum of this rank's matrices, and the memory in which their directions are made orthogonal.
+
+    Keys of `units` and `directions` are a parameter group's number and the number of a batch, which fits into the
+    workspace.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        weights: Weights,
+        groups: Sequence[dict[str, Any]],
+        workspaces: dict[Any, Tensor],
+    ) -> None:
+        super().__init__(arena, _STATE["muon"], weights, units=arena.parts)
+        self.units = {
+            (group, batch): members for group, units in self.units.items() for batch, members in _batches(units)
+        }
+        self.directions = {
+            key: Directions(
+                groups[key[0]], WholeMatrices([arena.params[unit.param] for unit in units], arena.device), workspaces
+            )
+            for key, units in self.units.items()
+        }
+
+    def _slots(self, group: Any, gradients: list[Tensor]) -> tuple[list[list[Tensor] | None], Any]:
+        units = self.units[group]
+        state = [pick(self.moments["momentum_buffer"], units), list(map(flat, self.directions[group].views))]
+        return in_slots(self.weights.slot(units), gradients, state), self.weights.copy(units)
+
+
+def _batches(units: list[Piece]) -> list[tuple[int, list[Piece]]]:
+    """Return batches of matrices, numbered, whose directions fit into the workspace; a batch has at least one."""
+    batches: list[list[Piece]] = []
+    for unit in units:
+        if not batches or sum(other.size for other in batches[-1]) + unit.size > WORKSPACE:
+            batches.append([])
+        batches[-1].append(unit)
+    return list(enumerate(batches))

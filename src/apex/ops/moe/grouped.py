@@ -1,0 +1,70 @@
+"""Products of sorted rows by PyTorch's `grouped_mm`, where it is quicker than our kernels.
+
+`grouped_mm` takes rows in the order of experts, so tokens are gathered first. Rows of nobody come after the last
+offset: their results are garbage, which no kernel after it reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import _device, _library
+from .._device import launch_rule
+from . import config
+
+# Public since PyTorch 2.10, private from 2.8 on; absent before.
+_grouped_mm: Any = getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+class Route(NamedTuple):
+    """Products that `grouped_mm` computes: gradients of the matrices, and the products by matrices."""
+
+    gradients: bool
+    products: bool
+
+
+OURS = Route(False, False)
+
+
+def route(x: Tensor, matrices: tuple[Tensor, ...], sizes: tuple[int, int, int], plain: bool) -> Route:
+    """Return which products `grouped_mm` computes for E, H and F in `sizes`.
+
+    `plain`: there is no bias, and the unit is one of `ops.glu`; only then may the products by matrices be PyTorch's.
+    """
+    if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
+        return OURS
+    quick = _is_quick(*sizes, x.dtype, x.device) and all(each.data_ptr() % 16 == 0 for each in (x, *matrices))
+    return Route(quick, quick and plain and sizes[2] >= config.WIDE)
+
+
+@launch_rule
+def _is_quick(experts: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether `grouped_mm` is a single kernel here: elsewhere it is a loop that waits for the device.
+
+    It needs strides that are multiples of 16 bytes, and less than 1024 experts.
+    """
+    return (
+        _grouped_mm is not None
+        and dtype == torch.bfloat16
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and hidden % 8 == 0
+        and width % 8 == 0
+        and experts < 1024
+    )
+
+
+def multiply(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Return sorted rows [N, inner] times each expert's matrix [E, inner, columns]."""
+    return _grouped_mm(rows, matrices, offs=offsets[1:])
+
+
+def matrix_gradient(left: Tensor, right: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Return left^T right over each expert's sorted rows, [E, columns of left, columns of right], or the reverse."""
+    if transposed:
+        left, right = right, left
+    return _grouped_mm(left.t(), right, offs=offsets[1:])

@@ -1,0 +1,74 @@
+"""Losses of a router, and their way into the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops._library import compute_dtype
+
+
+def switch_load_balancing_loss_func(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int,
+    topk: int,
+    num_experts: int,
+    moe_aux_loss_coeff: float,
+    fused: bool = False,
+) -> Tensor:
+    """Return coeff * E / (topk * T^2) * sum over experts of their tokens times the sum of their `probs` [tokens, E].
+
+    `tokens_per_expert` and T, `total_num_tokens`, may count all ranks with parts of the same sequences; their losses
+    then add up. There is one implementation, for either value of `fused`.
+    """
+    factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
+    return (probs.sum(0) * tokens_per_expert).sum() * factor
+
+
+def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
+    """Return coeff * the mean over tokens of logsumexp(logits)^2."""
+    return torch.logsumexp(logits.to(compute_dtype(logits)), -1).square().mean() * z_loss_coeff
+
+
+class _Scale:
+    """The factor of the main loss in the backward pass; None is 1. The compiler reads attributes of an instance."""
+
+    value: Tensor | None = None
+
+
+_scale = _Scale()
+
+
+class MoEAuxLossAutoScaler(torch.autograd.Function):
+    """A tensor passed on unchanged, whose backward pass also starts the backward pass of a loss.
+
+    The gradient of the loss is the scale of the main loss, which pipeline schedules set.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, aux_loss: Tensor) -> Tensor:  # type: ignore[override]
+        """Return `output`."""
+        ctx.save_for_backward(aux_loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the gradient of the output, and the scale as gradient of the loss."""
+        (aux_loss,) = ctx.saved_tensors
+        gradient, scale = torch.ones_like(aux_loss), _scale.value
+        if scale is not None:
+            gradient = gradient * scale.to(gradient.dtype).to(gradient.device).reshape(())
+        return grad_output, gradient
+
+    @staticmethod
+    def set_loss_scale(scale: Tensor | None) -> None:
+        """Set the factor of the main loss in the backward pass; None is 1."""
+        _scale.value = scale
+
+    @staticmethod
+    def loss_scale() -> Tensor | None:
+        """Return the factor of the main loss in the backward pass; None is 1."""
+        return _scale.value

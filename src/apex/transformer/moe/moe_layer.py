@@ -1,0 +1,91 @@
+"""A layer of experts in place of an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._groups import ExpertGroups, rank_in, size_of
+from .experts import GroupedMLP
+from .router import TopKRouter
+from .shared_experts import SharedExpertMLP
+from .token_dispatcher import DISPATCHERS, MoEAllGatherTokenDispatcher
+
+
+@dataclass
+class MoESubmodules:
+    """Classes of a layer's parts, for `MoELayer`."""
+
+    experts: type[nn.Module] = GroupedMLP
+    shared_experts: type[nn.Module] = SharedExpertMLP
+
+
+class MoELayer(nn.Module):
+    """A mixture of experts: a router, this rank's experts, and a shared expert if the configuration has one.
+
+    `config` is a `TransformerConfig`; `apex.transformer.moe.MoEOptions` describes its options. `layer_number`,
+    counted from 0, decides the initial weights. `pg_collection` has the process groups `tp`, `ep`, `expt_tp`, `tp_ep`,
+    `tp_cp` and `tp_dp_cp` as attributes; by default `parallel_state` has them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        groups = ExpertGroups.of(pg_collection)
+        submodules = MoESubmodules() if submodules is None else submodules
+        experts, ranks = config.num_moe_experts, size_of(groups.ep)
+        if experts is None:
+            raise ValueError("num_moe_experts is None: a layer of experts needs their number")
+        if size_of(groups.tp) > 1 and not config.sequence_parallel:
+            raise ValueError(
+                "experts with tensor parallelism need sequence_parallel=True: otherwise all tensor-parallel "
+                "ranks would send the same tokens"
+            )
+        if experts % ranks:
+            raise ValueError(f"num_moe_experts={experts} is not divisible by {ranks} expert-parallel ranks")
+        self.config, local = config, experts // ranks
+        first = local * rank_in(groups.ep)
+        dispatcher = DISPATCHERS[config.moe_token_dispatcher_type]
+        self.token_dispatcher = dispatcher(local, range(first, first + local), config, groups)
+        self.router = TopKRouter(config, groups, layer_number=layer_number)
+        self.experts = submodules.experts(local, config, groups, layer_number=layer_number)
+        self.shared_experts: nn.Module | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = submodules.shared_experts(config, groups, layer_number=layer_number)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """Map [sequence, batch, hidden] to the same shape; the second result is None, for a bias."""
+        self._check(hidden_states)
+        index, weight = self.router.route(hidden_states)
+        dispatcher = self.token_dispatcher
+        tokens, probs = dispatcher.token_dispatch(*dispatcher.prepare(hidden_states, index, weight))
+        if isinstance(dispatcher, MoEAllGatherTokenDispatcher) and isinstance(self.experts, GroupedMLP):
+            # The experts take tokens and indices, and sort rows themselves.
+            results = self.experts.routed(tokens, dispatcher.local_index, probs)
+        else:
+            rows, counts, probs = dispatcher.dispatch_postprocess(tokens, probs)
+            results = dispatcher.combine_preprocess(self.experts(rows, counts, probs)[0])
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(results))
+        return output if self.shared_experts is None else output + self.shared_experts(hidden_states), None
+
+    def _check(self, hidden_states: Tensor) -> None:
+        """Raise a ValueError if the input and the weights have different dtypes."""
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            return
+        weights = {"router": self.router.weight} if self.config.moe_router_dtype is None else {}
+        if isinstance(self.experts, GroupedMLP):
+            weights["experts"] = self.experts.weight1
+        for name, weight in weights.items():
+            if weight.dtype != hidden_states.dtype:
+                raise ValueError(
+                    f"hidden_states is {hidden_states.dtype} and the weight of the {name} {weight.dtype}: convert one, "
+                    "or use autocast"
+                )

@@ -1,0 +1,187 @@
+"""A GPT with experts divided over processes beside one process that runs the same microbatches."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from apex.optimizers import FusedAdam
+from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer.moe import MoELayer
+from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func, utils
+from apex.transformer.testing.standalone_gpt import gpt_model_provider
+from tests.transformer.small_gpt import parts, whole
+
+from .gpt import LENGTH, WORDS, Layout, config_of, groups, reference, step_function, train_in, worst_difference
+
+TOLERANCE = 1e-12
+EXPERTS = {
+    "num_layers": 2,
+    "activation": "swiglu",
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 12,
+    "params_dtype": torch.float64,
+}
+FOUR = {"num_layers": 4}
+# Losses that parts of a sequence add up to, and a shared expert.
+SOFTMAX = {
+    **EXPERTS,
+    "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+    "moe_layer_freq": 2,
+}
+# Experts in groups, chosen with a bias; tokens of recomputed layers must not count twice.
+SIGMOID = {
+    **EXPERTS,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.05,
+    "recompute": "full",
+}
+# Tokens of a microbatch are dropped; every rank must route whole sequences.
+CAPACITY = {**EXPERTS, "moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": "position"}
+PADDED = {**CAPACITY, "moe_pad_expert_input_to_capacity": True, "moe_token_drop_policy": "probs"}
+TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
+
+LAYOUTS: dict[int, list[tuple[Layout, dict[str, Any], dict[str, Any]]]] = {
+    2: [
+        (Layout(expert=2), SOFTMAX, {}),
+        (Layout(expert=2), SIGMOID, TO_ALL),
+        (Layout(expert_tensor=2), SOFTMAX, TO_ALL),
+        (Layout(2, sequence=True), SIGMOID, {}),
+        (Layout(1, 2, "1f1b"), SIGMOID, {}),
+    ],
+    4: [
+        (Layout(expert=4), CAPACITY, TO_ALL),
+        (Layout(expert=2), CAPACITY, {}),
+        (Layout(expert=2, expert_tensor=2), PADDED, TO_ALL),
+        (Layout(2, sequence=True, expert=2), SOFTMAX, TO_ALL),
+        (Layout(2, sequence=True, expert=4, expert_tensor=1), SIGMOID, TO_ALL),
+        (Layout(1, 2, "zb_h1", expert=2), SOFTMAX, TO_ALL),
+        (Layout(1, 2, "interleaved", 2, expert=2), {**SIGMOID, **FOUR}, {}),
+        (Layout(context=2, expert=4), SOFTMAX, TO_ALL),
+    ],
+    8: [
+        (Layout(2, 2, "1f1b", 1, True, expert=2), SIGMOID, TO_ALL),
+        (Layout(2, 2, "zb_v", 2, True, expert=4, expert_tensor=1), {**SOFTMAX, **FOUR}, {}),
+    ],
+}
+
+
+def check(number: int, rank: int) -> None:
+    """Compare losses, gradients of five steps, final parameters and biases."""
+    cases = LAYOUTS[dist.get_world_size()]
+    if number >= len(cases):
+        return
+    layout, options, dispatcher = cases[number]
+    alone = reference(layout.layers, **options)
+    with groups(layout):
+        worst, name = worst_difference(train_in(layout, **options, **dispatcher), alone)
+    assert worst <= TOLERANCE, f"{layout}, {name}: off by {worst:.2g} of its largest number"
+    if "moe_router_enable_expert_bias" in options:
+        biases = [value for name, value in alone.parameters.items() if name.endswith("expert_bias")]
+        assert len(biases) == options["num_layers"]
+        assert all(bias.dtype == torch.float32 and bias.abs().max() > 0.015 for bias in biases)
+
+
+class Saved(NamedTuple):
+    """A model and its optimizer, as `parts` takes them."""
+
+    model: list[nn.Module]
+    optimizer: FusedAdam
+
+    @classmethod
+    def of(cls, layout: Layout) -> Saved:
+        options = {**SIGMOID, **TO_ALL, "recompute": None, "moe_layer_freq": 2}
+        config = config_of(2, sequence_parallel=layout.sequence, **options)
+        model = build_model(gpt_model_provider, False, config=config)
+        return cls(model, FusedAdam([p for chunk in model for p in chunk.parameters()], lr=0.01))
+
+    def step(self, forward_only: bool) -> Tensor:
+        """Run two microbatches, the same in every replica, and return their losses in every stage."""
+        replicas = parallel_state.get_data_parallel_world_size()
+        utils._reconfigure_microbatch_calculator(1, None, 2 * replicas, 1, replicas)
+        words = torch.randint(0, WORDS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(6))
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        schedule = get_forward_backward_func(None, stages)
+        losses = schedule(step_function, [words], self.model, forward_only=forward_only)
+        if not forward_only:
+            finalize_model_grads(self.model)
+            self.optimizer.step()
+        total = torch.stack(losses) if losses else torch.zeros(2, dtype=torch.float64)
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        return total
+
+
+def resharding(rank: int) -> None:
+    """Experts, biases and their optimizer state load into other splits of experts, and the model computes the same."""
+    if dist.get_world_size() != 4:
+        return
+    layouts = (Layout(expert=2), Layout(2, sequence=True, expert=4, expert_tensor=1), Layout(1, 2, expert=2), Layout())
+    before = None
+    for number, layout in enumerate(layouts):
+        with groups(layout):
+            run = Saved.of(layout)
+            if number:
+                checkpoint.load(f"saved{number - 1}", run.model, run.optimizer)
+            else:
+                run.step(forward_only=False)
+                run.step(forward_only=False)
+            checkpoint.save(f"saved{number}", run.model, run.optimizer)
+            saved = whole(Path(f"saved{number}"))
+            loss = run.step(forward_only=True)
+            for key, view, place in parts(run):
+                assert torch.equal(view, saved[key][place]), key
+        if before is not None:
+            assert saved.keys() == before[0].keys()
+            assert all(torch.equal(value, before[0][key]) for key, value in saved.items())
+            torch.testing.assert_close(loss, before[1], rtol=TOLERANCE, atol=0)
+        before = saved, loss
+    experts = "language_model.encoder.layers.0.mlp.experts.weight1"
+    assert saved[f"model.{experts}"].shape == saved[f"optimizer.exp_avg.{experts}"].shape == (8, 24, 32)
+    assert saved["model.language_model.encoder.layers.0.mlp.router.expert_bias"].any()
+
+
+def refusals(rank: int) -> None:
+    """Sizes that do not fit, and ranks with other numbers of tokens, are errors in every rank."""
+    with groups(Layout(expert=dist.get_world_size())):
+        with pytest.raises(ValueError, match=r"num_moe_experts=9 is not divisible by . expert-parallel ranks"):
+            MoELayer(config_of(2, **{**EXPERTS, "num_moe_experts": 9}))
+        layer = MoELayer(config_of(2, **EXPERTS))
+        with pytest.raises(ValueError, match="all ranks must pass the same dtype and shape, got rank 0"):
+            layer(torch.zeros(3 + rank, 1, 32, dtype=torch.float64))
+    words = "the width 13 of an expert is not divisible by . expert-tensor"
+    with groups(Layout(expert_tensor=dist.get_world_size())), pytest.raises(ValueError, match=words):
+        MoELayer(config_of(2, **{**EXPERTS, "moe_ffn_hidden_size": 13}))
+    with groups(Layout(2)), pytest.raises(ValueError, match="need sequence_parallel=True"):
+        MoELayer(config_of(2, **EXPERTS))
+
+
+def random_streams(rank: int) -> None:
+    """Ranks with the same part of the same experts share a stream; others have their own."""
+    with groups(Layout(expert=2, expert_tensor=1)):
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        with tensor_parallel.get_cuda_rng_tracker().fork(tensor_parallel.get_expert_parallel_rng_tracker_name()):
+            drawn = torch.rand(2)
+        expert = parallel_state.get_expert_model_parallel_rank()
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(7 + 1024 + 100 * expert)))
+
+
+CHECKS: dict[str, Any] = {
+    f"case {number}": functools.partial(check, number) for number in range(max(map(len, LAYOUTS.values())))
+}
+CHECKS |= {each.__name__: each for each in (resharding, refusals, random_streams)}
