@@ -171,7 +171,7 @@ def keys_in_sight(
 
 @triton.jit
 def sees(place, n, left, w_left, w_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Return whether queries at `place` see keys `n`, of which `left` exist; `place` and `n` broadcast."""
+    """Return whether queries at `place` see keys `n`; `left` keys exist, and `place` and `n` broadcast."""
     inside = n < left
     if RIGHT:
         inside = inside & (n <= place + w_right)

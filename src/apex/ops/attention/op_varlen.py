@@ -215,7 +215,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of packed attention from its output and logs of sums.
 
-    These may be those of an attention of which this is a part: gradients of the parts then add up.
+    If output and logs belong to an attention that has this one as a part, the gradients of its parts add up.
     """
     settings = (longest, longest_k, scale, left, right, 0.0, True)
     saved = (query, key, value, bounds, bounds_k, None, output, lse)

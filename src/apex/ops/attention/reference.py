@@ -244,7 +244,7 @@ def varlen_attention_backward(
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `varlen_attention` from its output and logs of sums, or from those of a whole."""
+    """Return the gradients of `varlen_attention` from its own or a whole attention's output and logs of sums."""
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     dquery, dkey, dvalue = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value))
     delta = (dout.to(lse.dtype) * output.to(lse.dtype)).sum(-1).transpose(0, 1)

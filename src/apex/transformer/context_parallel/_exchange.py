@@ -60,7 +60,7 @@ def all_to_all_attention(
     masks: dict[str, Any],
     group: Any,
 ) -> Tensor:
-    """Return attention in which each rank has some of the heads of whole sequences.
+    """Return attention by ranks that each have some of the heads of whole sequences.
 
     `layout` is bounds, rows and greatest length of the whole sequences. Keys with fewer heads than ranks are repeated.
     """

@@ -83,7 +83,7 @@ def _taken(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention over a ring of ranks; rows are packed, `bounds` are those of the whole sequences."""
+    """Attention over a ring of ranks; rows are packed, and `bounds` belong to the whole sequences."""
 
     @staticmethod
     def forward(ctx, query, key, value, bounds, total, longest, scale, causal, group):  # type: ignore[no-untyped-def, override]
@@ -122,7 +122,7 @@ class RingAttention(torch.autograd.Function):
             sums = lse if queries is None else lse.index_select(1, queries).contiguous()
             found = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
             dquery = dquery + found[0] if queries is None else dquery.index_add(0, queries, found[0].to(wide))
-            # The gradients of keys travel with the keys: those of this step's keys arrive here now.
+            # The gradients of keys travel with the keys: the ones for this step's keys arrive here now.
             dkeys = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
             if passing_gradients is not None:
                 dkeys = passing_gradients.wait()

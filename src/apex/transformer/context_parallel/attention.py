@@ -33,7 +33,7 @@ def context_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Return attention of sequences of which each rank of `group` holds two chunks, shaped like the query.
+    """Return attention, shaped like the query, of sequences that are split over the ranks of `group`, two chunks each.
 
     Tensors are [sequence, batch, heads, head size], with this rank's part of the sequence as
     `get_batch_on_this_cp_rank` returns it. With `cu_seqlens`, the bounds of packed documents in the whole rows, they
