@@ -1,11 +1,13 @@
 """Packed causal attention with grouped queries on a GPU, beside PyTorch's `varlen_attn` and cuDNN's attention.
 
     python benchmarks/attention.py [--out FOLDER]
+    python benchmarks/attention.py --device cpu --small    # tries the script: no peers, nothing is written
 
 bfloat16, 32 heads of queries, 8 of keys, 128 wide. Documents: 16 of 512 to 8192 rows, 65,536 in all, with a window of
 4096 keys and without. `varlen_attn` of PyTorch 2.11 has no grouped queries: its keys are repeated outside of its time.
-Equal lengths are compared with `scaled_dot_product_attention` by cuDNN. Milliseconds between CUDA events, the median of
-passes in turns.
+Equal lengths, whose bounds are on the host, are compared with `scaled_dot_product_attention` by cuDNN. Ring attention
+of 32,768 rows is computed for all of 4 ranks one after the other, without exchanges, beside whole attention.
+Milliseconds between CUDA events, the median of passes in turns.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -25,14 +28,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from apex._bench.environment import describe, device_name, device_stem
 from apex.ops.attention import varlen_attention
+from apex.transformer.context_parallel._blocks import Merged
+from apex.transformer.context_parallel._ring import Plan
 
 RESULTS = Path(__file__).parent / "results"
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 DOCUMENTS = (8192, 512, 7681, 1023, 6655, 1537, 6144, 2560, 5121, 3071, 4096, 4608, 3583, 5633, 2047, 3073)
 ROUNDS = 15
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path, default=RESULTS)
+parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+parser.add_argument("--small", action="store_true", help="few heads, a 64th of the rows, one round")
+args = parser.parse_args()
+SHARE = 64 if args.small else 1
+if args.small:
+    HEADS, KEY_HEADS, SIZE = 4, 2, 16
+PEERS = args.device == "cuda"
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
+    if args.device == "cpu":
+        begun = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begun)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -42,10 +60,11 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 
 def tensors(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    make = torch.Generator("cuda").manual_seed(0)
+    make = torch.Generator(args.device).manual_seed(0)
     shapes = ((rows, HEADS, SIZE), (rows, KEY_HEADS, SIZE), (rows, KEY_HEADS, SIZE))
     query, key, value = (
-        torch.randn(shape, generator=make, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes
+        torch.randn(shape, generator=make, device=args.device, dtype=torch.bfloat16).requires_grad_()
+        for shape in shapes
     )
     return query, key, value
 
@@ -67,40 +86,42 @@ def compare(name: str, calls: dict[str, tuple[Callable[[], Tensor], list[Tensor]
         for run in [*runs.values()] * 3:
             run()
         times = {who: [] for who in runs}
-        for _ in range(ROUNDS):
+        for _ in range(max(1, ROUNDS // SHARE)):
             for who, run in runs.items():
                 times[who].append(milliseconds(run))
         for who in runs:
             row[f"{way} {who}"] = round(statistics.median(times[who]), 3)
         ours, *peers = runs
-        row[f"{way} ratio"] = round(row[f"{way} {ours}"] / min(row[f"{way} {peer}"] for peer in peers), 3)
+        if peers:
+            row[f"{way} ratio"] = round(row[f"{way} {ours}"] / min(row[f"{way} {peer}"] for peer in peers), 3)
     return row
 
 
 def documents(window: int) -> dict[str, Any]:
-    from torch.nn.attention.varlen import varlen_attn
+    lengths, window = [max(1, length // SHARE) for length in DOCUMENTS], window // SHARE
+    edges = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=args.device)
+    longest, size = max(lengths), (window or -1, 0)
+    query, key, value = tensors(sum(lengths))
 
-    edges = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32, device="cuda")
-    longest, size = max(DOCUMENTS), (window or -1, 0)
-    query, key, value = tensors(sum(DOCUMENTS))
-    other = [query.detach().requires_grad_(), repeated(key), repeated(value)]
-    ours = varlen_attention(query, key, value, edges, longest, causal=True, window_size=size)
-    theirs = varlen_attn(*other, edges, edges, longest, longest, window_size=size)
-    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
-    return compare(
-        f"documents, window {window or 'none'}",
-        {
-            "apex": (
-                lambda: varlen_attention(query, key, value, edges, longest, causal=True, window_size=size),
-                [query, key, value],
-            ),
-            "varlen_attn": (lambda: varlen_attn(*other, edges, edges, longest, longest, window_size=size), other),
-        },
-    )
+    def ours() -> Tensor:
+        return varlen_attention(query, key, value, edges, longest, causal=True, window_size=size)  # type: ignore[return-value]
+
+    calls: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {"apex": (ours, [query, key, value])}
+    if PEERS:
+        from torch.nn.attention.varlen import varlen_attn
+
+        other = [query.detach().requires_grad_(), repeated(key), repeated(value)]
+        calls["varlen_attn"] = (
+            lambda: varlen_attn(*other, edges, edges, longest, longest, window_size=size),
+            other,
+        )
+        torch.testing.assert_close(ours(), calls["varlen_attn"][0](), atol=2e-2, rtol=2e-2)
+    return compare(f"documents, window {window or 'none'}", calls)
 
 
 def equal_lengths(sequences: int, length: int) -> dict[str, Any]:
-    edges = torch.arange(0, (sequences + 1) * length, length, dtype=torch.int32, device="cuda")
+    length //= SHARE
+    edges = torch.arange(0, (sequences + 1) * length, length, dtype=torch.int32)
     query, key, value = tensors(sequences * length)
     batch = [t.detach().unflatten(0, (sequences, length)).transpose(1, 2).requires_grad_() for t in (query, key, value)]
 
@@ -108,29 +129,101 @@ def equal_lengths(sequences: int, length: int) -> dict[str, Any]:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return functional.scaled_dot_product_attention(*batch, is_causal=True, enable_gqa=True)
 
+    def ours() -> Tensor:
+        return varlen_attention(query, key, value, edges, length, causal=True)  # type: ignore[return-value]
+
+    calls = {"apex": (ours, [query, key, value])}
+    return compare(f"{sequences} of {length}", {**calls, "cudnn": (cudnn, batch)} if PEERS else calls)
+
+
+class Ring(torch.autograd.Function):
+    """The blocks of all ranks of a ring, one after the other: the work of one rank times their number."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, plans):  # type: ignore[no-untyped-def, override]
+        outputs, sums = [], []
+        parts = [tensor.chunk(len(plans)) for tensor in (query, key, value)]
+        for plan in plans:
+            merged = None
+            for number in range(plan.ranks):
+                block, given, rows = blocks_of(plan, number, parts)
+                output, lse = block.forward(*given)
+                if merged is None:
+                    merged = Merged(output, lse)
+                else:
+                    merged.add(output, lse, rows)
+            output, lse = merged.results()
+            outputs.append(output)
+            sums.append(lse)
+        ctx.save_for_backward(query, key, value, *outputs, *sums)
+        ctx.plans = plans
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx, dout):  # type: ignore[no-untyped-def, override]
+        plans, (query, key, value, *others) = ctx.plans, ctx.saved_tensors
+        gradients = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value)]
+        parts, into = ([t.chunk(len(plans)) for t in each] for each in ((query, key, value), gradients))
+        for plan, own in zip(plans, dout.chunk(len(plans)), strict=True):
+            output, lse = others[plan.rank], others[len(plans) + plan.rank]
+            for number in range(plan.ranks):
+                block, given, rows = blocks_of(plan, number, parts)
+                keys = plan.step(number)[2]
+                if rows is not None:
+                    found = block.backward(own[rows], given, output[rows], lse[:, rows].contiguous())
+                else:
+                    found = block.backward(own, given, output, lse)
+                source = (plan.rank - number) % plan.ranks
+                for place, index, gradient in ((plan.rank, rows, 0), (source, keys, 1), (source, keys, 2)):
+                    if index is None:
+                        into[gradient][place].add_(found[gradient])
+                    else:
+                        into[gradient][place].index_add_(0, index, found[gradient].float())
+        return *(tensor.to(query.dtype) for tensor in gradients), None
+
+
+def blocks_of(plan: Plan, number: int, parts: list[tuple[Tensor, ...]]) -> tuple[Any, tuple[Tensor, ...], Any]:
+    """Return the block of a step, its query, key and value, and the rows of queries that take part."""
+    block, rows, keys = plan.step(number)
+    query, (key, value) = parts[0][plan.rank], (part[(plan.rank - number) % plan.ranks] for part in parts[1:])
+    taken = (query if rows is None else query[rows], *(t if keys is None else t[keys] for t in (key, value)))
+    return block, taken, rows
+
+
+def ring(ranks: int, length: int) -> dict[str, Any]:
+    """Time the products of ring attention, which a ring of GPUs computes at the same time, beside whole attention."""
+    length //= SHARE
+    query, key, value = tensors(length)
+    edges = torch.tensor([0, length], dtype=torch.int64, device=args.device)
+    plans = [Plan(edges, length, length, SIZE**-0.5, True, ranks, rank) for rank in range(ranks)]
+
+    def whole() -> Tensor:
+        return varlen_attention(query, key, value, edges, length, causal=True)  # type: ignore[return-value]
+
     return compare(
-        f"{sequences} of {length}",
+        f"ring of {ranks}, {length} rows",
         {
-            "apex": (lambda: varlen_attention(query, key, value, edges, length, causal=True), [query, key, value]),
-            "cudnn": (cudnn, batch),
+            "apex": (lambda: Ring.apply(query, key, value, plans), [query, key, value]),
+            "whole": (whole, [query, key, value]),
         },
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    folder, device = parser.parse_args().out, torch.device("cuda")
     rows = []
     for case in (
         lambda: documents(4096),
         lambda: documents(0),
         lambda: equal_lengths(8, 8192),
         lambda: equal_lengths(16, 2048),
+        lambda: ring(4, 32768),
     ):
         rows.append(case())
         print(rows[-1], flush=True)
-    path = folder / f"{device_stem(device_name(device))}-attention.json"
+    if args.small:
+        return
+    device = torch.device(args.device)
+    path = args.out / f"{device_stem(device_name(device))}-attention.json"
     path.write_text(json.dumps({**describe(device), "milliseconds": rows}, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@
 
 Every column trains the same network from the same weights on the same batches: 6 layers of width 4096, 4 x 2048 tokens.
 Columns compile side by side, `--at-once` of them, and are timed alone. "everything" adds fused optimizer, norm, loss
-and the captured step.
+and the captured step. "torchao blockwise" is the Float8BlockwiseLinear of torchao's prototypes.
 
 `--curve STEPS` trains a small GPT on the bytes of PyTorch's Python files instead, from several seeds, and notes the
 losses. The steps are captured, but not compiled: that would take longer than the steps. Every column of a seed has the
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from step_models import GPT
 from steps import kernels_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from apex import amp, fp8, graphs
 from apex._bench.environment import describe, device_name, device_stem
@@ -41,6 +41,7 @@ COLUMNS = (
     "bf16",
     "torchao tensorwise",
     "torchao rowwise",
+    "torchao blockwise",
     "apex tensorwise",
     "apex rowwise",
     "apex blockwise",
@@ -57,7 +58,23 @@ CURVES = (
     "apex tensorwise",
     "apex rowwise",
     "apex blockwise",
+    "apex blockwise e5m2",
 )
+
+
+class TorchaoBlockwise(nn.Module):
+    """A Float8BlockwiseLinear of torchao, which has no bias, and the bias; its input is cast as autocast casts it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+
+        super().__init__()
+        bias, linear.bias = linear.bias, None
+        self.layer, self.bias = Float8BlockwiseLinear.from_float(linear), bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.layer(input.bfloat16())
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, curve: bool = False) -> tuple[Any, Any]:
@@ -80,9 +97,16 @@ def prepare(column: str, device: str, size: dict[str, int], seed: int = 0, curve
     else:
         optimizer = torch.optim.AdamW(network.parameters(), **options, fused=True)
     if scaling and column.startswith("apex"):
-        report = fp8.convert(network.blocks, scaling, smallest_weight=0, emulate=device == "cpu")
+        gradients = "e5m2" if column.endswith("e5m2") else None
+        emulate = device == "cpu"
+        report = fp8.convert(network.blocks, scaling, smallest_weight=0, gradients=gradients, emulate=emulate)
         assert len(report) == 4 * size["depth"], fp8.table(report)
         assert not any(row.reason for row in report), fp8.table(report)
+    elif scaling == "blockwise":
+        for module in list(network.blocks.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, TorchaoBlockwise(child))
     elif scaling:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,9 +1,9 @@
-"""Trains a small GPT that is split over processes in any way: layers, stages of a pipeline, replicas.
+"""Trains a small GPT that is split over processes in any way: layers, stages of a pipeline, sequences, replicas.
 
     apex run --nproc-per-node 4 train.py --tensor 2 --pipeline 2 --sequence-parallel
 
-What is left of the processes after --tensor times --pipeline are replicas. Start it again, with the same split or
-another one, and it goes on from its last checkpoint.
+What is left of the processes after --tensor times --pipeline times --context are replicas. Start it again, with the
+same split or another one, and it goes on from its last checkpoint.
 """
 
 import argparse
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from apex import amp
+from apex import amp, fp8
 from apex.checkpoint import Series
 from apex.contrib.optimizers import DistributedFusedAdam
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
 from apex.transformer.amp import GradScaler
+from apex.transformer.context_parallel import get_batch_on_this_cp_rank
 from apex.transformer.enums import ModelType
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func
 from apex.transformer.pipeline_parallel.schedules import forward_backward_zero_bubble
@@ -36,11 +37,13 @@ HALF = {"O0": None, "O2": torch.float16, "O5": torch.bfloat16}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--tensor", type=int, default=1, help="ranks that divide each layer")
 parser.add_argument("--sequence-parallel", action="store_true", help="divide the sequence between layers as well")
+parser.add_argument("--context", type=int, default=1, help="ranks that divide each sequence, attention included")
 parser.add_argument("--pipeline", type=int, default=1, help="ranks that divide the sequence of layers")
 parser.add_argument("--chunks", type=int, default=1, help="stages of each of these ranks")
 parser.add_argument("--zero-bubble", action="store_true", help="ZB-H1, or with two chunks ZB-V, instead of 1F1B")
 parser.add_argument("--zero", action="store_true", help="divide the optimizer's state among replicas")
 parser.add_argument("--opt-level", choices=HALF, help="O5: bfloat16, O2: float16 with a loss scale; on a CPU O0")
+parser.add_argument("--fp8", choices=("tensorwise", "blockwise"), help="float8 products; a CPU emulates them")
 parser.add_argument("--recompute", choices=("selective", "full"), help="compute attention, or layers, again backward")
 parser.add_argument("--experts", type=int, help="experts in place of each MLP")
 parser.add_argument("--topk", type=int, default=2, help="experts of each token")
@@ -66,9 +69,8 @@ dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
 if args.device == "cuda":
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
 chunks = args.chunks if args.chunks > 1 else None
-parallel_state.initialize_model_parallel(
-    args.tensor, args.pipeline, chunks, expert_model_parallel_size=args.expert_parallel
-)
+sizes = {"context_parallel_size": args.context, "expert_model_parallel_size": args.expert_parallel}
+parallel_state.initialize_model_parallel(args.tensor, args.pipeline, chunks, **sizes)
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 setup_microbatch_calculator(dist.get_rank(), None, args.batch, args.microbatch, replicas)
@@ -105,20 +107,29 @@ model = build_model(
 # half precision to each other, and the loss is computed in float32.
 parameters = [parameter for chunk in model for parameter in chunk.parameters()]
 if args.zero:
-    optimizer = DistributedFusedAdam(parameters, lr=args.lr, process_group=parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    optimizer = DistributedFusedAdam(parameters, lr=args.lr, process_group=group)
 else:
     optimizer = FusedAdam(parameters, lr=args.lr)
 inner = [chunk.language_model for chunk in model]
 _, optimizer = amp.initialize(
     inner, optimizer, opt_level=args.opt_level, loss_scale=1.0, cast_model_outputs=HALF[args.opt_level], verbosity=0
 )
+converted = [
+    layer
+    for chunk in inner
+    if args.fp8
+    # Layers of this size are quicker in bfloat16; here they show how it is done.
+    for layer in fp8.convert(chunk, args.fp8, smallest_weight=0, emulate=args.device == "cpu")
+]
 scaler = GradScaler(init_scale=2.0**12, enabled=args.opt_level == "O2")
 
 
 def forward_step(batch, stage):
     """One microbatch through one stage, and what its last one makes of the output."""
     (rows,) = batch
-    losses = stage(rows[:, :-1], labels=rows[:, 1:])
+    part = get_batch_on_this_cp_rank({"words": rows[:, :-1], "labels": rows[:, 1:]})
+    losses = stage(part["words"], labels=part["labels"])
 
     def loss_function(losses):
         loss = losses.mean()
@@ -148,7 +159,7 @@ def train_step(step):
             model,
             forward_only=False,
             grad_scaler=scaler if scaler.is_enabled() else None,
-            tensor_shape=(args.sequence, args.microbatch, args.hidden),
+            tensor_shape=(args.sequence // args.context, args.microbatch, args.hidden),
             sequence_parallel_enabled=args.sequence_parallel,
         )
         finalize_model_grads(model, data_parallel=False if args.zero else None)
@@ -159,7 +170,8 @@ def train_step(step):
 
 # The last stage has the losses; one of its ranks shows them.
 last = parallel_state.is_pipeline_first_stage(True) if folded else parallel_state.is_pipeline_last_stage(True)
-shows = last and replica == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
+first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+shows = last and replica == 0 and first
 columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("loss {task.fields[loss]}"))
 progress = Progress(*columns, TimeRemainingColumn(), console=Console(), disable=not shows)
 
@@ -168,6 +180,10 @@ if (path := series.latest()) is not None:
     done = checkpoint.load(path, model, optimizer, scaler=scaler)["step"]
     if shows:
         progress.console.print(f"goes on after step {done}, from {path}")
+
+if args.fp8 and shows:
+    number = sum(not layer.reason for layer in converted)
+    progress.console.print(f"{number} of {len(converted)} linear layers of the last stage multiply in float8")
 
 with progress:
     task = progress.add_task("", total=args.steps, completed=done, loss="-")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from apex.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from apex.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, MoeHybridParallelPlugin, TorchDDPPlugin
 from apex.transformer import parallel_state
 from apex.transformer.context_parallel import get_batch_on_this_cp_rank
 from apex.transformer.testing.standalone_gpt import GPTModel
@@ -33,8 +33,7 @@ class Mixture(nn.Module):
 def experts(rank: int) -> None:
     """Train two experts on two ranks each: gradients are summed over both ranks and divided by four."""
     with ended():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-        booster = make(plugin=HybridParallelPlugin(precision="fp32", max_norm=1e9))
+        booster = make(plugin=MoeHybridParallelPlugin(1, 1, 2, precision="fp32", max_norm=1e9))
         mixture = Mixture(rank)
         model, optimizer, *_ = booster.boost(mixture, torch.optim.SGD(mixture.parameters(), lr=1.0))
         assert mixture.expert.tolist() == [float(rank % 2)] * 2  # of the first rank that holds this expert

@@ -377,9 +377,17 @@ def test_layers_come_from_the_longest_module_list() -> None:
 
 
 def test_arguments_of_experts() -> None:
-    """One size of expert parallelism is known; the order of its groups has no effect then."""
-    with pytest.raises(NotImplementedError, match="ep_size=2 is not supported; use 1"):
-        plugins.MoeHybridParallelPlugin(1, 1, 2)
+    with pytest.raises(ValueError, match="ep_size=2 needs zero_stage=0"):
+        plugins.MoeHybridParallelPlugin(1, 1, 2, None, "bf16", 1)
+    assert not parallel_state.model_parallel_is_initialized()
+    plugin = plugins.MoeHybridParallelPlugin(1, 1, 2)
+    with pytest.raises(ValueError, match="initialised with 2 expert-parallel ranks, not 4"):
+        plugins.MoeHybridParallelPlugin(1, 1, 4)
+    assert parallel_state.get_expert_model_parallel_world_size() == 2
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="ep_size=2, but no parameter of the model is an expert; build it from"):
+        make(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    parallel_state.destroy_model_parallel()
     with pytest.warns(UserWarning, match="no effect of moe_dp_outside=False"):
         plugin = plugins.MoeHybridParallelPlugin(1, 1, 1, None, "bf16", moe_dp_outside=False)
     assert plugin.precision.dtype == torch.bfloat16

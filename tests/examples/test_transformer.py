@@ -56,3 +56,14 @@ def test_divided_optimizers(tmp_path: Path) -> None:
     sizes = "--layers 2 --steps 3"
     output = run(2, f"--zero --recompute selective --opt-level O5 {sizes} --checkpoints zero", tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.1
+
+
+def test_split_sequences_and_float8(tmp_path: Path) -> None:
+    """Sequences over two ranks give the losses of one process; float8 products stay near."""
+    sizes = "--layers 1 --hidden 128 --steps 2 --save-every 9"
+    alone = run(1, f"{sizes} --checkpoints alone", tmp_path)
+    split = run(2, f"--context 2 {sizes} --checkpoints split", tmp_path)
+    assert losses(split) == pytest.approx(losses(alone), abs=1e-4)
+    blocks = run(2, f"--context 2 --fp8 blockwise {sizes} --checkpoints blocks", tmp_path)
+    assert "4 of 4 linear layers of the last stage multiply in float8" in blocks
+    assert losses(blocks) == pytest.approx(losses(alone), abs=0.2)

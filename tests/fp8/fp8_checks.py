@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +104,16 @@ def gathered_in_float8(rank: int) -> None:
                 fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             x = torch.randn(128, 128, generator=torch.Generator().manual_seed(rank))
-            for _ in range(3):
-                loss = model(x).float().square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                for _ in range(3):
+                    loss = model(x).float().square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            reasons = {str(each.message) for each in told if "gathered" in str(each.message)}
+            assert len(reasons) == gathers, reasons
+            assert all("128 x 256 is gathered in torch." in reason and "2 ranks" in reason for reason in reasons)
             assert (kinds[model[0]] is GatheredWeight, kinds[model[2]] is GatheredWeight) == (gathers, False)
             usual = model(x[:5]).detach()  # too few rows for float8
             state = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}

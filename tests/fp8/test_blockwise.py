@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,9 +117,48 @@ def test_mxfp8_is_emulated(device):
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (0, 128), (3, 5, 128)])
-def test_other_numbers_of_rows_are_multiplied_as_usual(shape):
+def test_other_numbers_of_rows_are_multiplied_as_usual(shape, caplog, monkeypatch):
+    monkeypatch.setattr(sys.modules["apex.fp8.linear"], "_reported", set())
     input, weight = torch.randn(shape), torch.randn(256, 128)
-    assert torch.equal(fp8.linear(input, weight, scaling="blockwise"), F.linear(input, weight))
+    for _ in range(2):
+        assert torch.equal(fp8.linear(input, weight, scaling="blockwise"), F.linear(input, weight))
+    rows = input.numel() // 128
+    reason = (
+        f"128 inputs and 256 outputs multiplied {rows} rows without float8, because 'blockwise' needs a multiple of 128"
+    )
+    assert [reason in message for message in caplog.messages] == [True] * bool(rows)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"])
+def test_the_format_of_gradients(scaling):
+    """Gradients of weights in e5m2 have twice the error of those in e4m3; outputs have the same bits."""
+    torch.manual_seed(1)
+    x, weight, dy = torch.randn(128, 128), torch.randn(128, 128), torch.randn(128, 128)
+    exact, errors, outputs = dy.double() @ weight.double(), {}, []
+    for gradients in (None, "e4m3", "e5m2"):
+        layer = fp8.Float8Linear(128, 128, False, scaling=scaling, gradients=gradients)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        input = x.clone().requires_grad_()
+        outputs.append(layer(input))
+        outputs[-1].backward(dy)
+        errors[gradients] = float((input.grad - exact).norm() / exact.norm())
+    assert torch.equal(outputs[0], outputs[2])
+    assert errors["e5m2"] > 1.3 * errors["e4m3"]
+    assert errors[None] == errors["e5m2" if scaling in ("tensorwise", "delayed") else "e4m3"]
+
+
+def test_formats_of_gradients_are_kept_and_refused():
+    model = network("cpu")
+    fp8.convert(model, "blockwise", gradients="e5m2", smallest_weight=0, emulate=True)
+    assert model[0].gradients == "e5m2"
+    fp8.revert(model)
+    assert "gradients" not in vars(model[0])
+    with pytest.raises(ValueError, match=r"gradients='e3m4' is not known; use one of e4m3, e5m2, or None"):
+        fp8.convert(model, "blockwise", gradients="e3m4", emulate=True)
+    with pytest.raises(ValueError, match=r"no effect on torchao's layers"):
+        fp8.convert(model, gradients="e4m3", float8_all_gather=True, emulate=True)
+    assert type(model[0]) is nn.Linear
 
 
 def test_gradients_that_nobody_wants():

@@ -133,6 +133,7 @@ OPTIMIZERS: dict[str, Case] = {
     "contrib FP16_Optimizer": trained(with_old_masters(contrib_optimizers.FP16_Optimizer), torch.float16),
     "fp16_utils FP16_Optimizer": trained(with_old_masters(fp16_utils.FP16_Optimizer), torch.float16),
     "contrib DistributedFusedAdam": divided(contrib_optimizers.DistributedFusedAdam),
+    "contrib DistributedFusedMuon": divided(contrib_optimizers.DistributedFusedMuon),
     "contrib DistributedFusedAdam capturable": divided(
         lambda params: contrib_optimizers.DistributedFusedAdam(params, capturable=True), torch.bfloat16
     ),

@@ -37,6 +37,7 @@ def convert(
     choose: Callable[[str, nn.Module], bool] | None = None,
     smallest_weight: Index = SMALLEST_WEIGHT,
     power_of_2: bool = False,
+    gradients: str | None = None,
     float8_all_gather: bool = False,
     emulate: bool = False,
 ) -> list[Converted]:
@@ -47,7 +48,8 @@ def convert(
     two per 32 numbers, only with `emulate`). Linear layers are torch.nn.Linear, the layers of apex.fused_dense and the
     two of apex.transformer.tensor_parallel. A layer is not converted if a size is no multiple of 16 (of 128 for
     "blockwise", 32 for "mxfp8"), if a weight has fewer than `smallest_weight` elements, or if `choose(name, layer)` is
-    false, for example for an output layer. Parameters, hooks and state dict are not changed.
+    false, for example for an output layer. Parameters, hooks and state dict are not changed. `gradients` is the format
+    of outputs' gradients, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
 
     Call it before `fully_shard`. With `float8_all_gather` FSDP2 then gathers weights in float8, half the bytes. With
     "blockwise" this replaces the layers' weights by other parameters, so make the optimizer afterwards; shards whose
@@ -55,7 +57,9 @@ def convert(
 
     A device without float8 raises an error, unless `emulate` asks for the same numbers without the speed, for tests.
     """
-    check_scaling(scaling, power_of_2)
+    check_scaling(scaling, power_of_2, gradients)
+    if gradients is not None and float8_all_gather and scaling == "tensorwise":
+        raise ValueError(f"gradients={gradients!r} has no effect on torchao's layers, which float8_all_gather uses")
     layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     if scaling == "mxfp8" and not emulate:
         raise RuntimeError(
@@ -86,7 +90,7 @@ def convert(
         return report
     for name, module in layers:
         if not reasons[name]:
-            _convert_layer(module, scaling, power_of_2)
+            _convert_layer(module, scaling, power_of_2, gradients)
             if float8_all_gather:
                 gather_in_float8(module, power_of_2)
     return report
@@ -110,7 +114,7 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) in LAYERS.values():
             module.__class__ = module.usual
-            for name in ("scaling", "power_of_2"):
+            for name in ("scaling", "power_of_2", "gradients"):
                 module.__dict__.pop(name, None)
             gather_as_usual(module)
             module._buffers.pop("history", None)
@@ -165,21 +169,24 @@ def _reason(
     return ""
 
 
-def _convert_layer(module: Any, scaling: str, power_of_2: bool) -> None:
+def _convert_layer(module: Any, scaling: str, power_of_2: bool, gradients: str | None) -> None:
     """Make one layer multiply in float8."""
     if type(module) in (*LAYERS, *LAYERS.values()):
         module.__class__ = LAYERS.get(type(module), type(module))
-        module.set_scaling(scaling, power_of_2)
+        module.set_scaling(scaling, power_of_2, gradients)
     else:
         usual = getattr(module._linear, "usual", module._linear)
-        module._linear = _ParallelProduct(usual, scaling, power_of_2, make_history(module.weight, scaling))
+        options = {"power_of_2": power_of_2, "gradients": gradients}
+        module._linear = _ParallelProduct(usual, scaling, options, make_history(module.weight, scaling))
 
 
 class _ParallelProduct:
     """The product of a tensor-parallel layer after conversion: float8 matrices, with the same exchanges around it."""
 
-    def __init__(self, usual: Callable[..., Tensor], scaling: str, power_of_2: bool, history: Tensor | None) -> None:
-        self.usual, self.scaling, self.power_of_2, self.history = usual, scaling, power_of_2, history
+    def __init__(
+        self, usual: Callable[..., Tensor], scaling: str, options: dict[str, Any], history: Tensor | None
+    ) -> None:
+        self.usual, self.scaling, self.options, self.history = usual, scaling, options, history
 
     def __call__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, fusion: bool, all_reduce: bool, sequence: bool
@@ -195,4 +202,4 @@ class _ParallelProduct:
             if history.device != input.device:  # the layer was moved
                 history = self.history = history.to(input.device)
             history = history.view(torch.float32)
-        return linear(input, weight, bias, self.scaling, history, power_of_2=self.power_of_2)
+        return linear(input, weight, bias, self.scaling, history, **self.options)

@@ -7,6 +7,7 @@ are gathered in the usual dtype, and the layer casts the whole weight.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -85,9 +86,15 @@ class ShardedWeight(Tensor):
         """Return the tensors that every rank sends, and whether they are float8."""
         shard, (rows, columns) = self._tensor, outer_size
         if rows % (mesh.size() * float8.BLOCK) or columns % float8.BLOCK:
+            dtype = mp_policy.param_dtype or shard.dtype
+            warnings.warn(
+                f"a weight of {rows} x {columns} is gathered in {dtype}, not in float8: its rows are no multiple of "
+                f"{float8.BLOCK} times {mesh.size()} ranks, so that a block would lie in two shards",
+                stacklevel=2,
+            )
             missing = -(-rows // mesh.size()) - shard.shape[0]  # FSDP2 gathers shards of one size
             shard = nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard
-            return (shard if mp_policy.param_dtype is None else shard.to(mp_policy.param_dtype),), False
+            return (shard.to(dtype),), False
         number, _ = float8.formats(shard.device)
         copy, _, inverse, _ = float8.cast_blocks(shard.contiguous(), True, self._power_of_2, number)
         return (copy, whole_rows(inverse)), True

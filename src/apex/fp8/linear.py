@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ from .gather import GatheredWeight
 # power of two for each 32 numbers that a product adds up, emulated everywhere.
 SCALINGS = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8")
 
+# Formats of gradients, in the order of `float8.formats`: e5m2 has more range and fewer digits.
+GRADIENTS = ("e4m3", "e5m2")
+
+logger = logging.getLogger("apex.fp8")
+_reported: set[tuple[str, int, int]] = set()
+
 # Number of steps whose largest magnitudes are stored, for a layer's input, its weight and the output's gradient.
 HISTORY = 16
 
@@ -33,6 +40,7 @@ def linear(
     history: Tensor | None = None,
     *,
     power_of_2: bool = False,
+    gradients: str | None = None,
 ) -> Tensor:
     """Compute `torch.nn.functional.linear` by float8 products.
 
@@ -40,9 +48,10 @@ def linear(
     if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise", 32 for "mxfp8"), which
     GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated,
     those of "mxfp8" everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero, which
-    both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two.
+    both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two. `gradients` is the format of the
+    output's gradient, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
     """
-    check_scaling(scaling, power_of_2)
+    check_scaling(scaling, power_of_2, gradients)
     if (scaling == "delayed") != (history is not None):
         raise ValueError("history goes with scaling='delayed'")
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
@@ -54,17 +63,43 @@ def linear(
     dtype = _library.autocast_dtype(input) or input.dtype
     rows = input.numel() // max(1, input.shape[-1])
     divisor = size_divisor(scaling)
+    compiling = torch.compiler.is_compiling()
     if rows == 0 or any(size % divisor for size in (rows, *weight.shape)) or dtype not in _library.TRITON_DTYPES:
+        if rows % divisor and not compiling:
+            _report_rows(scaling, rows, weight.shape)
         return F.linear(input, weight, bias)
-    flat, compiling = input.reshape(rows, -1), torch.compiler.is_compiling()
+    flat = input.reshape(rows, -1)
+    number = _gradient_format(scaling, gradients, input.device)
     if scaling == "blockwise":
-        output = _BlockProduct.apply(flat, weight, power_of_2, dtype, compiling)
+        output = _BlockProduct.apply(flat, weight, power_of_2, dtype, number, compiling)
     elif scaling == "mxfp8":
-        output = _MxProduct.apply(flat, weight, dtype)
+        output = _MxProduct.apply(flat, weight, dtype, number)
     else:
-        output = _Float8Product.apply(flat, weight, history, scaling == "rowwise", dtype, compiling)
+        output = _Float8Product.apply(flat, weight, history, scaling == "rowwise", dtype, number, compiling)
     output = output.view(*input.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias.to(dtype)
+
+
+def _gradient_format(scaling: str, gradients: str | None, device: torch.device) -> torch.dtype:
+    """Return the float8 format of gradients."""
+    if gradients is None:
+        # With a scale per row or block, e4m3 has enough range, and half the error of e5m2.
+        gradients = "e5m2" if scaling in ("tensorwise", "delayed") else "e4m3"
+    if scaling == "mxfp8":
+        return (torch.float8_e4m3fn, torch.float8_e5m2)[GRADIENTS.index(gradients)]
+    return float8.formats(device)[GRADIENTS.index(gradients)]
+
+
+def _report_rows(scaling: str, rows: int, shape: torch.Size) -> None:
+    """Log, once for each kind of layer, that a call is not multiplied in float8."""
+    key = scaling, *shape
+    if key not in _reported:
+        _reported.add(key)
+        logger.warning(
+            "a layer of %d inputs and %d outputs multiplied %d rows without float8, because %r needs a multiple of %d; "
+            "it is not told again of such layers",
+            shape[1], shape[0], rows, scaling, size_divisor(scaling),
+        )  # fmt: skip
 
 
 def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor | None) -> None:
@@ -81,12 +116,14 @@ def _check_shapes(input: Tensor, weight: Tensor, bias: Tensor | None, history: T
         raise ValueError(f"history is {history.dtype} {list(history.shape)}, expected float32 of shape [3, steps]")
 
 
-def check_scaling(scaling: str, power_of_2: bool = False) -> None:
-    """Raise a ValueError unless `scaling` is one of SCALINGS, and one that has `power_of_2` if that is asked for."""
+def check_scaling(scaling: str, power_of_2: bool = False, gradients: str | None = None) -> None:
+    """Raise a ValueError unless `scaling` is one of SCALINGS, and the other options go with it."""
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r} is not known; use one of {', '.join(SCALINGS)}")
     if power_of_2 and scaling != "blockwise":
         raise ValueError(f"power_of_2=True goes with scaling='blockwise', not {scaling!r}")
+    if gradients is not None and gradients not in GRADIENTS:
+        raise ValueError(f"gradients={gradients!r} is not known; use one of {', '.join(GRADIENTS)}, or None")
 
 
 def size_divisor(scaling: str) -> int:
@@ -108,9 +145,10 @@ class _Float8Product(torch.autograd.Function):
         history: Tensor | None,
         by_row: bool,
         dtype: torch.dtype,
+        gradients: torch.dtype,
         compiling: bool,
     ) -> Tensor:
-        ctx.dtypes, ctx.history, ctx.options = (input.dtype, weight.dtype), history, (by_row, compiling)
+        ctx.dtypes, ctx.history, ctx.options = (input.dtype, weight.dtype), history, (by_row, gradients, compiling)
         number, _ = float8.formats(input.device)
         copy, transposed, inverse, transposed_inverse = _cast(input, 0, history, number, by_row, compiling)
         weight_copy, weight_transposed, weight_inverse, weight_transposed_inverse = _cast(
@@ -129,16 +167,14 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
         transposed, transposed_inverse, weight_transposed, weight_transposed_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
-        by_row, compiling = ctx.options
-        # With a scale per row, e4m3 has enough range, and half the error of e5m2.
-        dtype = float8.formats(dy.device)[0 if by_row else 1]
+        by_row, dtype, compiling = ctx.options
         copy, dy_transposed, inverse, dy_transposed_inverse = _cast(dy, 2, ctx.history, dtype, by_row, compiling)
         dinput = dweight = None
         if weight_transposed is not None:
             dinput = float8.product(copy, weight_transposed, inverse, weight_transposed_inverse, input_dtype)
         if transposed is not None:
             dweight = float8.product(dy_transposed, transposed, dy_transposed_inverse, transposed_inverse, weight_dtype)
-        return dinput, dweight, None, None, None, None
+        return dinput, dweight, None, None, None, None, None
 
 
 @torch.compiler.allow_in_graph  # for the reason above
@@ -151,9 +187,15 @@ class _BlockProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, weight: Tensor, power_of_2: bool, dtype: torch.dtype, compiling: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        power_of_2: bool,
+        dtype: torch.dtype,
+        gradients: torch.dtype,
+        compiling: bool,
     ) -> Tensor:
-        ctx.dtypes, ctx.options = (input.dtype, weight.dtype), (power_of_2, compiling)
+        ctx.dtypes, ctx.options = (input.dtype, weight.dtype), (power_of_2, gradients, compiling)
         number, _ = float8.formats(input.device)
         weight_transposed: Tensor
         weight_transposed_inverse: Tensor | None
@@ -182,8 +224,7 @@ class _BlockProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
         transposed, transposed_inverse, weight_transposed, weight_transposed_inverse = ctx.saved_tensors
         input_dtype, weight_dtype = ctx.dtypes
-        power_of_2, compiling = ctx.options
-        number, _ = float8.formats(dy.device)
+        power_of_2, number, compiling = ctx.options
         copy, dy_transposed, inverse, dy_inverse = float8.cast_blocks(
             dy.contiguous(), False, power_of_2, number, compiling
         )
@@ -196,7 +237,7 @@ class _BlockProduct(torch.autograd.Function):
         if transposed is not None:
             scales = (dy_inverse, transposed_inverse)
             dweight = float8.block_product(dy_transposed, transposed, *scales, weight_dtype, compiling)
-        return dinput, dweight, None, None, None
+        return dinput, dweight, None, None, None, None
 
 
 @torch.compiler.allow_in_graph  # for the reason above
@@ -204,20 +245,23 @@ class _MxProduct(torch.autograd.Function):
     """The autograd node of input @ weight.T with matrices rounded to MXFP8 along the dimension that is added up."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype, gradients: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
+        ctx.gradients = gradients
         return float8.mx_product(input, weight, torch.float8_e4m3fn, dtype)
 
     @staticmethod
     @_library.once_differentiable
     def backward(ctx: Any, dy: Tensor):  # type: ignore[no-untyped-def, override]
-        (input, weight), number = ctx.saved_tensors, torch.float8_e4m3fn
+        (input, weight), number = ctx.saved_tensors, ctx.gradients
         dinput = dweight = None
         if ctx.needs_input_grad[0]:
             dinput = float8.mx_product(dy, weight.t(), number, input.dtype)
         if ctx.needs_input_grad[1]:
             dweight = float8.mx_product(dy.t(), input.t(), number, weight.dtype)
-        return dinput, dweight, None
+        return dinput, dweight, None, None
 
 
 def _cast(
@@ -243,12 +287,13 @@ class _Float8Layer(nn.Module):
     weights: tuple[str, ...] = ("weight",)
     scaling: str
     power_of_2: bool
+    gradients: str | None
     history: Tensor | None
 
-    def set_scaling(self, scaling: str, power_of_2: bool = False) -> None:
+    def set_scaling(self, scaling: str, power_of_2: bool = False, gradients: str | None = None) -> None:
         """Set the scaling of the layer's products, and start a new history if it is "delayed"."""
-        check_scaling(scaling, power_of_2)
-        self.scaling, self.power_of_2 = scaling, power_of_2
+        check_scaling(scaling, power_of_2, gradients)
+        self.scaling, self.power_of_2, self.gradients = scaling, power_of_2, gradients
         self._buffers.pop("history", None)
         self.register_buffer(
             "history", make_history(getattr(self, self.weights[0]), scaling, len(self.weights)), persistent=False
@@ -257,7 +302,8 @@ class _Float8Layer(nn.Module):
     def product(self, input: Tensor, weight: Tensor, bias: Tensor | None, index: int = 0) -> Tensor:
         """Compute the product with the weight at `index` of `weights`."""
         history = None if self.history is None else self.history.view(torch.float32)[3 * index : 3 * index + 3]
-        return linear(input, weight, bias, self.scaling, history, power_of_2=self.power_of_2)
+        options: Any = {"power_of_2": self.power_of_2, "gradients": self.gradients}
+        return linear(input, weight, bias, self.scaling, history, **options)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling={self.scaling}"
@@ -277,10 +323,11 @@ class Float8Linear(_Float8Layer, nn.Linear):
         *,
         scaling: str = "tensorwise",
         power_of_2: bool = False,
+        gradients: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
-        self.set_scaling(scaling, power_of_2)
+        self.set_scaling(scaling, power_of_2, gradients)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.weight, self.bias)

@@ -27,6 +27,8 @@ def record() -> None:
             left, _, inverse, _ = blocks.cast_blocks(input, False, square, formats[0])
             right, _, right_inverse, _ = blocks.cast_blocks(input, square, square, formats[0])
             blocks.block_product(left, right, inverse, right_inverse, dtype)
+            gradient, _, gradient_inverse, _ = blocks.cast_blocks(input, False, square, formats[1])
+            blocks.block_product(gradient, right, gradient_inverse, right_inverse, dtype)
     for rows, columns, dtype, by_row in _SHAPES:
         input = torch.empty(rows, columns, dtype=dtype, device="meta")
         largest = op.amax(input, by_row)

@@ -21,6 +21,7 @@ from apex.transformer.context_parallel import get_batch_on_this_cp_rank, get_thd
 from apex.transformer.enums import ModelType
 from apex.transformer.packed_seq_params import PackedSeqParams
 from apex.transformer.pipeline_parallel import build_model, utils
+from apex.transformer.pipeline_parallel._steps import forward_step
 from apex.transformer.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
@@ -340,33 +341,40 @@ def mistakes_are_named(rank: int) -> None:
 
 
 def _gradients_split_over(context: int, tensor: int, config: Any, batch: dict[str, Tensor], packed: Any) -> None:
-    """Compare a GPT whose sequences are split over ranks with one process that has them whole."""
+    """Compare a GPT whose sequences are split over ranks with one process; labels of -100 do not count."""
     with groups(Layout()):
         whole = gpt(config=config)
         losses = whole(batch["words"], labels=batch["labels"], packed_seq_params=packed)
-        losses.mean().backward()
+        (losses.sum() / (batch["labels"] >= 0).sum()).backward()
         expected = {name: p.grad for name, p in whole.named_parameters()}
     with groups(Layout(tensor, context=context)):
         part, params = get_batch_on_this_cp_rank(batch), None
         if packed is not None:
             part, params = get_thd_batch_on_this_cp_rank(batch, packed.cu_seqlens_q, None, packed.max_seqlen_q)
         model = gpt(config=config)
-        found = model(part["words"], labels=part["labels"], packed_seq_params=params)
-        found.mean().backward()
+
+        def step(part: dict[str, Tensor], model: nn.Module) -> Any:
+            tokens = (part["labels"] >= 0).sum()
+            return model(part["words"], labels=part["labels"], packed_seq_params=params), lambda x: (x.sum(), tokens, x)
+
+        forward_step(step, part, model, None, [], None, num_microbatches=1).backward()
         for name, gradient in gradients_of(model).items():
             wanted = part_of(expected[name], model.get_parameter(name))
             torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-12, msg=f"{config}, {name}")
 
 
 def split_sequences_of_gpt(rank: int) -> None:
-    """Every exchange of context-parallel ranks, with grouped queries, tensor parallelism and packed documents."""
-    inputs, labels = words_of(2)
+    """Every exchange, with grouped queries, tensor parallelism, packed documents, recomputation and ignored labels."""
+    inputs, labels = words_of(3)
+    labels[0, :5], labels[2, 9:11] = -100, -100  # of other numbers of words on each rank
     dense = {"words": inputs, "labels": labels}
+    inputs, labels = inputs[:2], labels[:2]
     row = {"words": inputs.reshape(1, -1), "labels": labels.reshape(1, -1)}
     bounds = torch.tensor([0, 8, 24, 32], dtype=torch.int32, device=inputs.device)
     packed = PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=16, max_seqlen_kv=16)
-    for comm, position in (("p2p", "rope"), ("a2a", "learned"), ("all_gather", "rope")):
-        options = {"num_query_groups": 4, "position_embedding": position, "cp_comm_type": comm}
+    kinds = (("p2p", "rope", "full"), ("a2a", "learned", None), ("all_gather", "rope", "selective"))
+    for comm, position, recompute in kinds:
+        options = {"num_query_groups": 4, "position_embedding": position, "cp_comm_type": comm, "recompute": recompute}
         config = config_of(2, params_dtype=torch.float64, **options)
         _gradients_split_over(2, 2, replace(config, sequence_parallel=comm == "p2p"), dense, None)
         _gradients_split_over(4, 1, config, row, packed)
@@ -406,6 +414,9 @@ def random_numbers_of_split_sequences(rank: int) -> None:
         assert not torch.equal(everyone[0], everyone[2])
         with pytest.raises(ValueError, match=r"attention_dropout=0\.1 must be 0"):
             ParallelTransformerLayer(config_of(1, attention_dropout=0.1), 0)
+        mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool, device=parameter_device())
+        with pytest.raises(ValueError, match="attention_mask must be None with packed_seq_params or context"):
+            gpt(config=config_of(1))(words_of(1)[0][:, :4], None, mask)
     with pytest.raises(ValueError, match="num_query_groups=3 must divide"):
         config_of(1, num_query_groups=3)
     with pytest.raises(ValueError, match="cp_comm_type must be one of"):

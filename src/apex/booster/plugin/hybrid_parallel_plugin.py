@@ -84,6 +84,8 @@ class HybridParallelPlugin(PipelinePluginBase):
     position of this process.
     """
 
+    ep_size = 1  # the processes that hold the experts of one layer; MoeHybridParallelPlugin sets it
+
     def __init__(
         self,
         tp_size: int = 1,
@@ -186,7 +188,12 @@ class HybridParallelPlugin(PipelinePluginBase):
             virtual = self.placement.chunks if self.placement.chunks > 1 else None
             mesh = mesh and mesh_of_all(tuple(mesh.values()), tuple(mesh))
             parallel_state.initialize_model_parallel(
-                self.tp_size, self.pp_size, virtual, context_parallel_size=self.cp_size, device_mesh=mesh
+                self.tp_size,
+                self.pp_size,
+                virtual,
+                context_parallel_size=self.cp_size,
+                expert_model_parallel_size=self.ep_size,
+                device_mesh=mesh,
             )
         sizes = (
             parallel_state.get_tensor_model_parallel_world_size(),

@@ -44,7 +44,8 @@ def block_product(
     """Return `left` @ `right`.T of float8 matrices with inverse scales of their blocks, in `dtype`.
 
     `left` has a scale for each block of a row, `right` too or one for each square block. Runs in cuBLASLt if it has
-    such products (Hopper, CUDA 12.9 or newer), else in a Triton kernel, and is emulated off a GPU.
+    products by blocks (Hopper, CUDA 12.9 or newer) and both matrices are e4m3, else in a Triton kernel, and is emulated
+    off a GPU.
     """
     call = torch.ops.apex.float8_block_product if compiling else _product
     return call(left, right, left_inverse, right_inverse, dtype)
@@ -61,7 +62,8 @@ def _cublas_multiplies(device: torch.device) -> bool:
 
 def _product(left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Tensor, dtype: torch.dtype) -> Tensor:
     square = right_inverse.shape[0] != right.shape[0]
-    if _library.requested == "auto" and _cublas_multiplies(left.device):
+    is_e4m3 = left.dtype == right.dtype == torch.float8_e4m3fn  # cuBLASLt was not tried with e5m2
+    if is_e4m3 and _library.requested == "auto" and _cublas_multiplies(left.device):
         kinds: Any = F.ScalingType  # type: ignore[attr-defined]
         if square:
             padded = right_inverse.stride(0)

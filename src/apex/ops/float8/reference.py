@@ -105,9 +105,13 @@ def mx_rounded(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mx_product(left: Tensor, right: Tensor, number: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return `left` @ `right`.T of matrices rounded to MXFP8, computed in float32 and rounded once."""
+    """Return `left` @ `right`.T of matrices rounded to MXFP8, computed in float32 and rounded once.
+
+    `number` is the format of `left`. `right` is e4m3.
+    """
     with _library.autocast_off(left):
-        return (mx_rounded(left, number).float() @ mx_rounded(right, number).float().t()).to(dtype)
+        exact = mx_rounded(left, number).float() @ mx_rounded(right, torch.float8_e4m3fn).float().t()
+        return exact.to(dtype)
 
 
 def widened_blocks(copy: Tensor, inverse: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -50,8 +50,8 @@ def product_tile(rows: int, inner: int, columns: int, operands: int, dtype: torc
     """Return the tile of a product whose tiles have `rows` rows.
 
     `operands` is the number of columns of the matrix for each column of the result: 2 before a gated unit. `ops/dense`
-    measured tiles of 128 x 256 to be the best. The derivative of the unit holds three more tiles in registers; it has
-    2 `operands`, too, and so tiles of 128 x 128.
+    measured tiles of 128 x 256 to be the best. The derivative of the unit says 2, too: behind a product of 128 columns
+    ptxas spills a kilobyte per thread, behind one of 64 nothing, but that product reads half as much again.
     """
     if device.backend == "interpreter":
         return Tile(rows, 32, 32, 4, 1)

@@ -20,7 +20,7 @@ from ..glu.kernels import activation
 
 @triton.jit
 def find_tile(program, tiles, offsets, bound, column_blocks, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Return a program's expert (-1: nothing to do), its sorted rows, their mask and its block of columns.
+    """Return a program's expert (-1: nothing to do), first sorted row, mask of rows, and block of columns.
 
     Programs go through the columns in groups of GROUP tiles, so that programs at the same time share matrices.
     """
@@ -29,9 +29,9 @@ def find_tile(program, tiles, offsets, bound, column_blocks, ROWS: tl.constexpr,
     within = program % (GROUP * column_blocks)
     tile = first + within % height
     expert = tl.load(tiles + tile)
-    row = tl.load(tiles + bound + tile) + tl.arange(0, ROWS)
+    first_row = tl.load(tiles + bound + tile)
     end = tl.load(offsets + tl.maximum(expert, 0) + 1)
-    return expert, row, row < end, within // height
+    return expert, first_row, tl.arange(0, ROWS) < end - first_row, within // height
 
 
 @triton.jit

@@ -14,11 +14,12 @@ from .kernels_common import find_tile, gated, multiply
 
 @triton.jit
 def _store_unit_backward(
-    dactive, pre, dpre, scaled, partials, p, row, mask, block, count, width,
+    dactive, pre, dpre, scaled, partials, p, first, mask, block, count, width,
     ACTIVATION: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store dz, p a, and this block's part of dp, from da (without p)."""
     column = block * COLUMNS + tl.arange(0, COLUMNS)
+    row = first + tl.arange(0, ROWS)
     wide = row.to(tl.int64)[:, None]
     inside = mask[:, None] & (column < width)[None, :]
     if INTERLEAVED:
@@ -35,7 +36,8 @@ def _store_unit_backward(
     part = tl.sum(tl.where(inside, unit * dactive, 0.0), 1)
     tl.store(partials + tl.cast(block, tl.int64) * count + row, part, mask=mask)
     if scaled is not None:
-        tl.store(scaled + wide * width + column[None, :], (p[:, None] * unit).to(scaled.dtype.element_ty), mask=inside)
+        target = scaled + wide * width + column[None, :]
+        tl.store(target, (p[:, None] * unit).to(scaled.dtype.element_ty), mask=inside)
     given = dactive * p[:, None]
     element = dpre.dtype.element_ty
     dgate = (given * by_gate).to(element)
@@ -59,10 +61,10 @@ def moe_down_backward(
     """Gather gradients of tokens, multiply them by their expert's matrix, apply the unit's derivative."""
     hidden = hidden // ALIGN * ALIGN
     width = width // ALIGN * ALIGN
-    expert, row, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
+    expert, first, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
     if expert < 0:
         return
-    flat = tl.load(order + row, mask=mask, other=0)
+    flat = tl.load(order + first + tl.arange(0, ROWS), mask=mask, other=0)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     matrix = down + expert.to(tl.int64) * hidden * width
     dactive, _ = multiply(
@@ -71,7 +73,7 @@ def moe_down_backward(
     )  # fmt: skip
     p = tl.load(weight + flat, mask=mask, other=0.0).to(tl.float32)
     _store_unit_backward(
-        dactive, pre, dpre, scaled, partials, p, row, mask, block, count, width,
+        dactive, pre, dpre, scaled, partials, p, first, mask, block, count, width,
         ACTIVATION, INTERLEAVED, ROWS, COLUMNS,
     )  # fmt: skip
 
@@ -86,14 +88,15 @@ def moe_unit_backward(
     """Apply the unit's derivative to da [N, F], which another library computed."""
     width = width // ALIGN * ALIGN
     block = tl.program_id(0) % column_blocks
-    row = (tl.program_id(0) // column_blocks) * ROWS + tl.arange(0, ROWS)
+    first = (tl.program_id(0) // column_blocks) * ROWS
+    row = first + tl.arange(0, ROWS)
     mask = row < tl.load(offsets + experts)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     place = dactive + row.to(tl.int64)[:, None] * width + column[None, :]
     given = tl.load(place, mask=mask[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
     p = tl.load(weight + tl.load(order + row, mask=mask, other=0), mask=mask, other=0.0).to(tl.float32)
     _store_unit_backward(
-        given, pre, dpre, scaled, partials, p, row, mask, block, count, width, ACTIVATION, INTERLEAVED, ROWS, COLUMNS
+        given, pre, dpre, scaled, partials, p, first, mask, block, count, width, ACTIVATION, INTERLEAVED, ROWS, COLUMNS
     )
 
 
@@ -168,7 +171,7 @@ def moe_matrix_gradient(
         b = tl.load(right + right_row * ins + column[None, :], mask=right_mask, other=0.0)
         product = dot(tl.trans(a), b, product, PRECISION)
     matrix = output + expert.to(tl.int64) * outs * ins
-    place = matrix + out.to(tl.int64)[:, None] * ins + column[None, :]
+    place = matrix + out[:, None] * ins + column[None, :]
     tile_mask = (out < outs)[:, None] & (column < ins)[None, :]
     if ACCUMULATE:
         product += tl.load(place, mask=tile_mask, other=0.0).to(tl.float32)

@@ -22,13 +22,15 @@ def moe_gate_up(
     """
     hidden = hidden // ALIGN * ALIGN
     width = width // ALIGN * ALIGN
-    expert, row, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
+    expert, first, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
     if expert < 0:
         return
-    token = tl.load(order + row, mask=mask, other=0) // chosen
+    row = tl.arange(0, ROWS)
+    token = tl.load(order + first + row, mask=mask, other=0) // chosen
     matrix = gate_up + expert.to(tl.int64) * (2 * width) * hidden
     element = pre.dtype.element_ty
-    wide = row.to(tl.int64)[:, None]
+    pre += first.to(tl.int64) * (2 * width)
+    active += first.to(tl.int64) * width
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < width
     if INTERLEAVED:
@@ -41,7 +43,8 @@ def moe_gate_up(
             offset = expert.to(tl.int64) * (2 * width)
             total += tl.load(bias + offset + both, mask=both < 2 * width, other=0.0).to(tl.float32)[None, :]
         rounded = total.to(element)
-        tl.store(pre + wide * (2 * width) + both[None, :], rounded, mask=mask[:, None] & (both < 2 * width)[None, :])
+        place = pre + row[:, None] * (2 * width) + both[None, :]
+        tl.store(place, rounded, mask=mask[:, None] & (both < 2 * width)[None, :])
         gate, value = tl.split(tl.reshape(rounded, (ROWS, COLUMNS, 2)))
     else:
         second = matrix + (width if OUT_FIRST else tl.cast(width, tl.int64) * hidden)
@@ -55,11 +58,12 @@ def moe_gate_up(
             value += tl.load(offset + width, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         gate = gate.to(element)
         value = value.to(element)
-        place = pre + wide * (2 * width) + column[None, :]
+        place = pre + row[:, None] * (2 * width) + column[None, :]
         tl.store(place, gate, mask=mask[:, None] & column_mask[None, :])
         tl.store(place + width, value, mask=mask[:, None] & column_mask[None, :])
     unit, _, _ = gated(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
-    tl.store(active + wide * width + column[None, :], unit.to(element), mask=mask[:, None] & column_mask[None, :])
+    place = active + row[:, None] * width + column[None, :]
+    tl.store(place, unit.to(element), mask=mask[:, None] & column_mask[None, :])
 
 
 @kernel
@@ -73,14 +77,14 @@ def moe_product(
     """Multiply sorted rows of `left` [N, inner] by their expert's matrix: ROWS x COLUMNS of `output` [N, columns]."""
     inner = inner // ALIGN * ALIGN
     columns = columns // ALIGN * ALIGN
-    expert, row, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
+    expert, first, mask, block = find_tile(tl.program_id(0), tiles, offsets, bound, column_blocks, ROWS, GROUP)
     if expert < 0:
         return
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     matrix = right + expert.to(tl.int64) * inner * columns
-    valid = tl.where(mask, row, tl.min(row, 0))
+    row = first + tl.arange(0, ROWS)
     total, _ = multiply(
-        left, matrix, matrix, valid, column, columns, inner, columns,
+        left, matrix, matrix, tl.where(mask, row, first), column, columns, inner, columns,
         False, OUT_FIRST, WHOLE, FULL, PRECISION, ROWS, COLUMNS, INNER,
     )  # fmt: skip
     column_mask = column < columns

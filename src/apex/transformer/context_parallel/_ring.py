@@ -49,12 +49,13 @@ class Passing:
         return self.arrival.to(self.device)
 
 
-class _Plan:
+class Plan:
     """The blocks of one rank: for each step the block, and the rows of queries and of keys that take part."""
 
-    def __init__(self, bounds: Tensor, total: int, longest: int, scale: float, causal: bool, group: Any) -> None:
-        ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.ranks, self.causal = ranks, causal
+    def __init__(
+        self, bounds: Tensor, total: int, longest: int, scale: float, causal: bool, ranks: int, rank: int
+    ) -> None:
+        self.ranks, self.rank, self.causal = ranks, rank, causal
         own = bounds // ranks
         rows, length = total // ranks, longest // ranks
         self.local = Block(own, own, length, length, scale, -1, 0 if causal else -1)
@@ -86,7 +87,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bounds, total, longest, scale, causal, group):  # type: ignore[no-untyped-def, override]
-        plan = _Plan(bounds, total, longest, scale, causal, group)
+        place = (dist.get_world_size(group), dist.get_rank(group))
+        plan = Plan(bounds, total, longest, scale, causal, *place)
         travelling = torch.stack((key, value))
         merged: Any = None
         for number in range(plan.ranks):
