@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from apex.optimizers import FusedAdam
 from apex.transformer import checkpoint, finalize_model_grads, parallel_state, tensor_parallel
+from apex.transformer._resharding.gathered import full_shape, full_tensor, local_part
 from apex.transformer.moe import MoELayer
 from apex.transformer.pipeline_parallel import build_model, get_forward_backward_func, utils
 from apex.transformer.testing.standalone_gpt import gpt_model_provider
@@ -146,6 +147,10 @@ def resharding(rank: int) -> None:
             loss = run.step(forward_only=True)
             for key, view, place in parts(run):
                 assert torch.equal(view, saved[key][place]), key
+            for name, parameter in run.model[0].named_parameters():
+                assert full_shape(parameter, parameter) == saved[f"model.{name}"].shape, name
+                assert torch.equal(full_tensor(parameter, parameter, False), saved[f"model.{name}"]), name
+                assert torch.equal(local_part(saved[f"model.{name}"], parameter, parameter), parameter), name
         if before is not None:
             assert saved.keys() == before[0].keys()
             assert all(torch.equal(value, before[0][key]) for key, value in saved.items())
