@@ -24,9 +24,11 @@ from apex._arguments import AtLeast, Count, HasGroups, Index, Stateful, checked
 from apex._memory import estimate_memory
 from apex.booster import Booster
 from apex.booster.checkpoint_io import CheckpointIO
+from apex.checkpoint import Series
 from apex.contrib.sparsity import ASP
 from apex.fp8 import Converted
 from apex.transformer.enums import AttnMaskType, ModelType
+from apex.transformer.moe import MoESubmodules
 
 # All functions of these are checked, but for those below.
 PACKAGES = ("apex.transformer", "apex.fp8")
@@ -39,7 +41,16 @@ UNCHECKED = {
     "FusedScaleMaskSoftmax.forward_fused_softmax, FusedScaleMaskSoftmax.forward_torch_softmax": "are parts of forward",
     "NumMicroBatchesCalculator.update": "is abstract",
     "PackedSeqParams.__init__": "is read by attention, which checks",
+    "TopKRouter.route, GroupedMLP.routed, seeded, MoEOptions.check_experts, MoEOptions.has_experts": "called by layers",
+    "MoESubmodules.__init__": "is read by MoELayer, which calls the classes",
+    "MoEOptions.__init__": "is part of TransformerConfig, which checks its values by name",
+    "gather_as_usual, gather_in_float8, size_divisor, whole_rows, GatheredWeight.__init__": "called by apex.fp8 alone",
+    "ShardedWeight.__init__, ShardedWeight.fsdp_pre_all_gather, ShardedWeight.fsdp_post_all_gather": "called by FSDP2",
 }
+_DISPATCHERS = ("MoETokenDispatcher", "MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher")
+_STEPS = ("prepare", "dispatch_preprocess", "token_dispatch", "dispatch_postprocess")
+_STEPS += ("combine_preprocess", "token_combine", "combine_postprocess", "__init__")
+UNCHECKED[", ".join(f"{name}.{step}" for name in _DISPATCHERS for step in _STEPS)] = "called by MoELayer"
 VALUES: dict[str, Any] = {
     "None": None,
     "a string": "text",
@@ -77,6 +88,8 @@ GOOD: dict[Any, Any] = {
     AttnMaskType: AttnMaskType.padding,
     os.PathLike: "path",
     Converted: Converted("layer", 1, 1, ""),
+    Series: Series("folder", sharded=True),
+    MoESubmodules: MoESubmodules(),
 }
 
 

@@ -190,7 +190,7 @@ def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
             ranks, folder = dist.get_world_size(), Path(f"{plugin} {precision}")
             booster, parts = _with_scheduler(plugin, precision, seed=0)
             _train(booster, parts, range(2), rank, ranks)
-            series, loader = Series(folder, sharded=True), ElasticLoader(range(8), 2)
+            series, loader = Series(folder, sharded=True), ElasticLoader(range(8), ranks)
             options = {"shard": shard, "size_per_shard": 0}
             random.seed(rank)
             if use_async:
@@ -207,7 +207,7 @@ def resumes(plugin: str, precision: str, shard: bool, use_async: bool) -> Check:
             amp.shutdown()
             booster, parts = _with_scheduler(plugin, precision, seed=1)
             if use_async:
-                loader = ElasticLoader(range(8), 2)
+                loader = ElasticLoader(range(8), ranks)
                 found = booster.resume_latest(series, *parts[:2], parts[4], loader=loader)
                 assert found == (2, {"note": "kept"})
                 assert loader.taken == 1

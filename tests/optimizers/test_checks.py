@@ -158,7 +158,7 @@ ALIKE = [
     {"FusedLAMB", "contrib.FusedLAMB", "FusedMixedPrecisionLamb", "contrib.FusedAdam"},
     {"FusedSGD", "NpuFusedSGD", "contrib.FusedSGD"},
 ]
-ALIKE += [{"FusedAdam", "FusedRAdam", "NpuFusedAdam", "NpuFusedAdamW", "Lamb", "NpuFusedLamb"}]
+ALIKE += [{"FusedAdam", "FusedRAdam", "NpuFusedAdam", "NpuFusedAdamW", "Lamb", "NpuFusedLamb", "OffloadedOptimizer"}]
 ALIKE += [{"NpuFusedRMSprop", "NpuFusedRMSpropTF"}]
 
 

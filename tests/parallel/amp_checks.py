@@ -278,11 +278,11 @@ def sharded(rank: int) -> None:
             losses[name], scales = [], []
             for step in range(5):
                 optimizer.zero_grad()
-                before = [param.full_tensor() for param in model.parameters()]
+                before = [param.full_tensor().clone() for param in model.parameters()]
                 loss = loss_of(model, 2 * step + rank)
                 with amp.scale_loss(loss, optimizer) as scaled:
                     scaled.backward()
-                    if step == 2 and rank == 1 and level != "O0":
+                    if step == 2 and rank == dist.get_world_size() - 1 and level != "O0":
                         model[0].weight.grad._local_tensor[0, 0] = torch.inf  # in the shard of one process
                 optimizer.step()
                 after = [param.full_tensor() for param in model.parameters()]

@@ -16,6 +16,7 @@ from apex._cli.app import app
 from apex.parallel import _torchrun, multiproc
 from tests._cli.helpers import run_quickly
 
+RECORDED = ["--module", "apex.parallel._recorded"]  # runs the script, and records the error that ends it
 SCRIPT = """
 import json, sys
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def test_multiproc_starts_processes(tmp_path: Path) -> None:
         "-m", "apex.parallel.multiproc", "script.py", "--world-size", "2", "--lr", "0.1", "--fail", cwd=tmp_path
     )
     assert result.returncode == 5, result.stderr
-    assert "script.py FAILED" in result.stderr or "exitcode  : 5" in result.stderr
+    assert "rank 1 failed first: exit status 5" in result.stderr
     for rank in range(2):
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
         assert facts["arguments"] == ["--world-size", "2", "--lr", "0.1", "--fail", "--rank", str(rank)]
@@ -67,15 +68,26 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["s.py"], ["--nproc-per-node=3", "--standalone", "s.py"]),
+        (["s.py"], ["--nproc-per-node=3", "--standalone", *RECORDED, "s.py"]),
         (
             ["--nproc-per-node", "2", "s.py", "--lr", "1", "--nproc-per-node", "9", "-m"],
-            ["--nproc-per-node=2", "--standalone", "s.py", "--lr", "1", "--nproc-per-node", "9", "-m"],
+            ["--nproc-per-node=2", "--standalone", *RECORDED, "s.py", "--lr", "1", "--nproc-per-node", "9", "-m"],
         ),
-        (["-m", "package.main", "x"], ["--nproc-per-node=3", "--standalone", "--module", "package.main", "x"]),
+        (
+            ["-m", "package.main", "x"],
+            ["--nproc-per-node=3", "--standalone", *RECORDED, "--module", "package.main", "x"],
+        ),
         (
             ["--nnodes", "2", "--node-rank", "1", "--master-addr", "host", "s.py"],
-            ["--nproc-per-node=3", "--nnodes=2", "--node-rank=1", "--master-addr=host", "--master-port=29500", "s.py"],
+            [
+                "--nproc-per-node=3",
+                "--nnodes=2",
+                "--node-rank=1",
+                "--master-addr=host",
+                "--master-port=29500",
+                *RECORDED,
+                "s.py",
+            ],
         ),
         (
             ["--master-port", "1234", "s.py"],
@@ -85,6 +97,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
                 "--node-rank=0",
                 "--master-addr=localhost",
                 "--master-port=1234",
+                *RECORDED,
                 "s.py",
             ],
         ),

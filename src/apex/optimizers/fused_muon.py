@@ -17,6 +17,7 @@ from ..ops.multi_tensor import rules
 from ..ops.newton_schulz import METHODS
 from ._base import CommonOptions, EncodingOptimizer, LossScaling, StateOptions
 from ._buckets import Group, UpdateBucket
+from ._checks import check_options
 from ._muon_directions import WORKSPACE, Directions, blocks_of, triples
 
 ALGORITHMS = ("muon", "adamw", "lion")
@@ -158,7 +159,8 @@ def check_options_of_muon(options: Mapping[str, Any]) -> None:
     steps = options["ns_steps"]
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps={steps!r} is not a number from 0 to 99")
-    if not 0 <= options["momentum"] < 1:
+    check_options({"momentum": options["momentum"]})  # a number
+    if not options["momentum"] < 1:
         raise ValueError(f"momentum={options['momentum']} is not in [0, 1)")
     triples(options["ns_coefficients"], steps)
     dtype = options["ns_dtype"]

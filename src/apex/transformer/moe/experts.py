@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ...ops._host import HOST
 from ...ops.moe import moe_experts, moe_experts_main_grad
 from ..tensor_parallel import backward_part
@@ -30,6 +31,7 @@ class GroupedMLP(nn.Module):
     with a seed for each expert, so they do not depend on the ranks.
     """
 
+    @checked
     def __init__(
         self, num_local_experts: int, config: Any, pg_collection: Any = None, *, layer_number: int | None = None
     ) -> None:
@@ -65,6 +67,7 @@ class GroupedMLP(nn.Module):
             self.weight1[number] = up.chunk(parts, 1)[part].flatten(0, 1)
             self.weight2[number] = down.chunk(parts, 1)[part]
 
+    @checked
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the results [N, H] of rows sorted by expert, times `probs` [N]; rows past the last expert's are zero.
 

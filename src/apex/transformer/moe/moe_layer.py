@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ._groups import ExpertGroups, rank_in, size_of
 from .experts import GroupedMLP
 from .router import TopKRouter
@@ -31,6 +32,7 @@ class MoELayer(nn.Module):
     `tp_cp` and `tp_dp_cp` as attributes; by default `parallel_state` has them.
     """
 
+    @checked
     def __init__(
         self,
         config: Any,
@@ -61,6 +63,7 @@ class MoELayer(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = submodules.shared_experts(config, groups, layer_number=layer_number)
 
+    @checked
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """Map [sequence, batch, hidden] to the same shape; the second result is None, for a bias."""
         self._check(hidden_states)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ..._distributed import exchange
 from ...ops._host import HOST
 from ...ops._library import autocast_off
@@ -61,6 +62,7 @@ class TopKRouter(nn.Module):
     float32_buffers = ("expert_bias",)  # for apex.amp
     expert_bias: Tensor | None
 
+    @checked
     def __init__(self, config: Any, pg_collection: Any = None, *, layer_number: int | None = None) -> None:
         super().__init__()
         self.config, self.groups = config, ExpertGroups.of(pg_collection)
@@ -85,6 +87,7 @@ class TopKRouter(nn.Module):
             self.expert_bias = before.to(self.expert_bias.device)
         return self
 
+    @checked
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights [tokens, experts] and the map of chosen experts, a bool of this shape, of x [..., hidden]."""
         weight, index, logits = self._choose(x)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._arguments import checked
 from ...fused_bias_swiglu import fused_bias_swiglu
 from ...ops._host import HOST
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -21,6 +22,7 @@ class SharedExpertMLP(nn.Module):
     With `moe_shared_expert_gate`, or `gate`, its output is multiplied by a sigmoid of the token.
     """
 
+    @checked
     def __init__(
         self, config: Any, pg_collection: Any = None, gate: bool | None = None, *, layer_number: int | None = None
     ) -> None:
@@ -49,6 +51,7 @@ class SharedExpertMLP(nn.Module):
             splits_sequence = config.sequence_parallel and size_of(ExpertGroups.of(pg_collection).tp) > 1
             self.gate_weight.sequence_parallel_enabled = splits_sequence  # type: ignore[attr-defined]
 
+    @checked
     def forward(self, x: Tensor) -> Tensor:
         """Map [sequence, batch, hidden] to the same shape."""
         output = self.linear_fc2(fused_bias_swiglu(self.linear_fc1(x)[0]))[0]
