@@ -93,6 +93,15 @@ def checked(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+def check_fields(options: Any, owner: type) -> None:
+    """Raise TypeError or ValueError for a field of `options` that its annotation in `owner` does not accept."""
+    for name, hint in typing.get_type_hints(owner, include_extras=True).items():
+        kind, value = kind_of(hint), getattr(options, name)
+        error = None if kind is None else kind.error(value)
+        if kind is not None and error is not None:
+            raise error(f"{name} must be {kind.words}, got {_shown(value)}")
+
+
 def _parameters(function: Callable[..., Any]) -> tuple[list[tuple[str, Kind | None]], dict[str, Kind | None]]:
     """Return the kinds of a function's parameters by position and by name; those of `Unpack` are among the names."""
     hints = typing.get_type_hints(function, include_extras=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -379,6 +380,12 @@ def test_experts_of_sorted_rows() -> None:
         torch.testing.assert_close(output[row], probs[row] * (experts.weight2[expert] @ (F.silu(gate) * value)))
     assert not output[8].any()  # past the last expert's
     assert experts(rows[:0], torch.zeros(EXPERTS, dtype=torch.int64), probs[:0])[0].shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(moe.MoEOptions)])
+def test_options_of_the_wrong_type_are_refused_by_name(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be "):
+        config(**{name: torch.ones(2)})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,11 @@ Drawn = tuple[str, Callable[[], Passes]]
 
 def _optimizers(random: Random, device: torch.device) -> Drawn:
     """Draw an optimizer that PyTorch has too, or a pass over all gradients, on tensors of very different sizes."""
-    algorithms = [a for a in optimizers.ALGORITHMS if "eager" not in a.peers and "distributed" not in a.name]
+    algorithms = [
+        a
+        for a in optimizers.ALGORITHMS
+        if "eager" not in a.peers and "distributed" not in a.name and not (a.gpu_only and device.type == "cpu")
+    ]
     algorithm, count = random.choice(algorithms), random.size(1, 300)
     shapes: list[tuple[int, ...]] = [(random.size(1, max(2, random.most // (2 * count)), 4),) for _ in range(count)]
     words = f"{count} tensors {sum(map(math.prod, shapes))} elements"
@@ -34,7 +38,7 @@ def _optimizers(random: Random, device: torch.device) -> Drawn:
     parameters = functools.partial(make_parameters, shapes, device, algorithm.dtype)
     makers, dtypes = algorithm.implementations(device), algorithm.result_dtypes
     return f"{algorithm.name} {words}", lambda: {
-        "": prepared_steps(makers, algorithm.exact, parameters(), parameters, dtypes)
+        "": prepared_steps(makers, algorithm.exact, parameters(), parameters, dtypes, slack=algorithm.slack)
     }
 
 

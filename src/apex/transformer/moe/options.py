@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..._arguments import check_fields
 from ...ops._host import HOST
 
 # Distance between the seeds of a layer's modules: router, shared expert, experts. Layers have consecutive seeds.
@@ -63,7 +64,8 @@ class MoEOptions:
     moe_pad_expert_input_to_capacity: bool = False
 
     def check_experts(self, activation: str, num_layers: int) -> None:
-        """Raise a ValueError for options that do not fit each other or the rest of a model."""
+        """Raise an error for options of the wrong type, or that do not fit each other or the rest of a model."""
+        check_fields(self, MoEOptions)
         for name, accepted in _ACCEPTED.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(f"{name} must be one of {accepted}, got {getattr(self, name)!r}")
