@@ -14,7 +14,7 @@ from apex import amp, fp8, graphs
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.ops import float8
 from apex.optimizers import FusedAdam
-from apex.transformer import parallel_state
+from apex.transformer._groups.state import STATE
 from apex.transformer.testing.standalone_transformer_lm import ParallelMLP, TransformerConfig
 from tests.fp8 import fp8_checks
 from tests.parallel.processes import run_checks
@@ -134,7 +134,8 @@ def test_fused_dense_layers_are_converted(scaling):
 
 def test_a_perceptron_whose_layers_are_one_op_is_converted(monkeypatch):
     overrides = {"rank_overrides": {"tensor": 0}, "size_overrides": {"tensor": 1, "pipeline": 1}}
-    monkeypatch.setattr(parallel_state, "_state", parallel_state._State(**overrides))
+    for name, value in overrides.items():
+        monkeypatch.setattr(STATE, name, value)
     sizes = {"hidden_size": 64, "num_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     config = TransformerConfig(**sizes, max_position_embeddings=16)
     perceptron, x = ParallelMLP(config, config.generator(0)), torch.randn(16, 2, 64)
