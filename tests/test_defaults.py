@@ -113,6 +113,7 @@ def test_results_do_not_depend_on_defaults(name: str, route: Route) -> None:
 COVERED = {
     "CanSchTriMHA",
     "DenseNoBiasFunc",
+    "ElasticLoader",
     "FP16_Optimizer",
     "FusedDenseFunc",
     "FusedDenseGeluDenseFunc",

@@ -71,6 +71,11 @@ def _halves(pre: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return gate, value
 
 
+def _bounds(offsets: Tensor, rows: int) -> list[int]:
+    """Return where the rows of each expert begin and end; meta tensors have no values, so the first one gets all."""
+    return [0, *[rows] * (offsets.numel() - 1)] if offsets.is_meta else offsets.tolist()
+
+
 def forward(
     x: Tensor,
     gate_up: Tensor,
@@ -87,7 +92,7 @@ def forward(
     (tokens, chosen), wide = index.shape, compute_dtype(x)
     width = gate_up.shape[2 if transposed else 1] // 2
     order, place, offsets = sort_rows(index, gate_up.shape[0])
-    bounds = offsets.tolist()
+    bounds = _bounds(offsets, tokens * chosen)
     rows = x[order.long() // max(1, chosen)]
 
     def product(values: Tensor, weights: Tensor, biases: Tensor | None, columns: int) -> Tensor:
@@ -133,7 +138,7 @@ def backward(
     dW2 = sum of p dy a^T, dz the gradient of the unit for p da, dW1 = sum of dz x^T, dx = sum of W1^T dz.
     """
     (tokens, chosen), wide = index.shape, compute_dtype(x)
-    bounds, token = offsets.tolist(), order.long() // max(1, chosen)
+    bounds, token = _bounds(offsets, tokens * chosen), order.long() // max(1, chosen)
     want_x, want_gate_up, want_down, want_weight, want_bias, want_down_bias = wanted
 
     def by_expert(function: Callable[[int, slice], None]) -> None:
