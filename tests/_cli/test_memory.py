@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,8 @@ def test_wrong_hugging_face_configs(text: str, message: str, tmp_path: Path) -> 
     assert message in words(result.output)
 
 
-def test_a_file_is_found_by_its_path(tmp_path: Path) -> None:
+def test_a_file_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # its folder must not stay there for other tests
     path = tmp_path / "random.py"  # the name of a module that is imported already
     path.write_text(FACTORIES)
     assert CliRunner().invoke(app, ["memory", f"{path}:both", "--opt-level", "O0"]).exit_code == 0

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import textwrap
@@ -169,6 +170,9 @@ def test_a_series_of_files_is_not_saved_asynchronously(tmp_path: Path) -> None:
 
 def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
     """There is memory for one save: a thread must not copy into it while the other's is written."""
+    checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "first", use_async=True)
+    checkpoint.wait()  # the writer is forked now: a fork of a process with several threads may wait for ever
+    shutil.rmtree(tmp_path / "first")
 
     def save(thread: int) -> None:
         for number in range(4):
@@ -195,8 +199,12 @@ def test_an_interrupted_wait_leaves_the_save_in_flight(tmp_path: Path) -> None:
     checkpoint.save_sharded({"x": torch.full((2,), 2.0)}, tmp_path / "b", use_async=True)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     threading.Timer(0.6, os.kill, (writer, signal.SIGCONT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.wait()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     checkpoint.save_sharded({"x": torch.full((2,), 3.0)}, tmp_path / "c", use_async=True)
     found = [loaded(tmp_path / name, x=torch.zeros(2))["x"][0].item() for name in "abc"]
     assert found == [1.0, 2.0, 3.0]
@@ -306,6 +314,7 @@ def test_a_script_ends_with_a_status(tmp_path: Path) -> None:
 
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "random.py").write_text("raise ImportError('not the module of Python')")  # the writer must not find it
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = run_python(str(script), str(tmp_path), cwd=tmp_path, environment=environment, timeout=200)
     assert done.returncode == 1, done.stderr

@@ -174,9 +174,12 @@ def _meeting() -> tuple[socket.socket | None, _writer.Meeting]:
 def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list[int], module: str) -> Any:
     """Start a writer process. It imports this package, but not the user's script."""
     text = pickle.dumps((channel, meeting, module)).hex()
+    # The user's folders come last: a script's random.py or logging.py must not take the place of Python's own module.
+    root = str(Path(__file__).parents[2])
     program = (
-        f"import sys; sys.path[:] = {sys.path!r}; import pickle; from apex.checkpoint._writer import serve; "
-        f"serve(*pickle.loads(bytes.fromhex({text!r})))"
+        f"import sys; own = [path for path in sys.path if path]; first = [] if {root!r} in own else [{root!r}]; "
+        f"sys.path[:] = first + own + [path for path in {sys.path!r} if path not in own]; import pickle; "
+        f"from apex.checkpoint._writer import serve; serve(*pickle.loads(bytes.fromhex({text!r})))"
     )
     command = [sys.executable, "-c", program]
     return subprocess.Popen(
