@@ -59,6 +59,13 @@ def test_the_users_random_numbers_are_not_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_batches_do_not_depend_on_the_default_device() -> None:
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "collate_fn": list}
+    expected = list(ElasticLoader(SAMPLES, **options))
+    with torch.device("meta"):  # as a default GPU, no device of the loader's generator
+        assert list(ElasticLoader(SAMPLES, **options)) == expected
+
+
 def test_a_position_after_the_last_batch_is_the_next_epoch() -> None:
     loader, other = ElasticLoader(SAMPLES, 4), ElasticLoader(SAMPLES, 4)
     for _ in loader:

@@ -72,7 +72,10 @@ class ElasticLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._generator.manual_seed(self.seed + self.epoch)
-        for batch in self._loader:
+        # DataLoader draws the workers' seed on the default device, which the generator has to be of.
+        with torch.device(HOST):
+            batches = iter(self._loader)
+        for batch in batches:
             self.taken += 1
             yield batch
         self.epoch, self.taken = self.epoch + 1, 0
