@@ -82,6 +82,17 @@ def test_routings(route: Route, index: list[list[int]]) -> None:
     assert not found["weight"][given["index"] == 4].any()
 
 
+@triton_routes
+@pytest.mark.parametrize("width", [8, 40])
+def test_rows_of_nobody_are_zero_before_the_unit(route: Route, width: int, poisoned_memory: None) -> None:
+    given = tensors(route, [[0, 4], [4, 3], [3, 3]], width=width)
+    with _library.implementation("triton"):
+        _, pre, order, _, offsets = torch.ops.apex.moe_experts(*given.values(), None, None, "silu", False, False)
+    assert pre[: offsets[-1]].isfinite().all()
+    assert not pre[offsets[-1] :].any()
+    assert order[offsets[-1] :].sort().values.tolist() == [1, 2]
+
+
 @every_route
 def test_dtypes_of_weights_and_indices(route: Route) -> None:
     given = tensors(route, [[0, 1], [3, 2], [2, 4]], dtype=_BF16)

@@ -314,7 +314,7 @@ def attention_backward_keys(
         head_key = tl.cast(0, tl.uint32)
         if DROPS:
             head_key = key_of_head(seed, z * heads + head)
-        row_delta = delta
+        row_delta = statistics  # not read with STORES; Triton 3.6 takes no variable that is None into a tuple
         if not STORES:
             row_delta = delta + place_of_row
         pointers = (queries, outputs, gradients, bias, statistics + place_of_row, row_delta, dlogits)
