@@ -2,8 +2,9 @@
 
     python -m tests.ops.compile_kernels [--every-launch] sm_90 sm_80 sm_100
 
-For the first GPU every launch is compiled. For the others only those of `largest_of_each`, unless `--every-launch` asks
-for all; more of them for the first GPU of another vendor, as Triton lowers for all GPUs of a vendor much alike.
+`--every-launch` compiles every launch for every GPU. Without it only the launches of `largest_of_each` are compiled,
+most of them for the first GPU, as Triton lowers for all GPUs of a vendor much alike. Every kernel is compiled for one
+GPU of each vendor (`BINARIES`), and for one of the others, which take turns.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
@@ -244,21 +245,33 @@ def record_example(example: Example) -> None:
 BINARIES = ("sm_90", "gfx942")
 
 
-def largest_of_each(launches: list[_launch.Launch], variants: bool) -> list[_launch.Launch]:
-    """The launch with the largest blocks of every kernel, of its activations, precisions of products and float8 types.
+def largest_of_each(launches: list[_launch.Launch], sizes: bool, rules: bool) -> list[_launch.Launch]:
+    """Return the launch with the largest blocks of every kernel, activation, precision of products and float8 type.
 
-    With `variants` also of each size of the first tensor's elements, and of each update rule that a kernel inlines.
+    With `sizes` also of each size of the first tensor's elements, with `rules` of each update rule.
     """
     largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
     for launch in launches:
         kernel, constants, dtypes, _, stages = _compile_ahead.program(launch)
-        named = [constant for constant in constants if isinstance(constant, str) and (variants or "." not in constant)]
+        named = [constant for constant in constants if isinstance(constant, str) and (rules or "." not in constant)]
         float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
         size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
-        key = kernel, dtypes[0].itemsize * variants, *named, *float8
+        key = kernel, dtypes[0].itemsize * sizes, *named, *float8
         if key not in largest or size > largest[key][0]:
             largest[key] = size, launch
     return [launch for _, launch in largest.values()]
+
+
+def gpu_in_turn(kernel: str, names: list[str]) -> str | None:
+    """Return the GPU of `names` that compiles a kernel beside `BINARIES`; None if no other GPU has the kernel."""
+    others = [name for name in names if name not in BINARIES and kernel in kernels_of(name)]
+    return others[sorted(_launch.KERNELS).index(kernel) % len(others)] if others else None
+
+
+def kernels_of(name: str) -> set[str]:
+    """Return the kernels that launch rules choose on a GPU."""
+    kernels = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
+    return kernels - FLOAT8_KERNELS if name in NO_FLOAT8 else kernels
 
 
 def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[str, Any]]:
@@ -266,13 +279,17 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
     programs: dict[tuple[Any, ...], Program] = {}
     reports: dict[str, dict[str, Any]] = {}
     vendors: set[str] = set()
+    expected: dict[str, set[str]] = {}
     for name in names:
         reports[name] = {"compiled": {}, "failures": []}
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
-        if name in NO_FLOAT8:
-            launches = [launch for launch in launches if launch.prepared.kernel.name not in FLOAT8_KERNELS]
+        expected[name], left_out = kernels_of(name), FLOAT8_KERNELS if name in NO_FLOAT8 else set()
         if not every_launch:
-            launches = largest_of_each(launches, variants=vendor not in vendors)
+            launches = largest_of_each(launches, sizes=not vendors, rules=vendor not in vendors)
+            if name not in BINARIES:
+                left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
+        launches = [launch for launch in launches if launch.prepared.kernel.name not in left_out]
+        expected[name] -= left_out
         vendors.add(vendor)
         for launch in launches:
             program = programs.setdefault((vendor, *_compile_ahead.program(launch)), Program(launch))
@@ -286,10 +303,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
             _add_to_report(reports[name], program, TARGETS[name], seen[name], as_binary)
         program.layout = None
     for name, report in reports.items():
-        expected = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
-        if name in NO_FLOAT8:
-            expected -= FLOAT8_KERNELS
-        report["unreached"] = sorted(expected - set(report["compiled"]))
+        report["unreached"] = sorted(expected[name] - set(report["compiled"]))
     return reports
 
 
