@@ -66,6 +66,8 @@ class FusedMuon(EncodingOptimizer):
     _encodable: Mapping[str, str] = MappingProxyType(
         {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
     )
+    # Of the group whose buckets are made: whether Muon updates it, and the elements of its matrices so far.
+    _is_muon, _elements = False, 0
 
     def __init__(
         self,
