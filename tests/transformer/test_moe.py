@@ -101,6 +101,37 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (3, 0, HIDDEN)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_token_dispatcher_type": "alltoall", "moe_z_loss_coeff": 0.1},
+        {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0},
+        *(
+            {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": kind}
+            for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+        ),
+    ],
+    ids=str,
+)
+def test_no_tokens(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    layer = moe.MoELayer(config(**options))
+    x = numbers(*shape, requires_grad=True)
+    output, _ = layer(x)
+    output.sum().backward()
+    assert output.shape == shape
+    assert x.grad is not None
+    assert all(not param.grad.any() for param in layer.parameters())
+    tokens = numbers(5, 2, HIDDEN)
+    expected = moe.MoELayer(config(**options))
+    for each in (layer, expected):  # nothing of the empty batch remains
+        each.zero_grad()
+        each(tokens)[0].sum().backward()
+    torch.testing.assert_close(
+        [param.grad for param in layer.parameters()], [param.grad for param in expected.parameters()]
+    )
+
+
 class NothingOnTheHost(TorchDispatchMode):
     """Raise for operators whose results, or their shapes, the host must read from the device."""
 

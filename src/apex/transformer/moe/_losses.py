@@ -22,9 +22,9 @@ def switch_load_balancing_loss_func(
     """Return coeff * E / (topk * T^2) * sum over experts of their tokens times the sum of their `probs` [tokens, E].
 
     `tokens_per_expert` and T, `total_num_tokens`, may count all ranks with parts of the same sequences; their losses
-    then add up. There is one implementation, for either value of `fused`.
+    then add up. Without tokens the loss is zero. There is one implementation, for either value of `fused`.
     """
-    factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
+    factor = num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2)
     return (probs.sum(0) * tokens_per_expert).sum() * factor
 
 
