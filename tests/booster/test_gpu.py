@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_offloaded_state_takes_no_memory_of_the_gpu() -> None:
     """The state of a bfloat16 model has 12 bytes a parameter: float32 weights and two moments."""
     sizes = {}
     for offloads in (False, True):
+        gc.collect()  # memory of earlier tests must not be given back between the two readings
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
         plugin = process_checks.LowLevelZeroPlugin(2, "bf16", max_norm=1.0, cpu_offload=offloads)
