@@ -264,7 +264,7 @@ def launch_backward(
     else:
         launches.main((*tensors, dx, partials), limit)
     if launches.sums is not None:
-        launches.sums((partials, dweight, dbias, None))
+        launches.sums((partials, dweight, dweight if dbias is None else dbias, dweight))
     return dx, dweight, dbias
 
 
