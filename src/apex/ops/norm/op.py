@@ -206,7 +206,8 @@ def _forward_launch(
 ) -> ForwardLaunch:
     dtype, out_dtype, *_ = dtypes
     rows = math.prod(shape) // row_length
-    chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
+    here = facts(device)
+    chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, here)
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
     flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
@@ -215,6 +216,7 @@ def _forward_launch(
             (rows, row_length),
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            NVIDIA=here.backend == "cuda",
             **flags,
         )
     else:
