@@ -294,8 +294,8 @@ def _backward_launches(
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
-    # With a residual one tensor more is loaded ahead, for which five stages have no shared memory.
-    stages = min(3, chosen.num_stages) if has_added else chosen.num_stages
+    # With a residual one tensor more is loaded ahead: five stages would take nearly all of the shared memory.
+    stages = min(4, chosen.num_stages) if has_added else chosen.num_stages
     main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": stages}
     row_means = sums = None
     if chosen.kind == "rows":
@@ -303,7 +303,7 @@ def _backward_launches(
             (chosen.programs if param_grads else config.plain_programs(chosen, rows),),
             sizes,
             ROWS=chosen.rows_per_program,
-            STAGES=chosen.num_stages,
+            STAGES=stages,
             FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
             ADDED=any(has_added),
             **main,
