@@ -1,4 +1,4 @@
-"""Launch choices of a mixture's experts, and the choice between our products and PyTorch's `grouped_mm`."""
+"""Launch choices of a mixture's experts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,6 @@ ROUTER_ROWS, ROUTER_COLUMNS = 16, 128
 
 # Offsets within one expert's matrix, and numbers of rows, have 32 bits; blocks reach a little past the end.
 LARGEST_MATRIX = 2**31 - 2**20
-
-# From this width on, PyTorch's products were quicker than ours, even with a gather before and a unit after them. These
-# are times of an earlier version of the kernels that no file in benchmarks/results records; `benchmarks/moe.py` must
-# confirm them. On an H200 in bfloat16, ours against `grouped_mm` in ms:
-# Mixtral (8 experts of 4096 x 14336, 8192 tokens) first product with
-# gather and unit 6.7 against 4.9, second product's gradient 6.1 against 2.7; Qwen3-30B (128 of 2048 x 768, 32,768
-# tokens) forward 5.0 against 8.0 in all, gpt-oss-20b (32 of 2880 x 2880, 8192 tokens) 2.7 against 5.0.
-WIDE = 4096
 
 
 class Tile(NamedTuple):
