@@ -346,7 +346,7 @@ def _summing(
     """Prepare a pass that sums, and return it with the number of partial results that it writes."""
     here = facts(device)
     pace = config.pace(*geometry, backward, dtype.itemsize, here)
-    tiles = config.tiling(geometry, pace.elements)
+    tiles = config.tiling(geometry, pace.elements, config.SUM_CHANNELS)
     parts = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
     constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll}
     if backward:
