@@ -64,9 +64,14 @@ def _stepped(booster: Any, model: Any, optimizer: Any, words: Tensor) -> None:
 
 
 def context(mode: str, **options: Any) -> Check:
-    """Return a check that a GPT whose sequences are split over two processes trains as one process does."""
+    """Return a check that a GPT whose sequences are split over two processes trains as one process does.
+
+    Without ZeRO it has experts, whose loss is a mean over sequences.
+    """
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
-    config = TransformerConfig(vocab_size=32, max_position_embeddings=16, **sizes)
+    experts = {"num_moe_experts": 4, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5}
+    layers = {} if options else {"activation": "swiglu", "moe_ffn_hidden_size": 16, **experts}
+    config = TransformerConfig(vocab_size=32, max_position_embeddings=16, **sizes, **layers)  # type: ignore[arg-type]
 
     def check(rank: int) -> None:
         words = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import select
@@ -334,3 +335,14 @@ def test_a_script_ends_with_a_status(tmp_path: Path) -> None:
     assert "could not be written" in done.stderr
     assert "holds files and is no checkpoint" in done.stderr
     assert loaded(tmp_path / "good", x=torch.zeros(4))["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_small_tensors_lie_together_in_memory() -> None:
+    pickler = _writer.Pickler(io.BytesIO())
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in (1, 2 << 20, 600, 0, 1 << 20, 1023)]
+    pickler.dump(tensors)
+    assert [offset for _, offset in pickler.tensors] == [0, 4 << 20, 512, 1536, 6 << 20, 1536]
+    assert pickler.size == 7 << 20
+    pickler.dump([torch.empty((1 << 20) - 1, dtype=torch.uint8) for _ in range(4)])
+    offsets = [offset for _, offset in pickler.tensors][6:]
+    assert offsets == [2560, (1 << 20) + 2560, (2 << 20) + 2560, 7 << 20]  # the fourth needs a new page

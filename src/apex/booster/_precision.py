@@ -268,6 +268,14 @@ class MixedOptimizer(OptimizerWrapper):
                 "clip after the last backward pass of a step"
             )
 
+    @property
+    def _loss_scale(self) -> Any:  # type: ignore[override]
+        return None if self.scaler is None else self._scaled_one
+
+    def _scaled_one(self) -> Tensor:
+        assert self.scaler is not None
+        return self.scaler.scale(torch.ones((), dtype=torch.float32, device=self.parameters[0].device))
+
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         self._refuse_more_gradients()
         self._has_scaled = True

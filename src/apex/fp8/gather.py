@@ -91,6 +91,8 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Return the tensors that every rank sends, and whether they are float8."""
         shard, (rows, columns) = self._tensor, outer_size
+        if mesh.size() == 1:  # nothing is sent; from 2.11 on, PyTorch copies only the first tensor then
+            return (shard.to(mp_policy.param_dtype or shard.dtype),), False
         if rows % (mesh.size() * float8.BLOCK) or columns % float8.BLOCK:
             dtype = mp_policy.param_dtype or shard.dtype
             warnings.warn(

@@ -82,6 +82,17 @@ def test_routings(route: Route, index: list[list[int]]) -> None:
     assert not found["weight"][given["index"] == 4].any()
 
 
+@triton_routes
+@pytest.mark.parametrize("width", [8, 40])
+def test_rows_of_nobody_are_zero_before_the_unit(route: Route, width: int, poisoned_memory: None) -> None:
+    given = tensors(route, [[0, 4], [4, 3], [3, 3]], width=width)
+    with _library.implementation("triton"):
+        _, pre, order, _, offsets = torch.ops.apex.moe_experts(*given.values(), None, None, "silu", False, False)
+    assert pre[: offsets[-1]].isfinite().all()
+    assert not pre[offsets[-1] :].any()
+    assert order[offsets[-1] :].sort().values.tolist() == [1, 2]
+
+
 @every_route
 def test_dtypes_of_weights_and_indices(route: Route) -> None:
     given = tensors(route, [[0, 1], [3, 2], [2, 4]], dtype=_BF16)
@@ -129,7 +140,7 @@ def test_pytorch_products_give_the_same(route: Route, name: str, monkeypatch: py
             assert call.worst_excess(call.results()) <= 1
 
 
-def test_pytorch_products_are_for_wide_experts_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_products_are_for_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGPU:
         dtype, is_cuda, device = _BF16, True, torch.device("cuda", 0)
 
@@ -141,13 +152,13 @@ def test_pytorch_products_are_for_wide_experts_on_hopper(monkeypatch: pytest.Mon
     monkeypatch.setattr(grouped, "_is_quick", grouped._is_quick.args[0])
     if grouped._grouped_mm is None:
         pytest.skip("this PyTorch has no grouped_mm")
-    assert grouped.route(x, (), (8, 4096, 14336), True) == (True, True)
-    assert grouped.route(x, (), (128, 2048, 768), True) == (True, False)
-    assert grouped.route(x, (), (8, 4096, 14336), False) == (True, False)
+    assert grouped.route(x, (), 16384, (8, 4096, 14336), True) == (True, True)
+    assert grouped.route(x, (), 512, (8, 4096, 14336), True) == (True, False)
+    assert grouped.route(x, (), 16384, (8, 4096, 14336), False) == (True, False)
     for sizes in ((8, 4096, 14332), (8, 4100, 14336), (1024, 64, 4096)):
-        assert grouped.route(x, (), sizes, True) == grouped.OURS
+        assert grouped.route(x, (), 16384, sizes, True) == grouped.OURS
     with _library.implementation("triton"):
-        assert grouped.route(x, (), (8, 4096, 14336), True) == grouped.OURS
+        assert grouped.route(x, (), 16384, (8, 4096, 14336), True) == grouped.OURS
 
 
 @every_route

@@ -314,7 +314,7 @@ def attention_backward_keys(
         head_key = tl.cast(0, tl.uint32)
         if DROPS:
             head_key = key_of_head(seed, z * heads + head)
-        row_delta = delta
+        row_delta = statistics  # not read with STORES; Triton 3.6 takes no variable that is None into a tuple
         if not STORES:
             row_delta = delta + place_of_row
         pointers = (queries, outputs, gradients, bias, statistics + place_of_row, row_delta, dlogits)
@@ -327,6 +327,17 @@ def attention_backward_keys(
             dks, dvs = _keys_tiles(
                 dks, dvs, ks, vs, terms, pointers, head_key, whole_begin, whole_end, partners, left, first, place,
                 options, sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, place, options,
+                sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+        elif PACKED and not FULL_M:
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_end, partners, left, first, place, options,
+                sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
             dks, dvs = _keys_tiles(

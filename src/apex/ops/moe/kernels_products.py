@@ -98,11 +98,14 @@ def moe_product(
 @kernel
 @triton.jit
 def moe_combine(
-    rows, place, offsets, weight, output,
-    experts, chosen, hidden, column_blocks,
+    rows, place, offsets, weight, output, pre,
+    experts, chosen, hidden, column_blocks, pre_columns,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum a token's K sorted rows, times their weights if there are any, in a fixed order."""
+    """Sum a token's K sorted rows, times their weights if there are any, in a fixed order.
+
+    Rows of nobody of `pre` [N, pre_columns], if it is given, become zero: products do not write them.
+    """
     hidden = hidden // ALIGN * ALIGN
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
     column = (tl.program_id(0) % column_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -116,4 +119,9 @@ def moe_combine(
         if weight is not None:
             value *= tl.load(weight + token * chosen + k).to(tl.float32)
         total += value
+        if pre is not None:
+            if position >= end:
+                for start in tl.range(0, pre_columns, column_blocks * BLOCK):
+                    target = pre + position.to(tl.int64) * pre_columns + start + column
+                    tl.store(target, tl.zeros([BLOCK], pre.dtype.element_ty), mask=start + column < pre_columns)
     tl.store(output + token * hidden + column, total.to(output.dtype.element_ty), mask=column < hidden)

@@ -66,15 +66,17 @@ def launch_product(
     return output
 
 
-def launch_combine(rows: Tensor, place: Tensor, offsets: Tensor, weight: Tensor | None, problem: Problem) -> Tensor:
-    """Return the sum of each token's rows, times their weights if there are any."""
+def launch_combine(
+    rows: Tensor, place: Tensor, offsets: Tensor, weight: Tensor | None, problem: Problem, pre: Tensor | None = None
+) -> Tensor:
+    """Return the sum of each token's rows, times their weights if there are any; zero the rows of nobody of `pre`."""
     output = rows.new_empty(problem.tokens, problem.hidden)
     block = min(config.COMBINE_BLOCK, max(16, next_power_of_2(problem.hidden)))
     blocks = -(-problem.hidden // block)
     product_kernels.moe_combine(
         (problem.tokens * blocks,),
-        (rows, place, offsets, weight, output),
-        (problem.experts, problem.chosen, problem.hidden, blocks),
+        (rows, place, offsets, weight, output, pre),
+        (problem.experts, problem.chosen, problem.hidden, blocks, 2 * problem.width),
         ALIGN=problem.align,
         BLOCK=block,
         num_warps=4,
@@ -107,7 +109,7 @@ def launch_forward(
     else:
         pre, active = launch_gate_up(x, gate_up, gate_up_bias, order, (tiles, offsets), problem)
         rows = launch_product(active, down, down_bias, (tiles, offsets), problem, transposed)
-    return launch_combine(rows, place, offsets, weight, problem), pre, order, place, offsets
+    return launch_combine(rows, place, offsets, weight, problem, pre), pre, order, place, offsets
 
 
 def launch_gate_up(
