@@ -26,6 +26,8 @@ _ELEMENTWISE = {
     "square_avg",
     "sum",
 }
+# State of these names that has one value per parameter, by algorithm.
+_NUMBERS = {"NOVOGRAD": {"exp_avg_sq"}}
 
 
 def algorithm_of(optimizer: OptimizerWrapper) -> str:
@@ -33,7 +35,8 @@ def algorithm_of(optimizer: OptimizerWrapper) -> str:
 
     Adam and AdamW have one name, because their states are alike.
     """
-    name = re.sub("^(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?", "", type(optimizer.unwrap()).__name__).upper()
+    kinds = "^(Offloaded)?(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?"
+    name = re.sub(kinds, "", type(optimizer.unwrap()).__name__).upper()
     return {"ADAMW": "ADAM"}.get(name, name)
 
 
@@ -60,13 +63,14 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
                     f"{name}, that of the {lacks} has not"
                 )
     keys = _keys(optimizer, saved)
+    elementwise = _ELEMENTWISE - _NUMBERS.get(ours, set())
     names = optimizer.names or [None] * len(keys)
     for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
         values = saved["state"].get(key, {})
         own_values = {} if optimizer._is_zero else optimizer.state.get(param, {})
         for name, value in values.items():
             own = own_values.get(name)
-            if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in _ELEMENTWISE):
+            if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in elementwise):
                 expected = full_shape(param, param)
                 if isinstance(own, Tensor) and own.shape != param.shape:
                     expected = own.shape

@@ -264,6 +264,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
     ) -> Tensor:
         """Clip the unscaled gradients to a norm of at most `max_norm`; return their norm before."""
+        if not max_norm >= 0:  # also NaN
+            raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
         norm = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(

@@ -279,7 +279,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name in names:
                 if name not in state:
                     state[name] = self._initial_state(name, param, group)
-        if self.master_weights and self.master_bits is None and param.dtype in LOW_PRECISION and MASTER not in state:
+        by_bits = self.master_bits is not None and param.dtype == torch.bfloat16
+        if self.master_weights and not by_bits and param.dtype in LOW_PRECISION and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
 
