@@ -28,15 +28,25 @@ _ELEMENTWISE = {
 }
 # State of these names that has one value per parameter, by algorithm.
 _NUMBERS = {"NOVOGRAD": {"exp_avg_sq"}}
+# Modules of optimizers whose algorithms are known.
+_OWNERS = ("torch.optim.", "apex.")
 
 
 def algorithm_of(optimizer: OptimizerWrapper) -> str:
     """Return the name of an optimizer's algorithm, which is equal for all of its implementations.
 
-    Adam and AdamW have one name, because their states are alike.
+    Adam and AdamW have one name, because their states are alike. A subclass that keeps the step of an optimizer of
+    PyTorch or apex has the name of that optimizer.
     """
-    kinds = "^(Offloaded)?(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?"
-    name = re.sub(kinds, "", type(optimizer.unwrap()).__name__).upper()
+    kind = type(optimizer.unwrap())
+    if kind.step.__module__.startswith(_OWNERS):
+        kind = next(each for each in kind.__mro__ if each.__module__.startswith(_OWNERS))
+    return _algorithm(kind.__name__)
+
+
+def _algorithm(name: str) -> str:
+    kinds = "^(Offloaded)?(Distributed|Divided|Npu|Hybrid|CPU)?(Fused)?(MixedPrecision)?"
+    name = re.sub(kinds, "", name, flags=re.IGNORECASE).upper()
     return {"ADAMW": "ADAM"}.get(name, name)
 
 
@@ -48,7 +58,7 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise ValueError("the checkpoint holds no state of an optimizer: it lacks 'state' or 'param_groups'")
     ours = algorithm_of(optimizer)
-    theirs = saved.get("algorithm", ours)
+    theirs = _algorithm(str(saved.get("algorithm", ours)))
     if theirs != ours:
         raise ValueError(
             f"the checkpoint has the state of another optimizer, {theirs}; the optimizer is a "
