@@ -17,6 +17,7 @@ from ..checkpoint._ranks import is_first
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale
 from ..optimizers._base import LOW_PRECISION, FusedOptimizer
+from ..optimizers._buckets import MASTER
 from ..optimizers._formats import has_master, master_of, set_master
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
