@@ -1,6 +1,6 @@
 """Experts of a mixture on a GPU, beside the way of transformers (PyTorch's `grouped_mm`) and Liger-Kernel's.
 
-    python benchmarks/moe.py [--out FOLDER] [--only NAME]
+    python benchmarks/moe.py [--out FOLDER] [--only NAME] [--liger]
 
 bfloat16, forward and forward + backward, at the sizes of published models and with four routings: every expert the same
 number of rows, numbers of rows by Zipf's law, all rows at the first K experts, and only every other expert used.
@@ -141,12 +141,12 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return begin.elapsed_time(end)
 
 
-def measure(name: str, routing: str) -> dict[str, Any]:
+def measure(name: str, routing: str, with_liger: bool) -> dict[str, Any]:
     shape = SHAPES[name]
     index, given = route(shape, routing), tensors(shape)
     leaves = [t for value in given.values() for t in (value if isinstance(value, tuple) else (value,))]
     gradient = torch.randn_like(given["x"])
-    calls: dict[str, Any] = {"apex": ours, "grouped_mm": grouped, "liger": liger(shape)}
+    calls: dict[str, Any] = {"apex": ours, "grouped_mm": grouped, "liger": liger(shape) if with_liger else None}
     calls = {who: call for who, call in calls.items() if call is not None}
 
     def step(call: Callable[..., Tensor]) -> list[Tensor]:
@@ -156,7 +156,8 @@ def measure(name: str, routing: str) -> dict[str, Any]:
     expected = step(grouped)
     for actual, wanted in zip(step(ours), expected, strict=True):  # rounded at other places
         error = (actual.float() - wanted.float()).norm() / wanted.float().norm()
-        if not error < 3e-2:
+        # PyTorch adds up the gradient of an indexed bias in bfloat16, row by row.
+        if not error < (0.1 if wanted.dim() == 2 and len(wanted) == shape.experts else 3e-2):
             raise AssertionError(f"{name}, {routing}: {list(wanted.shape)} is off by {float(error):.3f}")
     del expected
     row: dict[str, Any] = {"shape": name, "routing": routing}
@@ -185,15 +186,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="", help="shapes whose names begin so")
+    parser.add_argument("--liger", action="store_true", help="also Liger-Kernel, which tries tiles for minutes first")
     options, device = parser.parse_args(), torch.device("cuda")
     rows = []
     for name in (name for name in SHAPES if name.startswith(options.only)):
         for routing in ROUTINGS:
-            rows.append(measure(name, routing))
+            rows.append(measure(name, routing, options.liger))
             print(rows[-1], flush=True)
             torch.cuda.empty_cache()
-    path = options.out / f"{device_stem(device_name(device))}-moe.json"
-    path.write_text(json.dumps({**describe(device), "milliseconds": rows}, indent=1) + "\n")
+            path = options.out / f"{device_stem(device_name(device))}-moe.json"  # after every row: a run may be stopped
+            path.write_text(json.dumps({**describe(device), "milliseconds": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import select
@@ -160,6 +161,18 @@ def test_states_that_cannot_be_copied_are_refused_at_once(tmp_path: Path) -> Non
 def test_unknown_options_are_refused(options: dict[str, Any], message: str, use_async: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=use_async, **options)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.Series(tmp_path).save({"x": torch.ones(2)}, 1, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_state_that_is_no_dict_is_refused_by_name(use_async: bool, tmp_path: Path) -> None:
+    state: Any = [torch.ones(2)]
+    with pytest.raises(TypeError, match="state must be a dict"):
+        checkpoint.save_sharded(state, tmp_path / "a", use_async=use_async)
+    with pytest.raises(TypeError, match="state must be a dict"):
+        checkpoint.load_sharded(state, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 
@@ -322,3 +335,14 @@ def test_a_script_ends_with_a_status(tmp_path: Path) -> None:
     assert "could not be written" in done.stderr
     assert "holds files and is no checkpoint" in done.stderr
     assert loaded(tmp_path / "good", x=torch.zeros(4))["x"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_small_tensors_lie_together_in_memory() -> None:
+    pickler = _writer.Pickler(io.BytesIO())
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in (1, 2 << 20, 600, 0, 1 << 20, 1023)]
+    pickler.dump(tensors)
+    assert [offset for _, offset in pickler.tensors] == [0, 4 << 20, 512, 1536, 6 << 20, 1536]
+    assert pickler.size == 7 << 20
+    pickler.dump([torch.empty((1 << 20) - 1, dtype=torch.uint8) for _ in range(4)])
+    offsets = [offset for _, offset in pickler.tensors][6:]
+    assert offsets == [2560, (1 << 20) + 2560, (2 << 20) + 2560, 7 << 20]  # the fourth needs a new page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from apex import checkpoint, graphs
-from apex.checkpoint import _background
+from apex.checkpoint import _background, _writer
 from apex.contrib.optimizers import DistributedFusedAdam
 from apex.ops import _staging
 from apex.optimizers import FusedAdam
@@ -96,15 +97,35 @@ def test_zero_optimizers(staging: str, tmp_path: Path) -> None:
 
 def test_a_large_tensor_that_is_changed_before_a_step_is_an_error() -> None:
     source = torch.ones(1 << 20, device="cuda")
-    target = torch.zeros(1 << 20)
-    copies = _staging.Copies([(source, target)], False)
+    buffer = _staging.HostBuffer(4 << 20, True)
+    copies = _staging.Copies(buffer.memory, [(source, 0)], False)
     source.mul_(2)
     _staging.wait_for_copies()
     with pytest.raises(RuntimeError, match=r"shape \(1048576,\) .* was changed while it was copied"):
         copies.finish()
-    copies = _staging.Copies([(source, target)], False)
+    copies = _staging.Copies(buffer.memory, [(source, 0)], False)
     _staging.wait_for_copies()
     source.mul_(2)  # after the copy, as an optimizer's step
     copies.finish()
-    assert target.unique().tolist() == [2.0]
+    assert torch.frombuffer(buffer.memory, dtype=torch.float32).unique().tolist() == [2.0]
     assert not _staging._reading
+    buffer.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_clones_are_copied_together(on_device: bool) -> None:
+    """Tensors of several dtypes and layouts, on both sides, some without elements; neighbours share a copy."""
+    pickler = _writer.Pickler(io.BytesIO())
+    tensors = [torch.randn(100, 7, device="cuda")[:, ::2], torch.arange(1 << 19, device="cuda"), torch.ones(3)]
+    tensors += [torch.randn(5, device="cuda").to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.bool)]
+    tensors += [torch.empty(0, 3, device="cuda"), torch.tensor(7, device="cuda"), torch.rand(1 << 18, device="cuda")]
+    pickler.dump(tensors)
+    buffer = _staging.HostBuffer(pickler.size, True)
+    copies = _staging.Copies(buffer.memory, pickler.tensors, on_device)
+    assert len(copies._clones) == 2  # the host's tensor lies between them
+    copies.finish()
+    for tensor, offset in pickler.tensors:
+        found = _staging.part_of(buffer.memory, offset, tensor.dtype, tensor.shape)
+        torch.testing.assert_close(found, tensor.cpu(), rtol=0, atol=0)
+    del found
+    buffer.close()

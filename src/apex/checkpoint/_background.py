@@ -32,7 +32,7 @@ from .. import _env
 from .._distributed.collectives import gather_objects
 from .._distributed.groups import make_group, timeout_of
 from ..ops._host import on_host
-from ..ops._staging import Copies, HostBuffer, part_of
+from ..ops._staging import Copies, HostBuffer
 from . import _writer
 from ._ranks import from_first, is_connected, is_first, this_rank
 
@@ -94,9 +94,7 @@ class _Writer:
             self._buffer = HostBuffer(max(pickler.size, 1), pinned)
             self._is_new_buffer = True
         self._buffer.pin(pinned)
-        memory = self._buffer.memory
-        pairs = [(tensor, part_of(memory, offset, tensor.dtype, tensor.shape)) for tensor, offset in pickler.tensors]
-        return file.getvalue(), Copies(pairs, on_device)
+        return file.getvalue(), Copies(self._buffer.memory, pickler.tensors, on_device)
 
     def call(self, request: tuple[Any, ...], copies: Copies, failed: str) -> None:
         """Wait for the copies, then for the writer; raise its error. Runs in a thread."""

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops._staging import ALIGNMENT, part_of
+from ..ops._staging import ALIGNMENT, SMALL_BYTES, part_of
 
 # The length of a message in bytes, and the size of the memory whose descriptor comes with it, or 0.
 _HEADER = struct.Struct("!QQ")
 _MAX_DESCRIPTORS = 4
+_PAGE_BYTES = 4 << 20  # at least SMALL_BYTES
 _WATCH_SECONDS = 0.5
 
 
@@ -92,6 +93,7 @@ class Pickler(pickle.Pickler):
         self.tensors: list[tuple[Tensor, int]] = []
         self.size = 0
         self._offsets: dict[int, int] = {}
+        self._page = range(0)  # free bytes of the last page of small tensors
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -100,10 +102,21 @@ class Pickler(pickle.Pickler):
             raise TypeError(f"an asynchronous save needs dense tensors, not one of layout {value.layout}")
         offset = self._offsets.get(id(value))
         if offset is None:
-            offset = self._offsets[id(value)] = self.size
+            offset = self._offsets[id(value)] = self._place(value.nbytes)
             self.tensors.append((value.detach(), offset))
-            self.size += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         return offset, value.dtype, tuple(value.shape)
+
+    def _place(self, count: int) -> int:
+        """Return the offset of `count` new bytes; small tensors lie together in pages, and are copied together."""
+        space = -(-count // ALIGNMENT) * ALIGNMENT
+        if count >= SMALL_BYTES:
+            self.size += space
+            return self.size - space
+        if self._page.stop - self._page.start < space:
+            self._page = range(self.size, self.size + _PAGE_BYTES)
+            self.size += _PAGE_BYTES
+        self._page = range(self._page.start + space, self._page.stop)
+        return self._page.start - space
 
 
 class Unpickler(pickle.Unpickler):

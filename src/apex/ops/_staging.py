@@ -7,6 +7,7 @@ waits on the device until the copy has read it: see `wait_for_copies`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import tempfile
@@ -20,7 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ._host import HOST, on_host
 
 # Smaller device tensors are cloned at once. Running statistics of norms are among them, which forward passes change.
-_SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
+# Largest piece of device memory for clones.
+_PIECE_BITS = 30
 # Alignment of tensors in a buffer, in bytes.
 ALIGNMENT = 512
 
@@ -79,47 +82,67 @@ def part_of(memory: mmap.mmap, offset: int, dtype: torch.dtype, shape: Sequence[
 
 
 class Copies:
-    """Copies of tensors, (source, target) each, that were started together. Host tensors are copied at once.
+    """Copies of tensors to their offsets in host memory that were started together. Host tensors are copied at once.
 
     With `on_device` all device tensors are cloned first, which needs memory for the clones until the copies are done;
     the training may then change the tensors at once. Otherwise optimizer steps wait for the copies.
+
+    Clones that are neighbours in host memory are parts of one tensor and copied to the host together: CUDA queues a
+    thousand operations, and a training process that queues more waits for the device.
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], on_device: bool) -> None:
+    def __init__(self, memory: mmap.mmap, tensors: Sequence[tuple[Tensor, int]], on_device: bool) -> None:
+        if _is_capturing():
+            raise RuntimeError("a checkpoint cannot be saved while a CUDA graph is being captured; save between steps")
         self._events: list[tuple[torch.device, Any]] = []
         self._clones: list[Tensor] = []
         # The tensors that are read while the training goes on, with their version counters.
         self._versions: list[tuple[Tensor, int]] = []
         self.changed: Tensor | None = None
-        devices: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for source, target in pairs:
-            if on_host(source):
-                target.copy_(source)
-            else:
-                devices.setdefault(source.device, []).append((source, target))
-        for device, some in devices.items():
-            self._start(device, some, on_device)
+        # By device: sources of copies, each with its offset.
+        sources: dict[torch.device, list[tuple[Tensor, int]]] = {}
+
+        def piece(entry: tuple[Tensor, int]) -> Any:
+            tensor, offset = entry
+            is_cloned = not on_host(tensor) and (on_device or tensor.nbytes < SMALL_BYTES)
+            return (tensor.device, offset >> _PIECE_BITS) if is_cloned else None
+
+        ordered = sorted((entry for entry in tensors if entry[0].numel()), key=lambda entry: entry[1])
+        for key, entries in itertools.groupby(ordered, piece):
+            if key is not None:
+                sources.setdefault(key[0], []).append(self._clone(list(entries)))
+                continue
+            for tensor, offset in entries:
+                if on_host(tensor):
+                    part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor)
+                else:
+                    self._versions.append((tensor, _version(tensor)))
+                    sources.setdefault(tensor.device, []).append((tensor, offset))
+        for device, some in sources.items():
+            stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
+            with _on(stream):
+                for tensor, offset in some:
+                    part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
+                self._events.append((device, stream.record_event()))
         if self._versions:
             _reading.append(self)
             if not _hooks:
                 _hooks.append(register_optimizer_step_pre_hook(lambda *_: wait_for_copies()))
 
-    def _start(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]], on_device: bool) -> None:
-        if _is_capturing():
-            raise RuntimeError("a checkpoint cannot be saved while a CUDA graph is being captured; save between steps")
-        sources = []
-        for source, _ in pairs:
-            if on_device or source.nbytes < _SMALL_BYTES:
-                self._clones.append(source.clone())
-                sources.append(self._clones[-1])
-            else:
-                self._versions.append((source, _version(source)))
-                sources.append(source)
-        stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
-        with _on(stream):
-            for source, (_, target) in zip(sources, pairs, strict=True):
-                target.copy_(source, non_blocking=True)
-            self._events.append((device, stream.record_event()))
+    def _clone(self, entries: list[tuple[Tensor, int]]) -> tuple[Tensor, int]:
+        """Return bytes on the device with clones of the tensors, as they will lie in host memory, and their offset."""
+        begin, (last, end) = entries[0][1], entries[-1]
+        clone = torch.empty(end + last.nbytes - begin, dtype=torch.uint8, device=last.device)
+        self._clones.append(clone)
+        lists: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor, offset in entries:
+            targets, originals = lists.setdefault(tensor.dtype, ([], []))
+            part = clone.narrow(0, offset - begin, tensor.nbytes)
+            targets.append(part.view(tensor.dtype).view(tensor.shape))
+            originals.append(tensor)
+        for targets, originals in lists.values():
+            torch._foreach_copy_(targets, originals)
+        return clone, begin
 
     def order_before_current_stream(self) -> None:
         """Make the current streams wait for the copies, and note a tensor that was already changed."""

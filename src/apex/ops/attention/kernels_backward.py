@@ -334,6 +334,17 @@ def attention_backward_keys(
                 sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
+        elif PACKED and not FULL_M:
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_end, partners, left, first, place, options,
+                sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
+            dks, dvs = _keys_tiles(
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, place, options,
+                sizes, strides,
+                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
+            )  # fmt: skip
         else:
             dks, dvs = _keys_tiles(
                 dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, place, options, sizes,

@@ -30,15 +30,15 @@ class Route(NamedTuple):
 OURS = Route(False, False)
 
 
-def route(x: Tensor, matrices: tuple[Tensor, ...], sizes: tuple[int, int, int], plain: bool) -> Route:
-    """Return which products `grouped_mm` computes for E, H and F in `sizes`.
+def route(x: Tensor, matrices: tuple[Tensor, ...], rows: int, sizes: tuple[int, int, int], plain: bool) -> Route:
+    """Return which products `grouped_mm` computes for sorted rows, and E, H and F in `sizes`.
 
     `plain`: there is no bias, and the unit is one of `ops.glu`; only then may the products by matrices be PyTorch's.
     """
     if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
         return OURS
     quick = _is_quick(*sizes, x.dtype, x.device) and all(each.data_ptr() % 16 == 0 for each in (x, *matrices))
-    return Route(quick, quick and plain and sizes[2] >= config.WIDE)
+    return Route(quick, quick and plain and rows * sizes[1] * sizes[2] >= config.LARGE_PRODUCTS)
 
 
 @launch_rule

@@ -26,7 +26,8 @@ def moe_count(index, counts, rows, experts, chunks, CHUNK: tl.constexpr, EXPERTS
     """Count the rows of each expert in one chunk."""
     chunk = tl.program_id(0)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
-    bins = tl.histogram(_experts_of(index, row, rows, experts), EXPERTS)
+    # Cast there and back: the interpreter of Triton 3.5 returns 64 bits and calls them 32.
+    bins = tl.histogram(_experts_of(index, row, rows, experts), EXPERTS).to(tl.int64).to(tl.int32)
     expert = tl.arange(0, EXPERTS)
     tl.store(counts + expert.to(tl.int64) * chunks + chunk, bins, mask=expert <= experts)
 

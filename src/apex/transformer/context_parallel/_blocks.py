@@ -40,8 +40,8 @@ class Merged:
 
     def __init__(self, output: Tensor, lse: Tensor) -> None:
         self.dtype = output.dtype
-        self.output = output.to(lse.dtype)
-        self.lse = lse.transpose(0, 1).contiguous()  # [rows, H]
+        self.output = output.to(lse.dtype, copy=True)
+        self.lse = lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # [rows, H]
 
     def add(self, output: Tensor, lse: Tensor, rows: Tensor | None = None) -> None:
         """Add a block of all rows, or of those with the indices `rows`."""
@@ -49,13 +49,13 @@ class Merged:
         here = self.lse if rows is None else self.lse.index_select(0, rows)
         mine = self.output if rows is None else self.output.index_select(0, rows)
         empty = other == -torch.inf
-        share = torch.sigmoid(other - here).masked_fill(empty, 0.0)
-        mine = mine - share[..., None] * (mine - output.to(mine.dtype))
-        here = torch.where(empty, here, here - torch.nn.functional.logsigmoid(here - other))
-        if rows is None:
-            self.output, self.lse = mine, here
-        else:
-            self.output, self.lse = self.output.index_copy(0, rows, mine), self.lse.index_copy(0, rows, here)
+        share = torch.sigmoid(other - here).masked_fill_(empty, 0.0)[..., None]
+        # In place, and without a wider copy of the block's output: these passes are all that a ring adds to attention.
+        mine.mul_(1 - share).addcmul_(output, share)
+        here.copy_(torch.where(empty, here, here - torch.nn.functional.logsigmoid(here - other)))
+        if rows is not None:
+            self.output.index_copy_(0, rows, mine)
+            self.lse.index_copy_(0, rows, here)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the output in the blocks' dtype and the logs of sums [H, rows], contiguous."""

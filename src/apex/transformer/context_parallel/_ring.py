@@ -121,10 +121,14 @@ class RingAttention(torch.autograd.Function):
             parts = (_taken(query, queries), *(_taken(each, keys) for each in travelling))
             sums = lse if queries is None else lse.index_select(1, queries).contiguous()
             found = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
-            dquery = dquery + found[0] if queries is None else dquery.index_add(0, queries, found[0].to(wide))
+            if queries is None:
+                dquery += found[0]
+            else:
+                dquery.index_add_(0, queries, found[0].to(wide))
             # The gradients of keys travel with the keys: the ones for this step's keys arrive here now.
-            dkeys = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
-            if passing_gradients is not None:
+            if passing_gradients is None:
+                dkeys = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
+            else:
                 dkeys = passing_gradients.wait()
             for index in range(2):
                 if keys is None:
