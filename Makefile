@@ -33,10 +33,10 @@ cross-compile: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --every-launch tests/ops/test_cross_compile.py
 
 # Whole grids of plugins, precisions, shardings and layouts in several processes, where `make test` has samples, and a
-# GPT in every layout of 2, 4 and 8 processes; takes half an hour.
+# GPT in every layout of 2, 4 and 8 processes; takes tens of minutes.
 grids: $(VENV)/.test-ready
 	APEX_TEST_FULL_GRIDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(GRIDS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformer.testing.grid_checks 2 4 8
+	APEX_TEST_FULL_GRIDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformer.testing.grid_checks 2 4 8
 
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready

@@ -59,6 +59,7 @@ def checks(layouts: list[Layout]) -> dict[str, functools.partial]:
 CHECKS = checks(every_layout(int(os.environ[WHOLE])) if WHOLE in os.environ else SOME[8])
 
 if __name__ == "__main__":
+    failures = 0
     for processes in sys.argv[1:]:
         # The module is imported anew, with other checks.
         sys.modules.pop(module := "tests.transformer.testing.grid_checks", None)
@@ -67,6 +68,8 @@ if __name__ == "__main__":
             found = run_checks(module, Path(folder), int(processes), timeout=7200)
         passed = [name for name, said in found.items() if not said]
         print(f"{processes} processes: {len(passed)} of {len(found)} layouts equal one process", flush=True)
+        failures += len(found) - len(passed)
         for name, said in found.items():
             if said:
                 print(f"{name}\n{said}", flush=True)
+    sys.exit(failures > 0)
