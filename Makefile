@@ -5,11 +5,14 @@ BIN := $(VENV)/bin
 # Without compiling: most files are never imported, and the first import compiles the others.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 INPUTS := pyproject.toml constraints.txt src/apex/_version.py
+# Files whose cases `tests/support/grids.py` samples; a test compares this list with the imports.
+GRIDS := tests/booster/test_processes.py tests/optimizers/test_sharded.py tests/transformer/test_tensor_parallel.py \
+	tests/transformer/testing/test_models.py tests/transformer/testing/test_moe_models.py
 # What an import compiles is kept, whatever images of containers say: else every process compiles PyTorch anew, for 3
 # seconds, and its compiler for 4 more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: dist docs docs-serve demo test test-versions cross-compile campaign mutants clients lint types format clean
+.PHONY: dist docs docs-serve demo test test-versions cross-compile grids campaign mutants clients lint types format clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/apex demo
@@ -25,9 +28,15 @@ test: lint
 test-versions:
 	$(PYTHON) tests/support/other_versions.py $(TESTS)
 
-# Every launch of every kernel for every GPU we name, where `make test` has the largest ones; takes minutes.
+# Every launch of every kernel for every GPU we name, where `make test` has a sample; takes minutes.
 cross-compile: $(VENV)/.test-ready
 	$(BIN)/python -m pytest --every-launch tests/ops/test_cross_compile.py
+
+# Whole grids of plugins, precisions, shardings and layouts in several processes, where `make test` has samples, and a
+# GPT in every layout of 2, 4 and 8 processes; takes half an hour.
+grids: $(VENV)/.test-ready
+	APEX_TEST_FULL_GRIDS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(GRIDS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformer.testing.grid_checks 2 4 8
 
 # What docs/reliability.md promises, tried at random for ten minutes or more; not part of `make test`.
 campaign: $(VENV)/.test-ready

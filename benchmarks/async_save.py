@@ -240,14 +240,15 @@ def measure(
         copy = count / speed / 1e6
         record.add(**{"GB/s": round(speed, 1), "copy": round(copy, 1)})
     nowhere = folder / "small" / "manifest.json" / "step"
-    for staging in ("device", "host"):
+    # The first save with clones on the device also allocates the memory for them, which PyTorch keeps.
+    for name, staging in (("first on the device", "device"), ("on the device", "device"), ("on the host", "host")):
         with without_errors():
             found = run.during_save(nowhere, staging, end)
         if device.type == "cuda" and not capture:
             allowed = 1.1 * step if staging == "device" else step + max(0.0, copy - passes)
             found |= {"allowed": round(allowed, 2), "within": found["first"] <= allowed}
         found["of a step"] = round(found["first"] / step, 3)
-        record.add(**{f"staging on the {staging}": found})
+        record.add(**{f"staging {name}": found})
     if device.type == "cuda":
         record.add(**{"peak memory in GB": round(torch.cuda.max_memory_allocated() / 1e9, 1)})
     record.add(complete=run.during_save(folder / "step", "host", end))

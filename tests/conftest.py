@@ -18,9 +18,13 @@ LONG = (
     "test_checkpoint.py",
     "test_compile.py",
     "test_models.py",
+    "test_moe_models.py",
     "test_pipelines.py",
     "test_processes.py",
+    "test_sharded.py",
     "test_site.py",
+    "test_state_formats.py",
+    "test_survival.py",
     "test_tensor_parallel.py",
     "test_transformer.py",
 )

@@ -61,6 +61,10 @@ parser.add_argument("--checkpoints", default="checkpoints", help="folder to save
 parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
 args = parser.parse_args()
+if args.recompute and args.zero_bubble:
+    parser.error("--recompute does not go with --zero-bubble, which computes the gradients of a layer in two parts")
+if args.zero and args.expert_parallel > 1:
+    parser.error("--zero does not go with --expert-parallel; MoeHybridParallelPlugin(zero_stage=1) divides experts too")
 # On most CPUs float32 is the quickest.
 args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
 

@@ -6,10 +6,10 @@ order of its buckets changes after the first step, and so does the order of the 
 
 from tests.booster import hybrid_four_checks, process_checks
 
-CHECKS = {name: process_checks.CHECKS[name] for name in process_checks.one_of_each(0)}
+CHECKS = {name: process_checks.EQUAL[name] for name in process_checks.one_of_each(0)}
 CHECKS |= {name: process_checks.CHECKS[name] for name in ("goes on elsewhere", "starts from the first process")}
 CHECKS |= {
-    f"resumes {plugin} fp32": process_checks.CHECKS[f"resumes {plugin} fp32"]
+    f"resumes {plugin} fp32": process_checks.RESUMES[f"resumes {plugin} fp32"]
     for plugin in process_checks.PLUGINS
     if plugin != "ddp"
 }

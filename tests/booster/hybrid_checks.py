@@ -27,6 +27,7 @@ from tests.booster.problem import CLASSES, FEATURES, HIDDEN, assert_equal, batch
 from tests.booster.problem import booster as make
 from tests.booster.process_checks import TOLERANCE, ended, precision_of
 from tests.parallel.processes import Check, assert_same_everywhere
+from tests.support.grids import pairs
 
 STEPS, MICROBATCHES, BLOCKS = 3, 4, 4
 
@@ -356,14 +357,14 @@ def _checks() -> dict[str, Check]:
         "pipeline zero": {"pp_size": 2, "zero_stage": 1},
     }
     checks: dict[str, Check] = {}
+    for layout, precision in pairs(layouts, tuple(TOLERANCE), each=3):
+        checks[f"equal {layout} {precision}"] = equality(precision, **layouts[layout])
     for layout, options in layouts.items():
-        for precision in TOLERANCE:
-            checks[f"equal {layout} {precision}"] = equality(precision, **options)
         for precision in ("fp16", "fp16_apex", "fp16_naive"):
             if not options.get("zero_stage") or precision == "fp16":
                 checks[f"overflow {layout} {precision}"] = overflow(precision, **options)
-        for precision in ("fp32", "fp16_naive"):
-            checks[f"resumes {layout} {precision}"] = resumes(precision, precision == "fp32", **options)
+    for layout, precision in pairs(layouts, ("fp32", "fp16_naive"), each=1):
+        checks[f"resumes {layout} {precision}"] = resumes(precision, precision == "fp32", **layouts[layout])
     checks["interleaved"] = equality("fp32", pp_size=2, pp_style="interleaved", num_model_chunks=2)
     checks["zero bubble"] = equality("fp16_naive", pp_size=2, pp_style="zbv", num_model_chunks=2)
     exchanges = {"zero_bucket_size_in_m": 0.001, "overlap_communication": False, "overlap_allgather": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import random
 import signal
@@ -44,6 +45,7 @@ from tests.booster.problem import (
 from tests.booster.problem import booster as make
 from tests.lazy import lazy_checks
 from tests.parallel.processes import Check, assert_same_everywhere
+from tests.support.grids import pairs
 from tests.zero import zero_checks
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 0.01, "fp16_apex": 0.01, "fp16_naive": 0.01, "bf16": 0.05, "fp8": 0.2}
@@ -608,22 +610,37 @@ def one_of_each(first: int) -> list[str]:
     return [f"equal {plugin} {precision}" for plugin, precision in zip(PLUGINS, chosen, strict=True)]
 
 
+SCALED = ("fp16", "fp16_apex", "fp16_naive")
+
+
+def grid(kind: str, check: Callable[..., Check], cases: Iterable[tuple[str, str]]) -> dict[str, Check]:
+    """Return checks by name for pairs of a plugin and a precision."""
+    return {f"{kind} {plugin} {precision}": check(plugin, precision) for plugin, precision in cases}
+
+
+def _equality(plugin: str, precision: str) -> Check:
+    """Return a check of equality with an optimizer that depends on the precision."""
+    return equality(plugin, precision, ("adam", "sgd")[PRECISIONS.index(precision) % 2])
+
+
+def _resumes(plugin: str, precision: str) -> Check:
+    """Return a check of resuming: sharded files in float32, asynchronous saves in float16."""
+    return resumes(plugin, precision, precision == "fp32", precision == "fp16")
+
+
 assert ROWS % 64 == 0  # a multiple of 16 for each of four processes, for float8
-CHECKS: dict[str, Check] = {
-    f"equal {plugin} {precision}": equality(plugin, precision, ("adam", "sgd")[index % 2])
-    for index, (plugin, precision) in enumerate((one, other) for one in PLUGINS for other in PRECISIONS)
-}
+# All plugins in all precisions, for runs with other numbers of processes to choose from.
+EQUAL = grid("equal", _equality, itertools.product(PLUGINS, PRECISIONS))
+RESUMES = grid("resumes", _resumes, itertools.product(PLUGINS, ("fp32", *SCALED)))
+# Each plugin has two precisions here, another one in one process and another one in four.
+CHECKS: dict[str, Check] = grid("equal", _equality, pairs(PLUGINS, PRECISIONS, each=2, first=2))
 CHECKS["starts from the first process"] = starts_from_the_first_process
-for plugin in ("ddp", "apex ddp", "zero 1", *(["fsdp"] if needs_fsdp else [])):
-    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
-        CHECKS[f"accumulates {plugin} {precision}"] = adds_up(plugin, precision)
-for plugin in PLUGINS:
-    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
-        CHECKS[f"measures {plugin} {precision}"] = measures(plugin, precision)
-    for precision in ("fp16", "fp16_apex", "fp16_naive"):
-        CHECKS[f"overflow {plugin} {precision}"] = overflow(plugin, precision)
-    for precision in ("fp32", "fp16", "fp16_apex", "fp16_naive"):
-        CHECKS[f"resumes {plugin} {precision}"] = resumes(plugin, precision, precision == "fp32", precision == "fp16")
+ACCUMULATING = [plugin for plugin in ("ddp", "apex ddp", "zero 1", "fsdp") if plugin in PLUGINS]
+CHECKS |= grid("accumulates", adds_up, pairs(ACCUMULATING, ("fp32", *SCALED), each=2))
+CHECKS |= grid("measures", measures, pairs(PLUGINS, ("fp32", *SCALED), each=2))
+CHECKS |= grid("overflow", overflow, pairs(PLUGINS, SCALED, each=2))
+CHECKS |= grid("resumes", _resumes, itertools.product(PLUGINS, ["fp32"]))  # "goes on elsewhere" loads their files
+CHECKS |= grid("resumes", _resumes, pairs(PLUGINS, SCALED, each=1))
 if needs_fsdp:
     CHECKS["equal fsdp unsharded fp32"] = equality("fsdp unsharded", "fp32", "adam")
     CHECKS |= lazy_checks.CHECKS

@@ -323,3 +323,30 @@ def test_zero_takes_gradients_only_after_finalize(monkeypatch: pytest.MonkeyPatc
     optimizer.backward(loss, retain_graph=True)
     optimizer.backward_by_grad(loss, torch.ones_like(loss))
     assert held == ["held", "held"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", BF16MixedPrecision("O5")])
+def test_no_backward_pass_after_gradients_were_unscaled(precision: Any) -> None:
+    """Its gradients would be added with their scale, 65536, or would not reach the masters."""
+    model = nn.Linear(4, 2)
+    booster = Booster("cpu", precision)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.backward(model(torch.ones(1, 4)).float().sum() * 1e-3, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(RuntimeError, match="clip after the last backward pass"):
+        booster.backward(model(torch.ones(1, 4)).float().sum() * 1e-3, optimizer)
+    before = model.state_dict()["bias"].clone()
+    optimizer.step()
+    torch.testing.assert_close(before - model.state_dict()["bias"], torch.full((2,), 1e-3), rtol=0.01, atol=0)
+    booster.backward(model(torch.ones(1, 4)).float().sum() * 1e-3, optimizer)  # of the next step
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_clipping_to_no_norm_is_refused(limit: float) -> None:
+    model = nn.Linear(4, 2)
+    booster = Booster("cpu")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    booster.backward(model(torch.ones(1, 4)).sum(), optimizer)
+    with pytest.raises(ValueError, match="max_norm must be a number of at least 0"):
+        optimizer.clip_grad_by_norm(limit)
+    assert torch.equal(next(model.parameters()).grad, torch.ones(2, 4))

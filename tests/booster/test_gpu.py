@@ -17,7 +17,8 @@ from apex.transformer.amp import GradScaler
 from tests.booster import hybrid_checks, problem, process_checks
 
 pytestmark = pytest.mark.gpu
-NAMES = [name for name in process_checks.CHECKS if name.startswith(("equal", "resumes", "clips"))]
+CHECKS = {**process_checks.CHECKS, **process_checks.EQUAL, **process_checks.RESUMES}
+NAMES = [name for name in CHECKS if name.startswith(("equal", "resumes", "clips"))]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def alone_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_as_plain_pytorch(name: str) -> None:
-    process_checks.CHECKS[name](0)
+    CHECKS[name](0)
 
 
 @pytest.mark.parametrize("precision", list(process_checks.TOLERANCE))

@@ -136,7 +136,8 @@ def test_autocast_of_fp16_apex_ends_with_the_boosted_model(level: str) -> None:
     for _ in range(2):
         assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled()
-        assert torch.equal(plain(batch(0)[0]), expected)
+        # Not by bits: some Arm processors leave oneDNN after their first bfloat16 product.
+        torch.testing.assert_close(plain(batch(0)[0]), expected)
         assert parts[0](batch(0)[0]).dtype == torch.float32  # of half-precision products
         assert seen[-1] == half
         train(booster, parts, range(1))

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from apex import checkpoint
+from apex.booster import Booster
 from apex.booster._whole_state import whole_model, whole_optimizer
+from apex.nn.optimizer import CPUAdam, HybridAdam
 from tests.campaign.saves import damaged
 
 from .problem import adam, assert_equal, net
@@ -157,6 +159,26 @@ def test_an_optimizer_that_does_not_fit_is_not_touched(name: str, tmp_path: Path
             booster.load_optimizer(optimizer, tmp_path / "bad")
         assert_equal(whole_optimizer(optimizer), before)
         booster.load_optimizer(optimizer, tmp_path / "fits")
+
+
+class OwnAdam(torch.optim.Adam):
+    """A subclass with another name and the same step."""
+
+
+@pytest.mark.parametrize("saved", [HybridAdam, CPUAdam, OwnAdam])
+@pytest.mark.parametrize("loading", [torch.optim.AdamW, HybridAdam])
+def test_subclasses_with_the_same_step_load_each_other(saved: Any, loading: Any, tmp_path: Path) -> None:
+    for number, kind in enumerate((saved, loading)):
+        model: Any = nn.Linear(2, 2)
+        booster = Booster("cpu")
+        model, optimizer, *_ = booster.boost(model, kind(model.parameters(), lr=0.1))
+        if number:
+            booster.load_optimizer(optimizer, tmp_path / "optimizer.pt")
+            assert all(optimizer.state[param]["exp_avg"].any() for param in optimizer.parameters)
+        else:
+            booster.backward(model(torch.ones(3, 2)).square().sum(), optimizer)
+            optimizer.step()
+            booster.save_optimizer(optimizer, tmp_path / "optimizer.pt")
 
 
 def test_amp_refuses_before_the_optimizer_has_changed(tmp_path: Path) -> None:

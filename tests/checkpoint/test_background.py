@@ -161,6 +161,18 @@ def test_states_that_cannot_be_copied_are_refused_at_once(tmp_path: Path) -> Non
 def test_unknown_options_are_refused(options: dict[str, Any], message: str, use_async: bool, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         checkpoint.save_sharded({"x": torch.ones(2)}, tmp_path / "a", use_async=use_async, **options)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.Series(tmp_path).save({"x": torch.ones(2)}, 1, **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_state_that_is_no_dict_is_refused_by_name(use_async: bool, tmp_path: Path) -> None:
+    state: Any = [torch.ones(2)]
+    with pytest.raises(TypeError, match="state must be a dict"):
+        checkpoint.save_sharded(state, tmp_path / "a", use_async=use_async)
+    with pytest.raises(TypeError, match="state must be a dict"):
+        checkpoint.load_sharded(state, tmp_path / "a")
     assert not list(tmp_path.iterdir())
 
 

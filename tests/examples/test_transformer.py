@@ -11,7 +11,7 @@ import pytest
 
 import apex
 from tests.parallel.processes import launched
-from tests.support.warm import run_together
+from tests.support.warm import run_python, run_together
 
 SOURCE = Path(apex.__file__).resolve().parents[1]
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "transformer" / "train.py"
@@ -49,6 +49,14 @@ def test_experts(tmp_path: Path) -> None:
     sizes = "--layers 2 --steps 4 --microbatch 1"
     output = run(2, f"--experts 4 --expert-parallel 2 --aux-loss 0.02 {sizes} --checkpoints experts", tmp_path)
     assert losses(output)[1] < losses(output)[0] - 0.1
+
+
+def test_refused_splits(tmp_path: Path) -> None:
+    for words in ("--zero --expert-parallel 2", "--recompute full --zero-bubble"):
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        done = run_python(str(SCRIPT), *words.split(), cwd=tmp_path, environment=environment)
+        assert done.returncode == 2
+        assert "does not go with" in done.stderr
 
 
 def test_divided_optimizers(tmp_path: Path) -> None:

@@ -95,9 +95,10 @@ def test_lars() -> None:
     ("kind", "options", "message"),
     [
         (Lars, {"eeta": 2.0}, "eeta=2.0 must be above 0 and at most 1"),
-        (Lars, {"momentum": -1.0}, "momentum=-1.0 must be at least 0"),
-        (Lamb, {"betas": (0.9, 1.0)}, "betas=1.0 must be at least 0 and below 1.0"),
-        (Lamb, {"lr": -1.0}, "lr=-1.0 must be at least 0"),
+        (Lars, {"momentum": -1.0}, "momentum=-1.0 is negative"),
+        (Lars, {"epsilon": -1.0}, "eps=-1.0 is negative"),
+        (Lamb, {"betas": (0.9, 1.0)}, r"betas\[1\]=1.0"),
+        (Lamb, {"lr": -1.0}, "lr=-1.0 is negative"),
     ],
 )
 def test_numbers_are_checked(kind: Any, options: dict[str, Any], message: str) -> None:

@@ -358,6 +358,8 @@ def test_batches_stay_within_the_workspace(monkeypatch: pytest.MonkeyPatch) -> N
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
         ({"adjust_lr_fn": "mine"}, "adjust_lr_fn"),
         ({"ns_method": "fast"}, "ns_method"),
+        ({"ns_method": "gram", "ns_dtype": torch.bfloat16}, "ns_dtype=torch.float16"),
+        ({"ns_dtype": torch.float8_e4m3fn}, "ns_dtype"),
         ({"lr": -1.0}, "lr"),
     ],
 )
@@ -378,6 +380,16 @@ def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
 def test_bad_groups_are_refused(shape: tuple[int, ...], group: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         FusedMuon([{"params": make((shape,)), **group}])
+
+
+@pytest.mark.parametrize("of", ["another group", "a computation"])
+def test_a_refused_group_leaves_the_groups_as_they_were(of: str) -> None:
+    vector = make(((4,),))[0]
+    optimizer = FusedMuon([*make(((4, 4),)), vector])
+    added = vector if of == "another group" else vector * 2
+    with pytest.raises(ValueError, match="group already" if of == "another group" else "leaf"):
+        optimizer.add_param_group({"params": [*make(((3, 3),)), added]})  # its matrix alone would be accepted
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
 
 
 def test_groups_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:

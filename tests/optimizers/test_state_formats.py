@@ -368,6 +368,16 @@ def test_refusals(optimizer: Callable[..., Any], options: dict[str, Any], words:
         optimizer(make(), **options)
 
 
+def test_float16_parameters_have_masters_only_as_copies() -> None:
+    params = [nn.Parameter(torch.zeros(8, 8, dtype=torch.float16))]
+    with pytest.raises(ValueError, match="master_bits=24 is for bfloat16 parameters"):
+        train(FusedAdam(params, master_bits=24), params, 1)
+    assert not params[0].any()
+    optimizer = FusedAdam(params, master_bits=24, master_weights=True)
+    train(optimizer, params, 1)
+    assert optimizer.state[params[0]]["master_param"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_masters_of_amp_are_refused_before_anything_is_cast(level: str) -> None:
     model = torch.nn.Linear(4, 4)

@@ -90,6 +90,7 @@ class Endless(IterableDataset):
         ({"rank": 2, "ranks": 2}, ValueError, "rank must be less than ranks=2, got 2"),
         ({"rank": 1}, ValueError, "rank and ranks must be given together"),
         ({"sampler": SAMPLES}, TypeError, "sampler cannot be given"),
+        ({"num_workers": 2, "in_order": False}, ValueError, "in_order must be True"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -118,3 +119,38 @@ def test_positions_outside_of_an_epoch_are_refused() -> None:
     loader = ElasticLoader(SAMPLES, 4)
     with pytest.raises(ValueError, match="the saved position is batch 6, but an epoch has 5 of them"):
         loader.load_state_dict(loader.state_dict() | {"taken": 6})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "not that of an ElasticLoader"),
+        ({"epoch": -1}, "epoch -1"),
+        ({"epoch": "first"}, "epoch"),
+        ({"taken": 1.5}, "taken"),
+    ],
+)
+def test_states_that_are_no_positions_are_refused(change: dict[str, Any] | None, message: str) -> None:
+    loader = ElasticLoader(SAMPLES, 4)
+    before = loader.state_dict()
+    with pytest.raises((ValueError, TypeError), match=message):
+        loader.load_state_dict({} if change is None else before | change)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("by", ["a loaded state", "another iteration"])
+def test_an_iteration_whose_position_was_changed_does_not_go_on(by: str) -> None:
+    """Its next batches would be counted at places of other batches, and a resumed run would miss or repeat samples."""
+    loader = ElasticLoader(SAMPLES, 4)
+    iterator = iter(loader)
+    next(iterator)
+    loader.load_state_dict(loader.state_dict())  # the same position: nothing changes
+    assert next(iterator).tolist() == [4, 5, 6, 7]
+    if by == "a loaded state":
+        loader.load_state_dict(loader.state_dict() | {"taken": 4})
+    else:
+        assert next(iter(loader)).tolist() == [8, 9, 10, 11]
+    before = loader.state_dict()
+    with pytest.raises(RuntimeError, match="begin a new one"):
+        next(iterator)
+    assert loader.state_dict() == before

@@ -47,7 +47,7 @@ def test_multiproc_starts_processes(tmp_path: Path) -> None:
         assert facts["size"] == 2
     assert "rank 0 speaks" in result.stdout
     assert "rank 1 speaks" not in result.stdout
-    assert (tmp_path / "GPU_1.log").read_text() == "rank 1 speaks\n"
+    assert (tmp_path / "GPU_1.log").read_text().endswith("rank 1 speaks\n")  # Gloo of PyTorch 2.9 speaks, too
 
 
 @pytest.fixture

@@ -127,3 +127,9 @@ def test_embeddings(
 def test_sizes_that_do_not_fit(sizes: tuple, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         parallel_sizes(*sizes)
+
+
+def test_experts_that_fit_no_ranks_name_the_other_size() -> None:
+    with pytest.raises(RuntimeError, match=r"\(4\) must divide the 2 ranks.*expert_tensor_parallel_size=1"):
+        parallel_sizes(4, 2, 1, 1, 4)
+    assert parallel_sizes(4, 2, 1, 1, 4, 1).expert == 4

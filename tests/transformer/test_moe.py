@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex import amp
+from apex.booster import Booster
 from apex.transformer import moe, tensor_parallel
 from apex.transformer.finalize_grads import _update_routers
 from apex.transformer.moe import moe_utils
@@ -99,6 +101,37 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         assert torch.equal(counts, routing_map.sum(0))
         results = steps.token_combine(steps.combine_preprocess(layer.experts(rows, counts, weights)[0]))
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (3, 0, HIDDEN)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moe_token_dispatcher_type": "alltoall", "moe_z_loss_coeff": 0.1},
+        {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0},
+        *(
+            {"moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": kind}
+            for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+        ),
+    ],
+    ids=str,
+)
+def test_no_tokens(options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    layer = moe.MoELayer(config(**options))
+    x = numbers(*shape, requires_grad=True)
+    output, _ = layer(x)
+    output.sum().backward()
+    assert output.shape == shape
+    assert x.grad is not None
+    assert all(not param.grad.any() for param in layer.parameters())
+    tokens = numbers(5, 2, HIDDEN)
+    expected = moe.MoELayer(config(**options))
+    for each in (layer, expected):  # nothing of the empty batch remains
+        each.zero_grad()
+        each(tokens)[0].sum().backward()
+    torch.testing.assert_close(
+        [param.grad for param in layer.parameters()], [param.grad for param in expected.parameters()]
+    )
 
 
 class NothingOnTheHost(TorchDispatchMode):
@@ -258,6 +291,37 @@ BIASED: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.25,
 }
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+def test_the_booster_scales_losses_like_the_main_loss(precision: str) -> None:
+    x = numbers(6, 4, HIDDEN)
+    expected = gradient_of_losses(x, moe_aux_loss_coeff=0.3).float()
+    layer = moe.MoELayer(config(params_dtype=torch.float32, moe_aux_loss_coeff=0.3))
+    booster = Booster("cpu", mixed_precision=precision)
+    model, optimizer, *_ = booster.boost(layer, torch.optim.SGD(layer.parameters(), lr=1.0))
+    booster.backward(0.0 * model(x.float())[0].float().sum(), optimizer)
+    optimizer.unscale_grad()
+    found = optimizer.parameters[0].grad.float()
+    assert (found - expected).norm() <= 0.05 * expected.norm()  # half precision
+
+
+def test_amp_scales_losses_like_the_main_loss() -> None:
+    x = numbers(6, 4, HIDDEN)
+    expected = gradient_of_losses(x, moe_aux_loss_coeff=0.3).float()
+    layer = moe.MoELayer(config(params_dtype=torch.float32, moe_aux_loss_coeff=0.3))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    layer, optimizer = amp.initialize(layer, optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    try:
+        for outer in (contextlib.nullcontext(), amp.scale_loss(torch.zeros(()), optimizer, delay_unscale=True)):
+            optimizer.zero_grad()
+            with outer, amp.scale_loss(0.0 * layer(x.float())[0].sum(), optimizer, delay_unscale=True) as scaled:
+                scaled.backward()
+            found = layer.router.weight.grad / 128.0
+            assert (found - expected).norm() <= 0.05 * expected.norm()  # half precision
+    finally:
+        amp.shutdown()
+    assert moe_utils.MoEAuxLossAutoScaler.loss_scale() is None
 
 
 def test_bias_follows_the_tokens_of_backward_passes() -> None:

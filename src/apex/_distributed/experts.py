@@ -6,7 +6,9 @@ of each other skips experts or refuses them. `apex.transformer.finalize_model_gr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,3 +45,42 @@ def hide_experts_from_ddp(model: nn.Module) -> None:
     if names:
         ignored = dict.fromkeys((*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names))
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+
+
+class RouterLossScale:
+    """The factor of the losses of routers in a backward pass, which is the factor of the main loss.
+
+    `explicit` is the factor that a schedule or a user has set. Without it the factor is the product of `loss_scale()`
+    and `context_ranks`. The compiler reads attributes of an instance.
+    """
+
+    explicit: Tensor | None = None
+    loss_scale: Callable[[], Tensor] | None = None
+    context_ranks: int = 1
+
+    def value(self) -> Any:
+        """Return the factor, a tensor or a number."""
+        if self.explicit is not None:
+            return self.explicit
+        return self.context_ranks if self.loss_scale is None else self.loss_scale() * self.context_ranks
+
+
+router_loss_scale = RouterLossScale()
+
+
+@contextlib.contextmanager
+def scaled_router_losses(
+    loss_scale: Callable[[], Tensor] | None = None, context_ranks: int | None = None
+) -> Iterator[None]:
+    """Multiply the losses of routers in the backward passes of a block; None keeps the factor of the block around it.
+
+    `loss_scale` returns the scale of the main loss. Gradients are divided by `context_ranks`, and the loss of a router
+    is a sum over their parts of a sequence.
+    """
+    scale = router_loss_scale
+    before = scale.loss_scale, scale.context_ranks
+    scale.loss_scale, scale.context_ranks = loss_scale or before[0], context_ranks or before[1]
+    try:
+        yield
+    finally:
+        scale.loss_scale, scale.context_ranks = before

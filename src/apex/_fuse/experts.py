@@ -96,7 +96,7 @@ def _make_forward(original: Any) -> Callable[..., Tensor]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the experts in the kernels of `apex.ops.moe`; other calls go to the original class."""
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names[: len(args)], args[: len(names)], strict=True)), **kwargs}
         if len(args) > 3 or set(given) != set(names) or not _is_plain(self, *(given[name] for name in names)):
             return original.forward(self, *args, **kwargs)
         hidden, index, weight = (given[name] for name in names)

@@ -171,7 +171,7 @@ def _fused_real(function: Callable[..., Any], count: int) -> Callable[..., Any] 
         return None
 
     def rotate(*args: Any, **options: Any) -> Any:
-        given = {**defaults, **dict(zip(names[: len(args)], args, strict=True)), **options}
+        given = {**defaults, **dict(zip(names[: len(args)], args[: len(names)], strict=True)), **options}
         values = list(given.values())
         tensors, (cos, sin) = tuple(values[:count]), values[count : count + 2]
         dim = given.get(_DIM, 1)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._distributed.experts import scaled_router_losses
 from .._distributed.shards import like_parameter, local
 from ..ops import _graph_numbers
 from ..ops.multi_tensor import scale, zero
@@ -77,9 +78,8 @@ def scale_loss(
     scaler: LossScaler = _amp_state.loss_scalers[loss_id]
     optimizer_list = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     stashes = [optimizer._amp_stash for optimizer in optimizer_list if hasattr(optimizer, "_amp_stash")]
-    does_nothing = scaler.is_always_one
-    for stash in stashes:
-        does_nothing = does_nothing and not stash.has_masters and stash.combined is None
+    has_extras = any(stash.has_masters or stash.combined is not None for stash in stashes)
+    does_nothing = scaler.is_always_one and not has_extras
     if len(stashes) != len(optimizer_list):
         checked_optimizers(optimizer_list)
         if not does_nothing or options["master_weights"]:
@@ -107,7 +107,7 @@ def scale_loss(
         if optimizer._amp_stash.takes_gradients:
             optimizer._amp_stash.inner._set_loss_scale(scaler.scale_tensor())
     _overflow_messages.read()
-    with _autocast_off():
+    with _autocast_off(), scaled_router_losses(scaler.scale_tensor):
         for stash in stashes:
             stash.inside_scale_loss = True
         try:

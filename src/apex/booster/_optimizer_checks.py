@@ -26,14 +26,27 @@ _ELEMENTWISE = {
     "square_avg",
     "sum",
 }
+# State of these names that has one value per parameter, by algorithm.
+_NUMBERS = {"NOVOGRAD": {"exp_avg_sq"}}
+# Modules of optimizers whose algorithms are known.
+_OWNERS = ("torch.optim.", "apex.")
 
 
 def algorithm_of(optimizer: OptimizerWrapper) -> str:
     """Return the name of an optimizer's algorithm, which is equal for all of its implementations.
 
-    Adam and AdamW have one name, because their states are alike.
+    Adam and AdamW have one name, because their states are alike. A subclass that keeps the step of an optimizer of
+    PyTorch or apex has the name of that optimizer.
     """
-    name = re.sub("^(Distributed|Divided|Npu)?(Fused)?(MixedPrecision)?", "", type(optimizer.unwrap()).__name__).upper()
+    kind = type(optimizer.unwrap())
+    if kind.step.__module__.startswith(_OWNERS):
+        kind = next(each for each in kind.__mro__ if each.__module__.startswith(_OWNERS))
+    return _algorithm(kind.__name__)
+
+
+def _algorithm(name: str) -> str:
+    kinds = "^(Offloaded)?(Distributed|Divided|Npu|Hybrid|CPU)?(Fused)?(MixedPrecision)?"
+    name = re.sub(kinds, "", name, flags=re.IGNORECASE).upper()
     return {"ADAMW": "ADAM"}.get(name, name)
 
 
@@ -45,7 +58,7 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         raise ValueError("the checkpoint holds no state of an optimizer: it lacks 'state' or 'param_groups'")
     ours = algorithm_of(optimizer)
-    theirs = saved.get("algorithm", ours)
+    theirs = _algorithm(str(saved.get("algorithm", ours)))
     if theirs != ours:
         raise ValueError(
             f"the checkpoint has the state of another optimizer, {theirs}; the optimizer is a "
@@ -60,13 +73,14 @@ def check_optimizer(optimizer: OptimizerWrapper, saved: Any) -> list[Any]:
                     f"{name}, that of the {lacks} has not"
                 )
     keys = _keys(optimizer, saved)
+    elementwise = _ELEMENTWISE - _NUMBERS.get(ours, set())
     names = optimizer.names or [None] * len(keys)
     for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
         values = saved["state"].get(key, {})
         own_values = {} if optimizer._is_zero else optimizer.state.get(param, {})
         for name, value in values.items():
             own = own_values.get(name)
-            if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in _ELEMENTWISE):
+            if isinstance(value, Tensor) and (isinstance(own, Tensor) or name in elementwise):
                 expected = full_shape(param, param)
                 if isinstance(own, Tensor) and own.shape != param.shape:
                     expected = own.shape

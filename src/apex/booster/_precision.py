@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from ..amp._amp_state import HALF, AmpState
 from ..amp._model_casts import ForwardCasts, _cast_model
 from ..amp.scaler import NonfiniteCounts, OverflowMessages
+from ..checkpoint._ranks import is_first
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale
 from ..optimizers._base import LOW_PRECISION, FusedOptimizer
 from ..optimizers._buckets import MASTER
+from ..optimizers._formats import has_master, master_of, set_master
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
 
@@ -128,7 +131,8 @@ class Masters:
 class StateMasters:
     """Master weights in the state of a fused optimizer, which updates them and the half-precision parameters at once.
 
-    The interface is that of `Masters`. Gradients stay on the parameters, in half precision.
+    They are float32 copies or, with `master_bits`, the bits that parameters lack. The interface is that of `Masters`.
+    Gradients stay on the parameters, in half precision.
     """
 
     is_local = True
@@ -152,16 +156,21 @@ class StateMasters:
                 if is_master and optimizer.master_bits is None:
                     optimizer.state[param].setdefault(MASTER, value)
                 state, _ = optimizer._prepare(param, group, optimizer._state_names(group))
-                if state[MASTER] is not value:
-                    state[MASTER].copy_(value)
+                if state.get(MASTER) is not value:
+                    with torch.no_grad():
+                        set_master(optimizer, state, param, value)
         if optimizer._counts_steps:
             group.setdefault("step", 0)
 
-    def add_missing(self, masters: dict[Tensor, Tensor]) -> None:
-        """Put back masters that are missing, because the loaded state dict was that of an optimizer without any."""
-        state = self._optimizer().state  # type: ignore[union-attr]
-        for param, master in masters.items():
-            state[param].setdefault(MASTER, master)
+    @torch.no_grad()
+    def add_missing(self, masters: dict[Tensor, Tensor], loaded: dict[str, Any]) -> None:
+        """Put back masters that the loaded state dict lacks, because it was that of an optimizer without any."""
+        optimizer: Any = self._optimizer()
+        keys = [key for group in loaded["param_groups"] for key in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for key, param in zip(keys, params, strict=True):
+            if param in masters and not has_master(loaded["state"].get(key, {})):
+                set_master(optimizer, optimizer.state[param], param, masters[param])
 
     def take_gradients(self) -> None:
         """Do nothing: the optimizer reads the gradients of the parameters."""
@@ -175,21 +184,20 @@ class StateMasters:
     def read(self) -> dict[Tensor, Tensor]:
         """Return the masters by parameter."""
         state = self._optimizer().state  # type: ignore[union-attr]
-        return {param: values[MASTER] for param, values in state.items() if MASTER in values}
+        return {param: master_of(values, param) for param, values in state.items() if has_master(values)}
 
     @torch.no_grad()
     def write(self, values: dict[Tensor, Tensor]) -> None:
         """Set the masters, and the parameters, of some parameters to these values."""
-        masters = self.read()
+        optimizer: Any = self._optimizer()
         for param, value in values.items():
-            if param in masters:
-                masters[param].copy_(value)
-                param.copy_(masters[param])
+            if has_master(optimizer.state.get(param, {})):
+                set_master(optimizer, optimizer.state[param], param, value)
 
 
 def has_state_masters(optimizer: Any) -> bool:
-    """Return whether an optimizer keeps float32 masters of half-precision parameters in its own state."""
-    return isinstance(optimizer, FusedOptimizer) and optimizer.master_weights
+    """Return whether an optimizer keeps masters of bfloat16 parameters in its own state."""
+    return isinstance(optimizer, FusedOptimizer) and (optimizer.master_weights or optimizer.master_bits is not None)
 
 
 def cast_weights(
@@ -197,8 +205,9 @@ def cast_weights(
 ) -> Masters | StateMasters | None:
     """Cast all parameters and buffers except batch norms'; return master weights for the optimizer.
 
-    If `in_state` is set, an optimizer made with `master_weights=True` keeps them in its state. Returns None without an
-    optimizer, or for a ZeRO optimizer, which has float32 weights in its state.
+    If `in_state` is set, an optimizer made with `master_weights=True` or `master_bits` keeps them in its state, and one
+    made with `stochastic_rounding=True` needs none. Returns None without masters: also without an optimizer, or for a
+    ZeRO optimizer, which has float32 weights in its state.
     """
     exact: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for model in models:
@@ -210,6 +219,12 @@ def cast_weights(
         return None
     if in_state and has_state_masters(optimizer):
         return StateMasters(optimizer, exact)
+    unused = [name for name in ("stochastic_rounding", "master_bits") if getattr(optimizer, name, None)]
+    if in_state and "stochastic_rounding" in unused:
+        return None
+    if unused and is_first():
+        message = f"{unused[0]}={getattr(optimizer, unused[0])} of {type(optimizer).__name__} has no effect: "
+        warnings.warn(f"{message}its parameters are float32 masters beside those of the model", stacklevel=6)
     return None if optimizer is None else Masters(optimizer, exact)
 
 
@@ -249,11 +264,30 @@ class MixedOptimizer(OptimizerWrapper):
             self.masters.add(self.optim, self.optim.param_groups[-1], {})
 
     def scale_loss(self, loss: Tensor) -> Tensor:
+        self._refuse_more_gradients()
         self._messages.read()
         self._has_scaled = True
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def _refuse_more_gradients(self) -> None:
+        """Raise if a backward pass would add scaled gradients to unscaled ones, or ones that the step would not see."""
+        if self._is_unscaled and (self.scaler is not None or isinstance(self.masters, Masters)):
+            raise RuntimeError(
+                "the gradients of this step have been unscaled already, by clipping them or by unscale_grad, and those "
+                "of another backward pass cannot be added: call optimizer.step() or optimizer.zero_grad() first, and "
+                "clip after the last backward pass of a step"
+            )
+
+    @property
+    def _loss_scale(self) -> Any:  # type: ignore[override]
+        return None if self.scaler is None else self._scaled_one
+
+    def _scaled_one(self) -> Tensor:
+        assert self.scaler is not None
+        return self.scaler.scale(torch.ones((), dtype=torch.float32, device=self.parameters[0].device))
+
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        self._refuse_more_gradients()
         self._has_scaled = True
         super().backward_by_grad(tensor, grad, inputs, retain_graph)
 
@@ -342,7 +376,7 @@ class MixedOptimizer(OptimizerWrapper):
         before = self.masters.read() if isinstance(self.masters, StateMasters) else {}
         super().load_state_dict(state_dict)
         if before:
-            self.masters.add_missing(before)
+            self.masters.add_missing(before, state_dict)
 
     def scaler_state(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()

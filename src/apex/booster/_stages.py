@@ -112,7 +112,7 @@ class Stages:
             return StageRow("fuse optimizer", False, f"{type(self._plugin).__name__} makes its own from {kind}")
         [row] = _fuse.fuse(optimizer, verbose=False)
         is_half = isinstance(self._precision, BF16MixedPrecision) and self._precision.opt_level == "O5"
-        if is_half and hasattr(optimizer, "master_weights"):
+        if is_half and hasattr(optimizer, "master_weights") and getattr(optimizer, "master_bits", None) is None:
             optimizer.master_weights = not optimizer.stochastic_rounding
         masters = " with float32 masters in its state" if has_state_masters(optimizer) else ""
         if not row.reason:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from .._failures import explained
 from ..amp._amp_state import HALF
 from ..checkpoint._ranks import is_first, refusing_together
+from ..optimizers._base import EncodingOptimizer
+from ..optimizers._formats import decoded_values
 from ..transformer import parallel_state
 from ..transformer._resharding.gathered import (
     full_shape,
@@ -346,6 +348,8 @@ def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> 
     for index, (param, key) in enumerate(zip(optimizer.parameters, keys, strict=True)):
         values = saved["state"].get(key, {})
         if values:
+            if not isinstance(optimizer.unwrap(), EncodingOptimizer):
+                values = decoded_values(values)
             state[index] = {
                 name: local_part(value, param, param) if isinstance(value, Tensor) and value.dim() else value
                 for name, value in values.items()
@@ -366,7 +370,7 @@ def load_optimizer_state(optimizer: OptimizerWrapper, saved: dict[str, Any]) -> 
         if optimizer._is_zero:
             load_plain_state(optimizer.optim, state_dict)
         else:
-            optimizer.optim.load_state_dict(state_dict)
+            optimizer.load_state_dict(state_dict)
     except BaseException:
         optimizer.load_scaler_state(before)
         raise

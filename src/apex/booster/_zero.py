@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._distributed.experts import is_expert
 from ..amp._amp_state import HALF
 from ..contrib.optimizers._zero.checkpoints import gather, packed_groups
 from ..contrib.optimizers._zero.state import PARAM
@@ -39,11 +40,12 @@ class DividedSGD(DistributedFusedAdam):
 
 
 def zero_optimizer(
-    optimizer: torch.optim.Optimizer, *, cpu_offload: bool = False, **options: Any
+    optimizer: torch.optim.Optimizer, *, cpu_offload: bool = False, expert_group: Any = None, **options: Any
 ) -> tuple[DistributedFusedAdam, Any]:
     """Return a ZeRO optimizer with the same algorithm and parameter groups, and the original's state dict or None.
 
-    With `cpu_offload` its state, with the float32 weights, is in the host's memory.
+    With `cpu_offload` its state, with the float32 weights, is in the host's memory. The state of experts is divided
+    among `expert_group`, the processes that hold the same experts, which must have reduced their gradients.
 
     Both optimizers share the dicts of their groups, so a scheduler of one changes the other. Give the state dict to
     `load_plain_state` once all parameters have been cast.
@@ -72,7 +74,9 @@ def zero_optimizer(
     elements = sum(param.numel() for group in groups for param in group["params"])
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
-    divided = kind([dict(group) for group in groups], **options)
+    divided = kind.__new__(kind)
+    divided._expert_group = expert_group
+    divided.__init__([dict(group) for group in groups], **options)  # type: ignore[misc]
     if cpu_offload:
         divided._offload_state()
     if isinstance(divided, DividedSGD):
@@ -141,12 +145,22 @@ def divided_state(
     count = torch.tensor(float(divided._steps.settle()), dtype=torch.float32, device=HOST)
 
     def read(keys: list[int]) -> dict[int, Any]:
-        found = gather(divided._states, keep, [params[key] for key in keys], names)
+        found = _gathered(divided, keep, [params[key] for key in keys], names)
         return {numbers[param]: {"step": count.clone(), **state} for param, state in found.items()}
 
     held = {param for state in divided._states for param in state.arena.params}
     sizes = {numbers[param]: 4 * len(names) * param.numel() for param in held}
     return packed_groups(divided), read, sizes
+
+
+def _gathered(divided: DistributedFusedAdam, keep: bool, params: Iterable[Tensor], names: Sequence[str]) -> Any:
+    """Return whole state of parameters where `keep` is set, and of experts in all processes.
+
+    Each process has other experts, and all of them are needed for whole tensors.
+    """
+    experts = {param for param in params if is_expert(param)} if divided._expert_group is not None else set()
+    found = gather(divided._states, keep, set(params) - experts, names)
+    return {**found, **gather(divided._states, True, experts, names)} if experts else found
 
 
 class _Gradients:
@@ -190,7 +204,7 @@ class ExactWeights:
         if not half:
             return {}
         self._optimizer._settle()
-        return {param: state[PARAM] for param, state in gather(self._optimizer._states, keep, half, [PARAM]).items()}
+        return {param: state[PARAM] for param, state in _gathered(self._optimizer, keep, half, [PARAM]).items()}
 
     def write(self, values: dict[Tensor, Tensor]) -> None:
         """Set the values of some parameters; the others do not change. All processes must call it."""

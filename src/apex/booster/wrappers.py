@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._delegation import delegated
 from .._distributed.comparison import check_settings, optimizer_settings
+from .._distributed.experts import scaled_router_losses
 from .._distributed.norms import total_norm
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
@@ -171,6 +172,9 @@ class OptimizerWrapper(torch.optim.Optimizer):
     # For split models: a function that completes gradients before a step, and one that returns their norm.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
+    # The context-parallel ranks, and a function that returns the loss scale, for the losses of routers.
+    context_ranks = 1
+    _loss_scale: Callable[[], Tensor] | None = None
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:  # PyTorch's constructor is not called: no state is needed
         self.optim = optim
@@ -208,9 +212,14 @@ class OptimizerWrapper(torch.optim.Optimizer):
         with self._held():
             self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
-    def _held(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for backward passes: if `finalize` is set, ZeRO takes gradients only after it has run."""
-        return self.no_sync() if self.finalize is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Scale losses of routers in backward passes. If `finalize` is set, ZeRO takes gradients after it has run."""
+        with (
+            self.no_sync() if self.finalize is not None else contextlib.nullcontext(),
+            scaled_router_losses(self._loss_scale, self.context_ranks),
+        ):
+            yield
 
     def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """Run a backward pass from the gradient of a tensor, which is already scaled."""
@@ -255,6 +264,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **kwargs: Any
     ) -> Tensor:
         """Clip the unscaled gradients to a norm of at most `max_norm`; return their norm before."""
+        if not max_norm >= 0:  # also NaN
+            raise ValueError(f"max_norm must be a number of at least 0, not {max_norm}")
         norm = self._grad_norm(norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(

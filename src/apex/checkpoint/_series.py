@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from .._atomic import TEMPORARY, remove_if_left_behind, temporary_beside
 from ..ops._checks import integer
-from ._background import wait
+from ._background import check_options, wait
 from ._damage import DamagedCheckpoint
 from ._files import load, save, verify
 from ._folders import backup_of, discard, has_user_files, is_checkpoint, path_or_backup, restore_backup
@@ -106,6 +106,7 @@ class Series:
         if self.sharded:
             start_save(state, path, use_async, staging, if_busy, tidying(self, step))
             return path
+        check_options(staging, if_busy)
         if use_async:
             raise ValueError("use_async=True needs a sharded series: Series(folder, sharded=True)")
         save(state, path, wait=wait)

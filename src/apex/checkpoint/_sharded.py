@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -65,6 +65,7 @@ def start_save(
     from ._split import SavePlanner
 
     check_options(staging, if_busy)
+    check_state(state)
     if not use_async:
         wait()
         write(path, state, SavePlanner(), then)
@@ -81,6 +82,12 @@ def start_save(
 
     path = path.absolute()  # the writer process keeps the working directory of its start
     submit(_WRITE_STAGED, path, prepare, staging, if_busy)
+
+
+def check_state(state: Any) -> None:
+    """Raise TypeError unless `state` is a dict, whose names the checkpoint has."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f'state must be a dict, such as {{"model": model.state_dict()}}, not a {type(state).__name__}')
 
 
 def write(path: Path, state: dict[str, Any], planner: Any, then: Callable[[], None] | None = None) -> None:
@@ -126,6 +133,7 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     must be readable by `torch.load(weights_only=True)`. Raises a RuntimeError if they are not, or if `state` does not
     fit. All errors come before `state` is changed.
     """
+    check_state(state)
     with open_checked(path) as reader:
         fill(state, reader)
 

@@ -1,8 +1,8 @@
 """Learning rate schedulers (`apex.nn.lr_scheduler`) and optimizers with Colossal-AI's names (`apex.nn.optimizer`)."""
 
 from .._lazy import lazy_subpackages
+from .optimizer import __all__ as _OPTIMIZERS
 
-_OPTIMIZERS = ("CPUAdam", "FusedAdam", "FusedLAMB", "FusedSGD", "HybridAdam", "Lamb", "Lars")
 _SCHEDULERS = (
     *("ConstantWarmupLR", "CosineAnnealingLR", "CosineAnnealingWarmupLR", "ExponentialLR", "FlatAnnealingLR"),
     *("FlatAnnealingWarmupLR", "LambdaLR", "LinearWarmupLR", "MultiStepLR", "MultiStepWarmupLR", "MultiplicativeLR"),

@@ -25,7 +25,7 @@ from ..ops.multi_tensor import make_lists, scale, zero
 from ..ops.multi_tensor.torch_lists import StateSeed
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
 from ._checkpoints import load_state, saved_state
-from ._checks import check_options
+from ._checks import check_group, check_options
 from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
 
 logger = logging.getLogger("apex.optimizers")
@@ -164,6 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Add a parameter group after checking its hyperparameters."""
         if isinstance(param_group, dict):  # PyTorch raises for other types
             self._check_options({**self.defaults, **param_group})
+            check_group(self, param_group)
         super().add_param_group(param_group)
 
     def _check_options(self, options: dict[str, Any]) -> None:
@@ -279,7 +280,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name in names:
                 if name not in state:
                     state[name] = self._initial_state(name, param, group)
-        if self.master_weights and self.master_bits is None and param.dtype in LOW_PRECISION and MASTER not in state:
+        by_bits = self.master_bits is not None and param.dtype == torch.bfloat16
+        if self.master_weights and not by_bits and param.dtype in LOW_PRECISION and MASTER not in state:
             state[MASTER] = param.detach().to(torch.float32, copy=True)
         return state, kind
 

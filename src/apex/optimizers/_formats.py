@@ -7,6 +7,7 @@ parameter lacks. `ops/multi_tensor/codecs.py` has the codecs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ def slot_codecs(optimizer: Any, param: Tensor, group: dict[str, Any]) -> SlotCod
 
 def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
     """Add missing state tensors of a parameter."""
+    if optimizer.master_bits is not None and param.dtype == torch.float16 and not optimizer.master_weights:
+        raise ValueError(
+            f"master_bits={optimizer.master_bits} is for bfloat16 parameters, and one is float16; master_weights=True "
+            "also gives float16 parameters float32 masters"
+        )
     found = slot_codecs(optimizer, param, group)
     if found:
         _check_parameter(optimizer, param)
@@ -111,6 +117,24 @@ def master_of(state: dict[str, Any], param: Tensor) -> Tensor:
     return state.get(MASTER, param)
 
 
+def has_master(state: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's state has its master, as a float32 copy or as a remainder."""
+    return MASTER in state or REMAINDER in state
+
+
+def set_master(optimizer: Any, state: dict[str, Any], param: Tensor, value: Tensor) -> None:
+    """Set the master of a half-precision parameter in the optimizer's own format, and the parameter to it, rounded."""
+    name, stored = MASTER, value.to(torch.float32)
+    if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
+        value, stored = codecs.split(stored, _REMAINDER_CODECS[optimizer.master_bits])
+        name = REMAINDER
+    param.copy_(value)
+    if name in state:
+        state[name].copy_(stored)
+    else:
+        state[name] = torch.empty_like(param, dtype=stored.dtype).copy_(stored)
+
+
 def _decoded(state: dict[str, Any], name: str, kind: str) -> Tensor | None:
     """Return state as float32 numbers, whatever its format was; None if there is none."""
     if name in state:
@@ -122,6 +146,16 @@ def _decoded(state: dict[str, Any], name: str, kind: str) -> Tensor | None:
     codec = "root8" if kind == "root" else "float8" if codes.dtype == torch.float8_e4m3fn else "signed8"
     values = torch.empty_like(codes, dtype=torch.float32)
     flat(values).copy_(codecs.decode(codec, flat(codes), state[f"{name}::scales"]))
+    return values
+
+
+def decoded_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's saved state for an optimizer without codecs: codes decoded, no remainder of a master."""
+    values = {name: value for name, value in state.items() if "::" not in name}
+    for name in state:
+        if name.endswith("::quantized"):
+            plain = name.removesuffix("::quantized")
+            values[plain] = _decoded(dict(state), plain, "root" if state[name].dtype == torch.uint8 else "signed")
     return values
 
 
@@ -190,7 +224,12 @@ def _convert(optimizer: Any, state: dict[str, Any], name: str) -> None:
 
 
 def _convert_master(optimizer: Any, state: dict[str, Any], param: Tensor) -> None:
-    """Convert a master copy to remainders, or remainders to a master copy or to remainders of other bits."""
+    """Convert a master copy to remainders, or remainders to a master copy or to remainders of other bits.
+
+    Remainders of a parameter that is not bfloat16 here are dropped: it has these bits itself.
+    """
+    if param.dtype != torch.bfloat16:
+        state.pop(REMAINDER, None)
     wanted = optimizer.master_bits if param.dtype == torch.bfloat16 else None
     current = {torch.int8: 24, torch.int16: 32}.get(state[REMAINDER].dtype) if REMAINDER in state else None
     if current == wanted and (wanted is None or MASTER not in state):

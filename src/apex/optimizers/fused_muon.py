@@ -66,6 +66,8 @@ class FusedMuon(EncodingOptimizer):
     _encodable: Mapping[str, str] = MappingProxyType(
         {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
     )
+    # Of the group whose buckets are made: whether Muon updates it, and the elements of its matrices so far.
+    _is_muon, _elements = False, 0
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class FusedMuon(EncodingOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; its parameters of fewer than two dimensions become a second group for AdamW."""
-        for group in divided_group(param_group, self.defaults):
+        for group in divided_group(param_group, self.defaults, self.param_groups):
             super().add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -166,6 +168,10 @@ def check_options_of_muon(options: Mapping[str, Any]) -> None:
     dtype = options["ns_dtype"]
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"ns_dtype={dtype!r} is not a floating-point dtype")
+    if dtype is not None and dtype.itemsize < 2:
+        raise ValueError(f"ns_dtype={dtype} has no products of matrices; use torch.bfloat16 or torch.float16")
+    if options["ns_method"] == "gram" and dtype == torch.bfloat16:
+        raise ValueError("ns_method='gram' in bfloat16 is off by 16%; use ns_dtype=torch.float16, or 'standard'")
     beta2 = options["beta2"]
     if beta2 is not None and not (isinstance(beta2, (int, float)) and 0 <= beta2 < 1):
         raise ValueError(f"beta2={beta2!r} is not in [0, 1)")
@@ -180,10 +186,11 @@ def check_options_of_muon(options: Mapping[str, Any]) -> None:
         raise ValueError("num_heads and split_sizes both divide the rows; give one of them")
 
 
-def divided_group(param_group: Any, defaults: Mapping[str, Any]) -> list[Any]:
+def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
     """Return the groups of a parameter group: matrices for Muon, and its other parameters for AdamW.
 
-    Raise an error if options are invalid, or do not fit the shape of a parameter.
+    Raise an error if options are invalid, or do not fit the shape of a parameter, or if PyTorch would refuse a
+    parameter beside those of the `others`: it sees the two groups one after the other, and would keep the first.
     """
     if not isinstance(param_group, dict) or param_group.get("algorithm", defaults["algorithm"]) != "muon":
         return [param_group]
@@ -192,9 +199,14 @@ def divided_group(param_group: Any, defaults: Mapping[str, Any]) -> list[Any]:
     params = [params] if isinstance(params, Tensor) else list(params)
     tensors = [param[1] if isinstance(param, tuple) else param for param in params]  # named parameters
     is_matrix = [not isinstance(tensor, Tensor) or tensor.dim() >= 2 for tensor in tensors]
+    known = {id(param) for group in others for param in group["params"]}
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             blocks_of(tensor.shape, {**defaults, **param_group})
+            if not (tensor.is_leaf or tensor.retains_grad):
+                raise ValueError(f"a tensor of shape {list(tensor.shape)} is no leaf: it is computed from others")
+            if id(tensor) in known:
+                raise ValueError(f"a parameter of shape {list(tensor.shape)} is in another parameter group already")
     groups: list[tuple[dict[str, Any], list[Any]]] = [
         ({}, [param for param, keep in zip(params, is_matrix, strict=True) if keep]),
         ({"algorithm": "adamw"}, [param for param, keep in zip(params, is_matrix, strict=True) if not keep]),

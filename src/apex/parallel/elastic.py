@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from .._arguments import Count, Index, checked
+from ..ops._checks import integer
 from ..ops._host import HOST
 
 __all__ = ["ElasticLoader"]
@@ -55,6 +56,8 @@ class ElasticLoader:
         refused = sorted({"batch_sampler", "sampler", "drop_last", "generator"} & options.keys())
         if refused:
             raise TypeError(f"{refused[0]} cannot be given: the order of samples follows from shuffle and seed")
+        if not options.get("in_order", True):
+            raise ValueError("in_order must be True: a position counts batches, so they must come in their order")
         self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
         self.epoch = 0
         # Global batches of this epoch that were yielded.
@@ -77,7 +80,13 @@ class ElasticLoader:
             batches = iter(self._loader)
         for batch in batches:
             self.taken += 1
+            position = self.epoch, self.taken
             yield batch
+            if (self.epoch, self.taken) != position:  # the next batch of this iteration is not the one at the position
+                raise RuntimeError(
+                    "the position of the loader has changed since the last batch: a state was loaded, or another "
+                    "iteration has begun; leave this iteration and begin a new one"
+                )
         self.epoch, self.taken = self.epoch + 1, 0
 
     def indices(self) -> Iterator[list[int]]:
@@ -97,11 +106,19 @@ class ElasticLoader:
         return {"epoch": self.epoch, "taken": self.taken, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the position of the next iteration; raise ValueError if the order of samples was another."""
+        """Set the position of the next iteration; raise ValueError if the order of samples was another.
+
+        An iteration that has begun cannot go on unless its position is the same.
+        """
+        missing = self.state_dict().keys() - state_dict.keys() if isinstance(state_dict, Mapping) else {"epoch"}
+        if missing:
+            raise ValueError(f"state_dict is not that of an ElasticLoader: it has no {', '.join(sorted(missing))}")
         for name, value in self._order().items():
             if state_dict[name] != value:
                 raise ValueError(f"the saved position is of {name}={state_dict[name]}, and this loader has {value}")
-        epoch, taken = state_dict["epoch"], state_dict["taken"]
+        epoch, taken = integer("epoch", state_dict["epoch"]), integer("taken", state_dict["taken"])
+        if epoch < 0:
+            raise ValueError(f"the saved position is epoch {epoch}, and the first one is 0")
         if not 0 <= taken <= len(self):
             raise ValueError(f"the saved position is batch {taken}, but an epoch has {len(self)} of them")
         self.epoch, self.taken = epoch, taken

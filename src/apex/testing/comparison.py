@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,24 +35,32 @@ def assert_equal_in_group(tensor: Tensor, process_group: Any = None) -> None:
         assert torch.equal(other, found[0]), f"the tensors of ranks 0 and {rank} differ: {found[0]} vs {other}"
 
 
+def _compare(one: Any, other: Any, close: Callable[..., None], ignored: Any = (), place: str = "") -> None:
+    """Raise unless nested dicts and lists have equal keys, lengths and values, and tensors that `close` accepts."""
+    kinds: Any = next((kind for kind in (Mapping, (list, tuple), Tensor) if isinstance(one, kind)), object)
+    assert isinstance(other, kinds), f"{place} {one} is not equal to {other}"
+    if isinstance(one, Tensor):
+        close(one, other, msg=lambda text: f"{place}: {text}")
+    elif isinstance(one, Mapping):
+        assert one.keys() == other.keys(), f"{place} the keys differ: {list(one)} vs {list(other)}"
+        for key in (key for key in one if key not in ignored):
+            _compare(one[key], other[key], close, ignored, f"{place}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), f"{place} {one} is not equal to {other}"
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            _compare(*pair, close, ignored, f"{place}.{index}")
+    else:
+        assert one == other, f"{place} {one} is not equal to {other}"
+
+
 def check_state_dict_equal(d1: Any, d2: Any, ignore_device: bool = True, ignore_dtype: bool = False) -> None:
     """Raise unless nested dicts and lists have the same keys and close tensors; other values must be equal."""
-    if isinstance(d1, Mapping):
-        same = isinstance(d2, Mapping) and d1.keys() == d2.keys()
-        assert same, f"the keys differ: {list(d1)} vs {list(d2)}"
-        for key, value in d1.items():
-            check_state_dict_equal(value, d2[key], ignore_device, ignore_dtype)
-    elif isinstance(d1, (list, tuple)):
-        same = isinstance(d2, type(d1)) and len(d1) == len(d2)
-        assert same, f"{d1} is not equal to {d2}"
-        for one, other in zip(d1, d2, strict=True):
-            check_state_dict_equal(one, other, ignore_device, ignore_dtype)
-    elif isinstance(d1, Tensor):
-        assert isinstance(d2, Tensor), f"a tensor is not equal to {d2}"
-        d1 = d1.to(d2.device if ignore_device else d1.device, d2.dtype if ignore_dtype else d1.dtype)
-        assert_close_loose(d1, d2)
-    else:
-        assert d1 == d2, f"{d1} is not equal to {d2}"
+
+    def close(one: Tensor, other: Tensor, msg: Any) -> None:
+        one = one.to(other.device if ignore_device else one.device, other.dtype if ignore_dtype else one.dtype)
+        assert_close(one, other, rtol=1e-3, atol=1e-3, msg=msg)
+
+    _compare(d1, d2, close)
 
 
 def assert_hf_output_close(
@@ -63,16 +72,5 @@ def assert_hf_output_close(
     rtol: float = 1e-5,
 ) -> None:
     """Raise unless outputs of two models, nested dicts, lists and tensors, are close, except for `ignore_keys`."""
-    options = {"ignore_keys": ignore_keys, "atol": atol, "rtol": rtol}
-    if isinstance(out1, Mapping) and isinstance(out2, Mapping):
-        assert out1.keys() == out2.keys(), f"{track_name}: the keys differ: {list(out1)} vs {list(out2)}"
-        for key in (key for key in out1 if key not in (ignore_keys or ())):
-            assert_hf_output_close(out1[key], out2[key], track_name=f"{track_name}.{key}", **options)  # type: ignore[arg-type]
-    elif isinstance(out1, (list, tuple)) and isinstance(out2, (list, tuple)):
-        assert len(out1) == len(out2), f"{track_name}: the lengths differ"
-        for index, (one, other) in enumerate(zip(out1, out2, strict=True)):
-            assert_hf_output_close(one, other, track_name=f"{track_name}.{index}", **options)  # type: ignore[arg-type]
-    elif isinstance(out1, Tensor) and isinstance(out2, Tensor):
-        assert_close(out1, out2, atol=atol, rtol=rtol, msg=lambda text: f"{track_name}: {text}")
-    else:
-        assert out1 == out2, f"{track_name}: {out1} vs {out2}"
+    close = functools.partial(assert_close, atol=atol, rtol=rtol)
+    _compare(out1, out2, close, ignore_keys or (), track_name)

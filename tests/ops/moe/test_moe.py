@@ -140,7 +140,7 @@ def test_pytorch_products_give_the_same(route: Route, name: str, monkeypatch: py
             assert call.worst_excess(call.results()) <= 1
 
 
-def test_pytorch_products_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_products_are_for_many_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGPU:
         dtype, is_cuda, device = _BF16, True, torch.device("cuda", 0)
 
@@ -152,12 +152,13 @@ def test_pytorch_products_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(grouped, "_is_quick", grouped._is_quick.args[0])
     if grouped._grouped_mm is None:
         pytest.skip("this PyTorch has no grouped_mm")
-    assert grouped.route(x, (), (8, 4096, 14336), True) == (True, True)
-    assert grouped.route(x, (), (8, 4096, 14336), False) == (True, False)
+    assert grouped.route(x, (), 16384, (8, 4096, 14336), True) == (True, True)
+    assert grouped.route(x, (), 512, (8, 4096, 14336), True) == (True, False)
+    assert grouped.route(x, (), 16384, (8, 4096, 14336), False) == (True, False)
     for sizes in ((8, 4096, 14332), (8, 4100, 14336), (1024, 64, 4096)):
-        assert grouped.route(x, (), sizes, True) == grouped.OURS
+        assert grouped.route(x, (), 16384, sizes, True) == grouped.OURS
     with _library.implementation("triton"):
-        assert grouped.route(x, (), (8, 4096, 14336), True) == grouped.OURS
+        assert grouped.route(x, (), 16384, (8, 4096, 14336), True) == grouped.OURS
 
 
 @every_route

@@ -140,6 +140,15 @@ def test_bad_arguments_are_refused() -> None:
         newton_schulz(torch.zeros(3, 3), [(1.0, 2.0)])
 
 
+def test_auto_is_standard_in_bfloat16_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "SMALL", 4)
+    monkeypatch.setattr(op, "launch", reference.product)
+    monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
+    batch = matrices(1, 8, 12)
+    expected = newton_schulz(batch, MUON, method="standard", dtype=torch.bfloat16)
+    assert torch.equal(newton_schulz(batch, MUON, dtype=torch.bfloat16), expected)
+
+
 def test_the_check_of_doctor_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
 

@@ -1,4 +1,4 @@
-"""Five training steps of a tiny GPT, in one process and split over processes in any layout."""
+"""Training steps of a tiny GPT, in one process and split over processes in any layout."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from apex.transformer.pipeline_parallel import build_model, utils
 from apex.transformer.pipeline_parallel.schedules import forward_backward_no_pipelining
 from apex.transformer.testing.standalone_gpt import GPTModel, gpt_model_provider
 from apex.transformer.testing.standalone_transformer_lm import TransformerConfig
+from tests.support.grids import full_grids
 from tests.transformer.block import split_of
 from tests.transformer.pipeline_parallel.toy import STEPS
 
-LENGTH, WORDS, TRAINING_STEPS = 16, 64, 5
+LENGTH, WORDS = 16, 64
+# The second step has other parameters and a momentum. An odd number: updates of routers' biases cannot cancel out.
+TRAINING_STEPS = 5 if full_grids() else 3
 # In the environment: of how many processes all layouts are run, with eight microbatches each.
 WHOLE = "APEX_TEST_WHOLE_GRID"
 

@@ -42,7 +42,7 @@ def every_layout(processes: int) -> list[Layout]:
 
 
 def check(layout: Layout, rank: int) -> None:
-    """Compare losses, every gradient of five steps and the final parameters; bitwise if only pipelines are split."""
+    """Compare losses, every gradient of each step and the final parameters; bitwise if only pipelines are split."""
     same_order = layout.pipeline == dist.get_world_size()
     dtype = torch.float32 if same_order else torch.float64
     alone = reference(layout.layers, params_dtype=dtype)

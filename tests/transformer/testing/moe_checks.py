@@ -84,7 +84,7 @@ LAYOUTS: dict[int, list[tuple[Layout, dict[str, Any], dict[str, Any]]]] = {
 
 
 def check(number: int, rank: int) -> None:
-    """Compare losses, gradients of five steps, final parameters and biases."""
+    """Compare losses, gradients of each step, final parameters and biases."""
     cases = LAYOUTS[dist.get_world_size()]
     if number >= len(cases):
         return

@@ -84,6 +84,7 @@ class HybridParallelPlugin(PipelinePluginBase):
     position of this process.
     """
 
+    takes_experts = True
     ep_size = 1  # the processes that hold the experts of one layer; MoeHybridParallelPlugin sets it
 
     def __init__(
@@ -225,11 +226,6 @@ class HybridParallelPlugin(PipelinePluginBase):
     def control_precision(self) -> bool:
         return True
 
-    @property
-    def takes_experts(self) -> bool:  # type: ignore[override]
-        """Whether models may have experts: ZeRO takes none."""
-        return self.zero_stage == 0
-
     def support_no_sync(self) -> bool:
         return self.pp_size == 1
 
@@ -259,7 +255,10 @@ class HybridParallelPlugin(PipelinePluginBase):
         kinds = [] if optimizer is None else counted(optimizer)
         saved = None
         if optimizer is not None and self.zero_stage:
-            optimizer, saved = zero_optimizer(optimizer, process_group=own_group(group), **self.zero_options)
+            experts = own_group(parallel_state.get_expert_data_parallel_group())
+            optimizer, saved = zero_optimizer(
+                optimizer, process_group=own_group(group), expert_group=experts, **self.zero_options
+            )
         boosted, wrapped, criterion = self.precision.configure(chunks, optimizer, criterion)  # type: ignore[arg-type]
         if saved is not None:
             load_plain_state(optimizer, saved)
@@ -276,6 +275,7 @@ class HybridParallelPlugin(PipelinePluginBase):
             return whole, None, criterion
         wrapped.max_norm, wrapped.names, wrapped.has_stages = self.max_norm, names, self.pp_size > 1
         wrapped.measure = lambda norm_type: grad_norm(wrapped.optim, kinds, norm_type)
+        wrapped.context_ranks = self.cp_size
         averages = False if self.zero_stage else None
         wrapped.finalize = lambda: finalize_model_grads(boosted, data_parallel=averages)  # type: ignore[operator]
         if isinstance(wrapped, AmpOptimizer):

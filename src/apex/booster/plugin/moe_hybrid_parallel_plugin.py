@@ -17,8 +17,8 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
     """HybridParallelPlugin that splits the experts of a layer over `ep_size` processes.
 
     For `ep_size` > 1 build the model from layers of `apex.transformer.moe`, or mark the parameters of each process's
-    experts by `allreduce = False`; `zero_stage` must be 0. Processes that hold the experts of one layer are neighbours,
-    so `moe_dp_outside=False` warns.
+    experts by `allreduce = False`. ZeRO divides the state of experts among the processes that hold the same ones.
+    Processes that hold the experts of one layer are neighbours, so `moe_dp_outside=False` warns.
     """
 
     def __init__(
@@ -37,8 +37,6 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
             warn("no effect of moe_dp_outside=False: the processes that hold the experts of a layer are neighbours")
 
     def _join_groups(self, dp_outside: bool, sequences: bool) -> None:
-        if self.ep_size > 1 and self.zero_stage:
-            raise ValueError(f"ep_size={self.ep_size} needs zero_stage=0: ZeRO does not take experts")
         super()._join_groups(dp_outside, sequences)
         found = parallel_state.get_expert_model_parallel_world_size()
         if found != self.ep_size:

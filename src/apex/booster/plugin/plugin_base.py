@@ -138,9 +138,7 @@ class DPPluginBase(Plugin):
         precision: Any = None,
     ) -> Boosted:
         if not self.takes_experts:
-            refuse_experts(
-                model.parameters(), type(self).__name__, "Use HybridParallelPlugin with zero_stage=0 for such models"
-            )
+            refuse_experts(model.parameters(), type(self).__name__, "Use HybridParallelPlugin for such models")
         self._compare(model, optimizer, precision)
         model, boosted, criterion = self._boost(model, optimizer, criterion, precision)
         if isinstance(boosted, OptimizerWrapper):

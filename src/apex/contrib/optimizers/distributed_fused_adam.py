@@ -165,6 +165,7 @@ class DistributedFusedAdam(SubclassableOptimizer):
             raise ValueError(f"state_dict_format={state_dict_format} is not known; 1 and 2 are")
         self._settle()
         if state_dict_format == 1:
+            self._refuse_numbered_experts()
             return checkpoints.shards_of_ranks(self, True if gather_on_root is None else gather_on_root)
         return checkpoints.whole_tensors(self, bool(gather_on_root))
 

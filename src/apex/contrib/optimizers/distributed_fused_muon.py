@@ -103,7 +103,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
                 raise NotImplementedError(
                     f"beta2={param_group['beta2']} (NorMuon) is not supported by {type(self).__name__}"
                 )
-        for group in divided_group(param_group, self.defaults):
+        for group in divided_group(param_group, self.defaults, self.param_groups):
             super().add_param_group(group)
 
     def _kind(self, group: dict[str, Any]) -> Any:

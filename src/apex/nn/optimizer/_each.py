@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 
+from ...optimizers._checks import check_options
+
 
 class EachParameter(torch.optim.Optimizer):
     """An optimizer whose step calls `_update` for each parameter that has a gradient."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_options(defaults)
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

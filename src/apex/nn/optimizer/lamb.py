@@ -28,14 +28,9 @@ class Lamb(EachParameter):
         adam: bool = False,
         bias_correction: bool = False,
     ) -> None:
-        for name, value, limit in (("lr", lr, None), ("eps", eps, None), *(("betas", beta, 1.0) for beta in betas)):
-            if value < 0 or (limit is not None and value >= limit):
-                raise ValueError(
-                    f"{name}={value} must be at least 0" + ("" if limit is None else f" and below {limit}")
-                )
         self.adam = adam
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "bias_correction": bias_correction})
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
         assert param.grad is not None

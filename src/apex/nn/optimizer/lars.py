@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...optimizers._checks import check_options
 from ._each import EachParameter
 
 __all__ = ["Lars"]
@@ -27,10 +28,9 @@ class Lars(EachParameter):
         epsilon: float = 0.0,
     ) -> None:
         options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eeta": eeta, "epsilon": epsilon}
-        for name, value in options.items():
-            if value < 0 or (name == "eeta" and not 0 < value <= 1):
-                accepted = "above 0 and at most 1" if name == "eeta" else "at least 0"
-                raise ValueError(f"{name}={value} must be {accepted}")
+        if not 0 < eeta <= 1:
+            raise ValueError(f"eeta={eeta} must be above 0 and at most 1")
+        check_options({"eps": epsilon})
         super().__init__(params, {**options, "lars": True})
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .. import _device, _library
 from .._device import launch_rule
+from . import config
 
 # Public since PyTorch 2.10, private from 2.8 on; absent before.
 _grouped_mm: Any = getattr(functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -29,20 +30,15 @@ class Route(NamedTuple):
 OURS = Route(False, False)
 
 
-def route(x: Tensor, matrices: tuple[Tensor, ...], sizes: tuple[int, int, int], plain: bool) -> Route:
-    """Return which products `grouped_mm` computes for E, H and F in `sizes`.
+def route(x: Tensor, matrices: tuple[Tensor, ...], rows: int, sizes: tuple[int, int, int], plain: bool) -> Route:
+    """Return which products `grouped_mm` computes for sorted rows, and E, H and F in `sizes`.
 
     `plain`: there is no bias, and the unit is one of `ops.glu`; only then may the products by matrices be PyTorch's.
-
-    On an H200 in bfloat16, a step with all products by our kernels, with gradients by `grouped_mm`, and with everything
-    by it, in ms: Qwen3-30B (128 experts of 2048 x 768, 32,768 tokens) 20.7, 16.7, 14.2; the same with 8192 tokens 5.8,
-    4.8, 4.3; Mixtral (8 of 4096 x 14336, 8192 tokens) 46.4, not measured, 25.9; 8 of 7168 x 2048 with 32,768 rows
-    21.2, 16.7, 15.1; gpt-oss-20b, which has biases, 13.1, 10.5.
     """
     if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
         return OURS
     quick = _is_quick(*sizes, x.dtype, x.device) and all(each.data_ptr() % 16 == 0 for each in (x, *matrices))
-    return Route(quick, quick and plain)
+    return Route(quick, quick and plain and rows * sizes[1] * sizes[2] >= config.LARGE_PRODUCTS)
 
 
 @launch_rule

@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     def route(self, x: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None) -> grouped.Route:
         """Return which products PyTorch's `grouped_mm` computes."""
         plain = self.activation in GLU_ACTIVATIONS and not self.interleaved and all(bias is None for bias in biases)
-        return grouped.route(x, (gate_up, down), (self.experts, self.hidden, self.width), plain)
+        return grouped.route(x, (gate_up, down), self.rows, (self.experts, self.hidden, self.width), plain)
 
     def unit(self) -> dict[str, Any]:
         return {"ACTIVATION": self.activation, "INTERLEAVED": self.interleaved}

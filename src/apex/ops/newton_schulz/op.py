@@ -32,8 +32,8 @@ def newton_schulz(
     Matrices are divided by their Frobenius norm, or by `eps` if that is larger; each triple (a, b, c) is one step
     X <- a X + (b X Xᵀ + c (X Xᵀ)²) X. "standard" multiplies X at every step, as `torch.optim.Muon` does. "gram" works
     on X Xᵀ, which is quicker for matrices that are not square; it needs float16 or a wider dtype. "auto" takes "gram"
-    where kernels run. `dtype` is the dtype of all products: bfloat16 for "standard" and float16 for "gram" by default,
-    float64 for float64 matrices. Not differentiable.
+    where kernels run, unless `dtype` is bfloat16. `dtype` is the dtype of all products: bfloat16 for "standard" and
+    float16 for "gram" by default, float64 for float64 matrices. Not differentiable.
     """
     check_tensors(matrices=matrices)
     if matrices.dim() < 2 or not matrices.is_floating_point():
@@ -47,7 +47,8 @@ def newton_schulz(
     small = min(batch.shape[1:]) <= config.SMALL
     if method == "auto":
         probe = torch.empty(0, dtype=torch.float16, device=batch.device)
-        method = "gram" if not small and _library.runs_triton(FAMILY, probe) else "standard"
+        fits = not small and dtype != torch.bfloat16
+        method = "gram" if fits and _library.runs_triton(FAMILY, probe) else "standard"
     if dtype is None:
         half = torch.float16 if method == "gram" else torch.bfloat16
         dtype = torch.float64 if matrices.dtype == torch.float64 else half

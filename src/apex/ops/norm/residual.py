@@ -159,10 +159,10 @@ def launch_backward(
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
-    of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
+    kinds = [dweight, *([dbias] if bias is not None else []), *([dadded] if has_added else [])]
     partials = empty((launches.partials,), (1,), torch.float32)
     launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
-    launches.sums((partials, dweight, of_bias, of_added))
+    launches.sums((partials, *kinds, *[dweight] * (3 - len(kinds))))
     return dx, dweight, dbias, dadded
 
 

@@ -60,8 +60,9 @@ def parallel_sizes(
         )
     if (stage // expert_tensor) % expert:
         raise RuntimeError(
-            f"expert_model_parallel_size ({expert}) must divide the {stage // expert_tensor} ranks that hold the "
-            "same part of the model"
+            f"expert_model_parallel_size ({expert}) must divide the {stage // expert_tensor} ranks of a pipeline stage "
+            f"that hold the same part of an expert, {stage} ranks by expert_tensor_parallel_size ({expert_tensor}); "
+            "expert_tensor_parallel_size=1 keeps experts whole"
         )
     return ParallelSizes(tensor, pipeline, world // model, context, expert, expert_tensor)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._distributed.experts import router_loss_scale
 from ...ops._library import compute_dtype
 
 
@@ -22,9 +23,9 @@ def switch_load_balancing_loss_func(
     """Return coeff * E / (topk * T^2) * sum over experts of their tokens times the sum of their `probs` [tokens, E].
 
     `tokens_per_expert` and T, `total_num_tokens`, may count all ranks with parts of the same sequences; their losses
-    then add up. There is one implementation, for either value of `fused`.
+    then add up. Without tokens the loss is zero. There is one implementation, for either value of `fused`.
     """
-    factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
+    factor = num_experts * moe_aux_loss_coeff / (topk * max(total_num_tokens, 1) ** 2)
     return (probs.sum(0) * tokens_per_expert).sum() * factor
 
 
@@ -33,19 +34,11 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
     return torch.logsumexp(logits.to(compute_dtype(logits)), -1).square().mean() * z_loss_coeff
 
 
-class _Scale:
-    """The factor of the main loss in the backward pass; None is 1. The compiler reads attributes of an instance."""
-
-    value: Tensor | None = None
-
-
-_scale = _Scale()
-
-
 class MoEAuxLossAutoScaler(torch.autograd.Function):
     """A tensor passed on unchanged, whose backward pass also starts the backward pass of a loss.
 
-    The gradient of the loss is the scale of the main loss, which pipeline schedules set.
+    The gradient of the loss is the scale of the main loss. Pipeline schedules set it, and `amp.scale_loss` and the
+    Booster multiply it by the loss scale in their backward passes, unless `set_loss_scale` was called.
     """
 
     @staticmethod
@@ -58,17 +51,17 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the gradient of the output, and the scale as gradient of the loss."""
         (aux_loss,) = ctx.saved_tensors
-        gradient, scale = torch.ones_like(aux_loss), _scale.value
-        if scale is not None:
-            gradient = gradient * scale.to(gradient.dtype).to(gradient.device).reshape(())
-        return grad_output, gradient
+        scale = router_loss_scale.value()
+        if isinstance(scale, Tensor):
+            scale = scale.to(aux_loss.dtype).to(aux_loss.device).reshape(())
+        return grad_output, torch.ones_like(aux_loss) * scale
 
     @staticmethod
     def set_loss_scale(scale: Tensor | None) -> None:
-        """Set the factor of the main loss in the backward pass; None is 1."""
-        _scale.value = scale
+        """Set the factor of the main loss in the backward pass; None is the loss scale of amp or the Booster, or 1."""
+        router_loss_scale.explicit = scale
 
     @staticmethod
     def loss_scale() -> Tensor | None:
-        """Return the factor of the main loss in the backward pass; None is 1."""
-        return _scale.value
+        """Return the factor that `set_loss_scale` has set; None if it has set none."""
+        return router_loss_scale.explicit

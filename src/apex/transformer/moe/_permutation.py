@@ -115,7 +115,7 @@ class TokensOfRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(token, place)
-        found = _or_zeros(rows, place.reshape(-1)).view(*place.shape, -1)
+        found = _or_zeros(rows, place.reshape(-1)).view(*place.shape, rows.shape[1])
         return found.sum(1, dtype=compute_dtype(rows)).to(rows.dtype)
 
     @staticmethod

@@ -113,7 +113,7 @@ class TopKRouter(nn.Module):
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights and indices [tokens, topk] without capacity, and the logits [tokens, experts]."""
         config = self.config
-        rows, batch = x.reshape(-1, x.shape[-1]), x.shape[-2] if x.dim() > 2 else 1
+        rows, batch = x.reshape(-1, x.shape[-1]), max(x.shape[-2], 1) if x.dim() > 2 else 1
         logits = self._logits(self._jittered(rows))
         trains = self.training and torch.is_grad_enabled()
         if trains and config.moe_z_loss_coeff:
@@ -169,7 +169,7 @@ class TopKRouter(nn.Module):
             counts = _summed(counts, self.groups.tp_dp_cp)
             self._global_tokens = self._global_tokens + counts
             # The mean over the microbatches of a step so far.
-            counts = self._global_tokens * (counts.sum() / self._global_tokens.sum())
+            counts = self._global_tokens * (counts.sum() / self._global_tokens.sum().clamp(min=1))
             # Gradients become means over replicas; with this factor they are the gradients of the whole loss.
             coefficient, parts = coefficient * (ranks // parts), ranks
         else:

@@ -215,7 +215,10 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *args):  # type: ignore[override]
         if not torch.autograd._is_checkpoint_valid():
-            raise RuntimeError("checkpoint works with backward() alone, not with torch.autograd.grad")
+            raise RuntimeError(
+                "checkpoint works with backward() alone, not with torch.autograd.grad, which zero-bubble schedules "
+                "call: do not recompute layers there, or use another schedule"
+            )
         inputs = list(ctx.plain_arguments)
         for index, tensor in zip(ctx.tensor_indices, ctx.saved_tensors, strict=True):
             inputs[index] = tensor

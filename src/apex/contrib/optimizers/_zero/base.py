@@ -118,6 +118,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     device: torch.device
     # Whether the caller has named the processes, which may be those with the same experts.
     _takes_experts = False
+    # The processes that hold the same experts, for experts beside other parameters. Set before the constructor runs.
+    # Gradients of experts must be the same in these processes before they are taken.
+    _expert_group: Any = None
     # Whether the constructor has ended; new groups then take the first process's values at once.
     _made = False
     # Whether the first step has compared this process's settings with the other processes'.
@@ -155,7 +158,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         try:
-            if not (self._takes_experts and all(is_expert(param) for param in self.parameters())):
+            is_apart = self._takes_experts and all(is_expert(param) for param in self.parameters())
+            if self._expert_group is None and not is_apart:
                 refuse_experts(
                     self.parameters(),
                     type(self).__name__,
@@ -175,11 +179,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_params_of_first(self, first: int) -> None:
         """Give the parameters of groups from index `first` on the values of the first process."""
         if not self._groups.is_one:
-            broadcast_params(self.param_groups, first, self._groups.process_group, self._layout_options(first))
+            options, skips_experts = self._layout_options(first), self._expert_group is not None
+            broadcast_params(self.param_groups, first, self._groups.process_group, options, skips_experts)
 
     @torch.no_grad()
     def _add_arenas(self, params: Iterable[Tensor], make_arena: Callable[[list[Tensor], list[int]], Arena]) -> None:
-        """Lay parameters out in one arena per dtype and `_kind`, and make their state.
+        """Lay parameters out in one arena per dtype and `_kind`, experts apart from others, and make their state.
 
         `make_arena` gets the parameters of an arena and the indices of their parameter groups.
         """
@@ -193,7 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {tuple(param.shape)} is on {param.device}, others are on {self.device}: "
                     "parameters and state of a process are on one device"
                 )
-            alike.setdefault((param.dtype, self._kind(self.param_groups[group_of[param]])), []).append(param)
+            kind = param.dtype, is_expert(param), self._kind(self.param_groups[group_of[param]])
+            alike.setdefault(kind, []).append(param)
         for members in alike.values():
             arena = make_arena(members, [group_of[param] for param in members])
             self._parameters.add(arena)
@@ -245,8 +251,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Tensors are views of the state if possible, so save them before the next step. After loading into them call
         `load_sharded_state_dict`. The number of processes may differ between saving and loading.
         """
+        self._refuse_numbered_experts()
         self._settle()
         return checkpoints.sharded_tensors(self)
+
+    def _refuse_numbered_experts(self) -> None:
+        """Raise if processes have different experts under the same number of a parameter."""
+        if self._expert_group is not None and any(map(is_expert, self.parameters())):
+            raise RuntimeError(
+                "the state has experts, of which other processes hold different ones: save it by "
+                "booster.save_optimizer, which makes whole tensors of them"
+            )
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the values that were loaded into the tensors of `sharded_state_dict`, parameters included."""

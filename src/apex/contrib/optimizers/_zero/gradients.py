@@ -87,13 +87,14 @@ class ShardReducer(BucketReducer):
 
     def _reduce(self, bucket: int, values: Tensor, shard: Tensor, factor: Tensor | None = None) -> Work:
         """Start the reduction of a bucket's values, times this process's `factor`; `shard` receives the result."""
-        scatter = self.groups.scatter[bucket % len(self.groups.scatter)]
-        reduce = self.groups.reduce[bucket % len(self.groups.reduce)]
-        if self._gets_all:
+        groups = self.arenas[self._buckets[bucket][0]].groups
+        scatter = groups.scatter[bucket % len(groups.scatter)]
+        reduce = groups.reduce[bucket % len(groups.reduce)]
+        if self._gets_all or groups.ranks == 1:
             if shard.data_ptr() != values.data_ptr():
                 shard.copy_(values)
-            return Done() if self.groups.is_one else all_reduce(shard, reduce, _ADDING, self.average, factor)
-        if self.groups.replicas == 1:
+            return Done() if groups.size == 1 else all_reduce(shard, reduce, _ADDING, self.average, factor)
+        if groups.replicas == 1:
             return reduce_scatter(shard, values, scatter, self.average, _ADDING, factor)
         if self._stream is None and not on_host(values):
             self._stream = torch.Stream(values.device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...._distributed.comparison import check_same_everywhere, check_same_order
+from ...._distributed.experts import is_expert
 from ...._distributed.groups import make_group, timeout_of
 from ....ops._host import on_host
 from ....parallel._flat import broadcast_from_first
@@ -115,6 +116,16 @@ class Groups:
         """Return whether there is one process, so that nothing is sent."""
         return self.size == 1
 
+    def of_experts(self, group: Any) -> Groups:
+        """Return the groups of experts, which the processes of `group` hold alike; None for no such experts."""
+        return self if group is None or self.is_one else _OfExperts(group)
+
+
+class _OfExperts(Groups):
+    """Groups of experts beside other parameters: gradients go through buckets even if one process holds the experts."""
+
+    is_one = False  # type: ignore[assignment]
+
 
 def processes_that_divide(asked: int, world: int, on_machine: int) -> int:
     """Return how many processes divide the state.
@@ -160,8 +171,10 @@ def machine_groups(
 
 
 @torch.no_grad()
-def broadcast_params(param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any) -> None:
-    """Give the parameters of groups from index `first` on the values of the first process.
+def broadcast_params(
+    param_groups: Sequence[dict[str, Any]], first: int, processes: Any, options: Any, skips_experts: bool = False
+) -> None:
+    """Give the parameters of groups from index `first` on, without experts if asked, the values of the first process.
 
     Raise an error in all processes if their parameters, the parameters' order or the `options` differ, because the
     layout of shards follows from them. Parameters are compared by their names if they have names, else by shapes, and
@@ -171,6 +184,8 @@ def broadcast_params(param_groups: Sequence[dict[str, Any]], first: int, process
     for number, group in enumerate(param_groups[first:], first):
         names = group.get("param_names") or [""] * len(group["params"])
         for index, (name, param) in enumerate(zip(names, group["params"], strict=True)):
+            if skips_experts and is_expert(param):
+                continue
             named.append((f"{name!r} ({index} of group {number})" if name else f"{index} of group {number}", param))
     check_same_everywhere(named, "optimizers", processes, options)
     check_same_order(named, "optimizers", processes)

@@ -92,15 +92,19 @@ class Norms:
         version = self._gradients.version
         if chosen is None and not force and self._cached is not None and self._cached[:2] == (version, order):
             return self._cached[2]
-        norm = norm_over_ranks(self._local_tensors(chosen), self._gradients.groups, self._device, order)
+        every = dict.fromkeys((self._gradients.groups, *(arena.groups for arena in self._gradients.arenas)))
+        norms = [norm_over_ranks(self._local_tensors(chosen, own), own, self._device, order) for own in every]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
         if chosen is None:
             self._cached = version, order, norm
         return norm
 
-    def _local_tensors(self, chosen: set[Tensor] | None) -> list[Tensor]:
-        """Return this rank's part of the gradients, of all parameters or of the `chosen` ones."""
+    def _local_tensors(self, chosen: set[Tensor] | None, groups: Groups | None = None) -> list[Tensor]:
+        """Return this rank's part of the gradients, of all parameters or of the `chosen` ones, of some `groups`."""
         tensors: list[Tensor] = []
         for arena in self._gradients.arenas:
+            if groups not in (None, arena.groups):
+                continue
             if chosen is None and not self._gradients.groups.is_one:
                 tensors.append(self._gradients.shards(arena))
                 continue

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...._distributed.experts import is_expert
 from ....ops._host_memory import HostMemory
 from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
-from ....optimizers._checks import check_options
+from ....optimizers._checks import check_cautious, check_options
 from .arena import Arena, Dtypes, allocator
 from .base import ShardedOptimizer, StepCount
 from .gradients import GradientSync
@@ -106,7 +107,7 @@ class ZeroOptimizer(ShardedOptimizer):
         self.nccl_ub = nccl_ub
         self.capturable = capturable
         groups = Groups(process_group or own_world(), distributed_process_group, redundant_process_group)
-        self._groups = groups
+        self._groups, self._expert_groups = groups, groups.of_experts(self._expert_group)
         self._takes_experts = process_group is not None
         self._dtypes = dtypes
         self.process_group = groups.process_group
@@ -139,8 +140,8 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; all processes must add the same one. Its state is made at its first use."""
-        if self.amsgrad and isinstance(param_group, dict) and param_group.get("cautious_weight_decay"):
-            raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
+        if isinstance(param_group, dict) and param_group.get("cautious_weight_decay"):
+            check_cautious(self.amsgrad, self.adam_w_mode)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._count += len(group["params"])
@@ -198,7 +199,8 @@ class ZeroOptimizer(ShardedOptimizer):
             # Offloaded weights are sent from the device, in the dtype that the parameters get them in.
             sent = dtypes if self._host is None else dtypes._replace(parameters=members[0].dtype)
             layout = self._layout_of(members, group_of)
-            return Arena(members, group_of, sent, self._groups, size, allocate, self._host, layout)
+            groups = self._expert_groups if is_expert(members[0]) else self._groups
+            return Arena(members, group_of, sent, groups, size, allocate, self._host, layout)
 
         self._add_arenas(dict.fromkeys(chosen), make_arena)
         self._gradient_hooks.register(chosen)

@@ -110,14 +110,14 @@ class ParameterSync:
         shard, size = arena.outgoing[number], arena.layout.bucket_sizes[number]
         if arena.sent_bytes is not None:
             shard, size = _truncated(shard, arena.sent_bytes), size * arena.sent_bytes
-        if self.groups.ranks == 1:
+        if arena.groups.ranks == 1:
             self._under_way.append(_Gathered(key, shard, Done()))
             return
         if arena.parameter_buffer is not None and arena.sent_bytes is None:
             bucket = arena.bucket(arena.parameter_buffer.values, number)
         else:
             bucket = torch.empty(size, dtype=shard.dtype, device=arena.device)
-        group = self.groups.gather[number % len(self.groups.gather)]
+        group = arena.groups.gather[number % len(arena.groups.gather)]
         work = all_gather(bucket, shard, group, "sending a bucket of updated parameters")
         self._under_way.append(_Gathered(key, bucket, work))
 
