@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -243,6 +244,18 @@ class MixedOptimizer(OptimizerWrapper):
             tracing="Booster(trace_overflow=True)",
         )
         self._scale_before: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in ("train", "eval") and vars(self).get("masters") is not None:
+            return functools.partial(self._move, value)
+        return value
+
+    def _move(self, move: Callable[[], Any]) -> Any:
+        """Call `train` or `eval` of a Schedule-Free optimizer, which moves its parameters, and move the model's too."""
+        result = move()
+        self.masters.update_model()
+        return result
 
     def _names_by_id(self) -> dict[int, str]:
         named = zip(self.parameters, self.names or (), strict=False)
