@@ -262,9 +262,11 @@ class MixedOptimizer(OptimizerWrapper):
         return {id(param): name for param, name in named if name is not None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.optim.param_groups)
         super().add_param_group(param_group)
-        if self.masters is not None:
-            self.masters.add(self.optim, self.optim.param_groups[-1], {})
+        for group in self.optim.param_groups[before:]:  # Muon makes two groups of one
+            if self.masters is not None:
+                self.masters.add(self.optim, group, {})
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self._refuse_more_gradients()
