@@ -18,10 +18,17 @@ import apex
 from apex import amp
 from apex.booster import Booster, ModelWrapper, OptimizerWrapper, plugin
 from apex.booster._zero import zero_optimizer
-from apex.booster.mixed_precision import BF16MixedPrecision
+from apex.booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision
 from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam
 from apex.nn.lr_scheduler import LinearWarmupLR
-from apex.optimizers import FusedAdam, FusedLion, FusedNAdam, FusedSGD, OffloadedOptimizer
+from apex.optimizers import (
+    FusedAdam,
+    FusedLion,
+    FusedNAdam,
+    FusedScheduleFreeAdamW,
+    FusedSGD,
+    OffloadedOptimizer,
+)
 
 from .problem import adam, batch, net, plain, train
 from .problem import booster as make
@@ -350,3 +357,25 @@ def test_clipping_to_no_norm_is_refused(limit: float) -> None:
     with pytest.raises(ValueError, match="max_norm must be a number of at least 0"):
         optimizer.clip_grad_by_norm(limit)
     assert torch.equal(next(model.parameters()).grad, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [None, "bf16", "fp16_naive", BF16MixedPrecision("O5"), FP16ApexMixedPrecision("O2", verbosity=0)],
+    ids=lambda value: getattr(value, "__class__", type(None)).__name__,
+)
+def test_schedule_free_evaluation_reaches_the_weights_of_the_model(precision: Any) -> None:
+    model = nn.Linear(4, 4)
+    booster = Booster("cpu", precision)
+    model, optimizer, *_ = booster.boost(model, FusedScheduleFreeAdamW(model.parameters(), lr=0.1))
+    for number in range(4):
+        optimizer.zero_grad()
+        booster.backward((model(torch.ones(2, 4) + number).float() - 1).square().mean() * 1e-2, optimizer)
+        optimizer.step()
+    trained = model.state_dict()["weight"].clone()
+    optimizer.eval()
+    average, weight = model.state_dict()["weight"].clone(), model.unwrap().weight
+    assert (average - trained).abs().max() > 1e-3
+    assert torch.equal(weight, average.to(weight.dtype))  # the model computes with the average
+    optimizer.train()
+    torch.testing.assert_close(model.state_dict()["weight"], trained, rtol=0, atol=1e-6)

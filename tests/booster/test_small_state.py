@@ -138,3 +138,17 @@ def test_checkpoints_of_one_optimizer_are_for_all_of_its_algorithm(saved: str, l
         assert (one - two).abs().max() <= 0.01  # one step
     if {saved, loaded} <= {"small", "offloaded", "novograd"}:
         assert same(values(model), values(other))
+
+
+@pytest.mark.parametrize("in_state", [False, True])
+def test_all_groups_that_muon_makes_of_one_get_masters(in_state: bool) -> None:
+    _, model, optimizer = make(FusedMuon, master_weights=in_state)
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    optimizer.zero_grad()
+    optimizer.backward(layer(model(torch.ones(2, 8)).to(torch.bfloat16)).float().square().mean())
+    optimizer.step()
+    added = [param for group in optimizer.param_groups[2:] for param in group["params"]]
+    assert len(added) == 2
+    for param in added:
+        assert "master_param" in optimizer.state[param] if in_state else param.dtype == torch.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -254,14 +255,28 @@ class MixedOptimizer(OptimizerWrapper):
         )
         self._scale_before: Tensor | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if name in ("train", "eval") and vars(self).get("masters") is not None:
+            return functools.partial(self._move, value)
+        return value
+
+    def _move(self, move: Callable[[], Any]) -> Any:
+        """Call `train` or `eval` of a Schedule-Free optimizer, which moves its parameters, and move the model's too."""
+        result = move()
+        self.masters.update_model()
+        return result
+
     def _names_by_id(self) -> dict[int, str]:
         named = zip(self.parameters, self.names or (), strict=False)
         return {id(param): name for param, name in named if name is not None}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.optim.param_groups)
         super().add_param_group(param_group)
-        if self.masters is not None:
-            self.masters.add(self.optim, self.optim.param_groups[-1], {})
+        for group in self.optim.param_groups[before:]:  # Muon makes two groups of one
+            if self.masters is not None:
+                self.masters.add(self.optim, group, {})
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         self._refuse_more_gradients()

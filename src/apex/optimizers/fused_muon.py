@@ -66,7 +66,7 @@ class FusedMuon(EncodingOptimizer):
     _encodable: Mapping[str, str] = MappingProxyType(
         {"momentum_buffer": "signed", "exp_avg": "signed", "exp_avg_sq": "root"}
     )
-    # Of the group whose buckets are made: whether Muon updates it, and the elements of its matrices so far.
+    # Whether Muon updates the group whose buckets are being made, and how many elements its matrices have so far.
     _is_muon, _elements = False, 0
 
     def __init__(
@@ -190,7 +190,7 @@ def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequenc
     """Return the groups of a parameter group: matrices for Muon, and its other parameters for AdamW.
 
     Raise an error if options are invalid, or do not fit the shape of a parameter, or if PyTorch would refuse a
-    parameter beside those of the `others`: it sees the two groups one after the other, and would keep the first.
+    parameter beside the groups `others`: it sees the two groups one after the other, and would keep the first.
     """
     if not isinstance(param_group, dict) or param_group.get("algorithm", defaults["algorithm"]) != "muon":
         return [param_group]

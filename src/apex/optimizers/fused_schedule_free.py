@@ -137,6 +137,8 @@ class FusedScheduleFreeAdamW(FusedOptimizer):
                 values.lerp_(z, 1 - beta1 if to_train else 1 - 1 / beta1)
                 if MASTER in state:
                     local(param).copy_(values)
+                if param in self._model_params:  # the parameter is a master of apex.amp
+                    local(self._model_params[param]).copy_(values)
             group["train_mode"] = to_train
 
 
