@@ -7,7 +7,8 @@
 Forward, backward and AdamW in bfloat16. All columns of a row are made in one process and are warm before the first is
 timed; they are timed in turns. If the next column does not fit into memory, those before it are timed and freed first;
 `turn` numbers the columns that were timed together. `ms` is the median over rounds. `MiB` is the most memory that
-PyTorch reserved for the column while it ran steps alone, with its weights, state and graphs. `first_step_s` is the
+PyTorch reserved for the column while it ran steps alone, with its weights, state and graphs; `pools` splits it into
+memory outside and inside of graphs, each as MiB reserved and MiB in use between steps. `first_step_s` is the
 seconds from the model to the end of the first step, and `first_s` to the end of the warm-up: what is compiled, and for
 apex.boost also the measuring. The file has all rounds, the losses of the first steps, the report of apex.boost, and
 the floor of each row (`plain_floor.py`).
@@ -67,7 +68,7 @@ class Column:
 
     def __init__(self, row: Row, column: str, arguments: argparse.Namespace, batch: tuple[Tensor, ...]) -> None:
         begin, self.batch, self.is_gpu = time.perf_counter(), batch, arguments.device == "cuda"
-        self.base = self._reserved()
+        self.base, self.base_pools = self._reserved(), pools()
         torch.manual_seed(0)
         if column == "liger" and not row.liger:
             raise LookupError("Liger-Kernel has no patch for this model")
@@ -81,6 +82,9 @@ class Column:
             torch.cuda.synchronize()
         self.first = time.perf_counter() - begin
         self.mebibytes = self._memory()
+        self.pools = {
+            name: [a - b for a, b in zip(now, self.base_pools[name], strict=True)] for name, now in pools().items()
+        }
         self.times: list[float] = []
 
     def _boosted(self, row: Row, column: str, model: Any) -> Callable[..., Tensor]:
@@ -167,6 +171,7 @@ class Column:
 
     def result(self) -> dict[str, Any]:
         result: dict[str, Any] = {"ms": round(statistics.median(self.times), 3), "MiB": self.mebibytes}
+        result |= {"pools": self.pools} if self.is_gpu else {}
         result |= {"first_step_s": round(self.first_step, 1), "first_s": round(self.first, 1)}
         result["losses"] = [round(loss, 4) for loss in self.losses]
         result["rounds"] = [round(each, 3) for each in self.times]
@@ -184,6 +189,16 @@ class Column:
         events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, kind))
         lines = [f"{getattr(each, kind) / 2e3:9.3f} ms {each.count // 2:5}  {each.key[:150]}" for each in events[:45]]
         return "\n".join(lines)
+
+
+def pools() -> dict[str, list[int]]:
+    """Return the MiB that PyTorch has reserved, and those in use, outside and inside of graphs."""
+    found = {"outside": [0, 0], "graphs": [0, 0]}
+    for segment in torch.cuda.memory_snapshot() if torch.cuda.is_available() else ():
+        name = "outside" if tuple(segment["segment_pool_id"]) == (0, 0) else "graphs"
+        for index, key in enumerate(("total_size", "allocated_size")):
+            found[name][index] += segment[key]
+    return {name: [size >> 20 for size in sizes] for name, sizes in found.items()}
 
 
 def make_model(row: Row, arguments: argparse.Namespace) -> Any:

@@ -308,6 +308,14 @@ def test_trainings_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
         booster.resume_latest(Series(tmp_path / "files"), model)
     with pytest.raises(TypeError, match=r"note holds what torch.load\(weights_only=True\) refuses"):
         booster.save_training(series, 2, model, note=Booster)
+    with pytest.raises(TypeError, match=r"note cannot be saved"):
+        booster.save_training(series, 2, model, note=lambda: None)
+    with pytest.raises(TypeError, match=r"note must have load_state_dict, got str; plain values are returned"):
+        booster.resume_latest(series, model, optimizer, note="a value")
+    other_series = Series(tmp_path / "other", sharded=True)
+    other_series.save({"x": torch.ones(2)}, 1)
+    with pytest.raises(ValueError, match="is not one of save_training"):
+        booster.resume_latest(other_series, model, optimizer)
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000003" / "mine.txt").write_text("a user's file")
     with pytest.raises(OSError, match="holds files and is no checkpoint"):

@@ -177,3 +177,36 @@ def test_state_dicts_of_other_optimizers_are_refused(name: str) -> None:
                 saved_by(other),
                 "another optimizer|cannot go on|norms of|is expected|number of parameter groups",
             )
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"master_weights": True},
+        {"stochastic_rounding": True},
+        {"capturable": True},
+        {"state_format": "int8"},
+        {"master_bits": 24},
+        {"maximize": True},
+        {"differentiable": True},
+    ],
+    ids=str,
+)
+def test_options_without_effect_in_a_group_are_refused(option: dict[str, Any]) -> None:
+    (name,) = option
+    first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    with pytest.raises(ValueError, match=f"{name}=.* of a parameter group"):
+        optimizers.FusedAdam([{"params": [first], **option}])
+    optimizer = optimizers.FusedAdam([first])
+    with pytest.raises(ValueError, match=f"{name}=.* of a parameter group"):
+        optimizer.add_param_group({"params": [second], **option})
+    assert len(optimizer.param_groups) == 1
+    optimizers.FusedAdam([{"params": [first], "capturable": False, "maximize": False, "foreach": None}])  # PyTorch's
+
+
+def test_cautious_decay_needs_decoupled_decay() -> None:
+    params = [torch.nn.Parameter(torch.ones(4))]
+    kinds: tuple[Any, ...] = (optimizers.FusedAdam, contrib.DistributedFusedAdam)
+    for kind in kinds:
+        with pytest.raises(ValueError, match="cautious_weight_decay=True needs adam_w_mode=True"):
+            kind([{"params": params, "cautious_weight_decay": True}], adam_w_mode=False, weight_decay=0.1)

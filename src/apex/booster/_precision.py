@@ -17,6 +17,7 @@ from ..checkpoint._ranks import is_first
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale
 from ..optimizers._base import LOW_PRECISION, FusedOptimizer
+from ..optimizers._buckets import MASTER
 from ..optimizers._formats import has_master, master_of, set_master
 from ..transformer.amp import GradScaler
 from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
@@ -143,12 +144,21 @@ class StateMasters:
             self.add(optimizer, group, exact)
 
     def add(self, optimizer: Any, group: dict[str, Any], exact: dict[Tensor, Tensor]) -> None:
-        """Make the state of a group's half-precision parameters; `exact` has their values before they were cast."""
+        """Make the state of a group's half-precision parameters; `exact` has their values before they were cast.
+
+        A float32 value becomes the master itself. A copy would take the same memory, but the value's memory, freed
+        among the smaller half-precision parameters, could not be released: 300 MiB of a BERT-base in a simulation.
+        """
         for param in group["params"]:
             if param.dtype in LOW_PRECISION:
+                value = exact.get(param, param).detach()
+                is_master = value.dtype == torch.float32 and value.stride() == param.stride()
+                if is_master and optimizer.master_bits is None:
+                    optimizer.state[param].setdefault(MASTER, value)
                 state, _ = optimizer._prepare(param, group, optimizer._state_names(group))
-                with torch.no_grad():
-                    set_master(optimizer, state, param, exact.get(param, param).detach())
+                if state.get(MASTER) is not value:
+                    with torch.no_grad():
+                        set_master(optimizer, state, param, value)
         if optimizer._counts_steps:
             group.setdefault("step", 0)
 

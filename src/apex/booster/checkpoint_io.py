@@ -203,11 +203,20 @@ class CheckpointIO:
         """
         check_model(model)
         _check_series(series)
+        objects = {**others, **({} if lr_scheduler is None else {_SCHEDULER: lr_scheduler})}
+        for name, value in objects.items():
+            if not hasattr(value, "load_state_dict"):
+                kind = type(value).__name__
+                raise TypeError(f"{name} must have load_state_dict, got {kind}; plain values are returned")
         path = series.latest()
         if path is None:
             return 0, {}
-        objects = {**others, **({} if lr_scheduler is None else {_SCHEDULER: lr_scheduler})}
         with refusing_together():
+            if not (path / _huggingface.TRAINING).exists():
+                raise ValueError(
+                    f"the checkpoint {path} is not one of save_training: it has no {_huggingface.TRAINING}; for one of "
+                    "Series.save use apex.transformer.checkpoint.resume_latest or load_sharded"
+                )
             values = files.load(path / _huggingface.TRAINING)
             missing = sorted(objects.keys() - values["others"].keys())
             if missing:

@@ -156,7 +156,11 @@ def read(file: IO[bytes], name: str, map_location: Any = None, weights_only: boo
 def plain_state(name: str, value: Any) -> Any:
     """Return a copy of an object's state or of a value, after a check that it can be read without running code."""
     file = io.BytesIO()
-    torch.save(value.state_dict() if hasattr(value, "state_dict") else value, file)
+    state = value.state_dict() if hasattr(value, "state_dict") else value
+    try:
+        torch.save(state, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # Python's errors about functions and handles
+        raise TypeError(f"{name} cannot be saved: {error}") from error
     file.seek(0)
     try:
         return torch.load(file, map_location=HOST, weights_only=True)

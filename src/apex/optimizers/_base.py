@@ -25,7 +25,7 @@ from ..ops.multi_tensor import make_lists, scale, zero
 from ..ops.multi_tensor.torch_lists import StateSeed
 from ._buckets import MASTER, Group, GroupBuckets, SlotCodecs, UpdateBucket, agreed
 from ._checkpoints import load_state, saved_state
-from ._checks import check_options
+from ._checks import check_group, check_options
 from ._formats import add_state, check_formats, decoded_state, encode_loaded, master_of, slot_codecs, stored_names
 
 logger = logging.getLogger("apex.optimizers")
@@ -164,6 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Add a parameter group after checking its hyperparameters."""
         if isinstance(param_group, dict):  # PyTorch raises for other types
             self._check_options({**self.defaults, **param_group})
+            check_group(self, param_group)
         super().add_param_group(param_group)
 
     def _check_options(self, options: dict[str, Any]) -> None:

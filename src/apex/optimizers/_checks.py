@@ -53,6 +53,34 @@ def check_options(options: Mapping[str, Any]) -> None:
             _flag(name, value)
 
 
+# Options that belong to a whole optimizer, and have no effect in one of its groups.
+_OF_ALL_GROUPS = (
+    *("master_weights", "stochastic_rounding", "capturable", "materialize_master_grads", "set_grad_none"),
+    *("state_format", "master_bits"),
+)
+
+
+def check_group(optimizer: Any, group: Mapping[str, Any]) -> None:
+    """Raise an error if a parameter group has an option that fused optimizers lack, or that all groups share."""
+    for name in ("maximize", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"{name}={group[name]} of a parameter group is not available in fused optimizers")
+    for name in _OF_ALL_GROUPS:
+        if name in group and group[name] != getattr(optimizer, name):
+            raise ValueError(
+                f"{name}={group[name]!r} of a parameter group has no effect, because all groups share this option: "
+                f"give it to {type(optimizer).__name__} itself"
+            )
+
+
+def check_cautious(amsgrad: Any, adam_w_mode: Any) -> None:
+    """Raise an error if Adam with these options has no cautious weight decay."""
+    if amsgrad:
+        raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
+    if not adam_w_mode:
+        raise ValueError("cautious_weight_decay=True needs adam_w_mode=True: L2 decay is a part of the gradient")
+
+
 def check_nesterov(options: Mapping[str, Any]) -> None:
     """Raise an error if Nesterov momentum is requested without momentum or with dampening."""
     momentum, dampening = options["momentum"], options["dampening"]

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ._base import EncodingOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
+from ._checks import check_cautious
 
 
 class AdamOptions(StateOptions, total=False):
@@ -89,11 +90,10 @@ class FusedAdam(EncodingOptimizer):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
-        if options.get("amsgrad"):
-            if options.get("cautious_weight_decay"):
-                raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
-            if options.get("state_format", self.state_format) != "float32":
-                raise ValueError("amsgrad=True needs state_format='float32'")
+        if options.get("cautious_weight_decay"):
+            check_cautious(options.get("amsgrad"), self.adam_w_mode)
+        if options.get("amsgrad") and options.get("state_format", self.state_format) != "float32":
+            raise ValueError("amsgrad=True needs state_format='float32'")
 
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")

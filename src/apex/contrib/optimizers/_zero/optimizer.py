@@ -19,7 +19,7 @@ from ...._distributed.experts import is_expert
 from ....ops._host_memory import HostMemory
 from ....ops.multi_tensor import Lists, rules
 from ....optimizers._base import adam_hyperparameters, run_closure
-from ....optimizers._checks import check_options
+from ....optimizers._checks import check_cautious, check_options
 from .arena import Arena, Dtypes, allocator
 from .base import ShardedOptimizer, StepCount
 from .gradients import GradientSync
@@ -140,8 +140,8 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group; all processes must add the same one. Its state is made at its first use."""
-        if self.amsgrad and isinstance(param_group, dict) and param_group.get("cautious_weight_decay"):
-            raise ValueError("amsgrad=True and cautious_weight_decay=True are not available together")
+        if isinstance(param_group, dict) and param_group.get("cautious_weight_decay"):
+            check_cautious(self.amsgrad, self.adam_w_mode)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._count += len(group["params"])
