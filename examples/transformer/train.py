@@ -49,10 +49,8 @@ parser.add_argument("--experts", type=int, help="experts in place of each MLP")
 parser.add_argument("--topk", type=int, default=2, help="experts of each token")
 parser.add_argument("--aux-loss", type=float, default=1e-2, help="factor of the loss that balances experts")
 parser.add_argument("--expert-parallel", type=int, default=1, help="ranks that divide the experts of a layer")
-parser.add_argument("--layers", type=int, default=4)
-parser.add_argument("--hidden", type=int, default=64)
-parser.add_argument("--heads", type=int, default=4)
-parser.add_argument("--sequence", type=int, default=64)
+for size, default in {"layers": 4, "hidden": 64, "heads": 4, "sequence": 64}.items():
+    parser.add_argument(f"--{size}", type=int, default=default)
 parser.add_argument("--batch", type=int, default=16, help="rows of a step, over all replicas")
 parser.add_argument("--microbatch", type=int, default=2, help="rows that pass through the model at once")
 parser.add_argument("--steps", type=int, default=200)
@@ -61,10 +59,8 @@ parser.add_argument("--checkpoints", default="checkpoints", help="folder to save
 parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
 args = parser.parse_args()
-if args.recompute and args.zero_bubble:
-    parser.error("--recompute does not go with --zero-bubble, which computes the gradients of a layer in two parts")
-if args.zero and args.expert_parallel > 1:
-    parser.error("--zero does not go with --expert-parallel; MoeHybridParallelPlugin(zero_stage=1) divides experts too")
+if (args.recompute and args.zero_bubble) or (args.zero and args.expert_parallel > 1):
+    parser.error("--recompute does not go with --zero-bubble, and --zero does not go with --expert-parallel")
 # On most CPUs float32 is the quickest.
 args.opt_level = args.opt_level or ("O5" if args.device == "cuda" else "O0")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from apex.ops import _graph
 from apex.ops._graph import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
@@ -81,6 +82,7 @@ def account(monkeypatch: pytest.MonkeyPatch) -> Account:
     replaced |= {"device": nothing, "synchronize": lambda: None, "empty_cache": lambda: None}
     for name, value in replaced.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(_graph, "_make_workspaces", lambda stream: None)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", account.end_allocating, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", account.release, raising=False)
     monkeypatch.setattr(CudaGraphs, "_streams", {})

@@ -3,12 +3,14 @@
 Each release has a Python of its own: the oldest 3.10, the newest 3.13. `make test-versions TESTS=tests/ops` runs some
 of the tests. A release whose Python is missing here counts as failed.
 
-Quick tests start no processes and compile for no other machine. Each release has an environment of its own below
-`.venv`, which pip fills from the index it is set up with: there PyTorch may come with CUDA, some gigabytes.
+Quick tests start no processes and compile for no other machine. After them the release's Triton compiles every kernel
+for an H100, since its compiler may refuse code that its interpreter runs. Each release has an environment of its own
+below `.venv`, which pip fills from the index it is set up with: there PyTorch may come with CUDA, some gigabytes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -75,8 +77,21 @@ def _tested(python: str, packages: list[str]) -> str:
     command = [own, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     command += ["-p", "no:cacheprovider", *(f"--ignore={path}" for path in away)]
     command += sys.argv[1:]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"})
-    return "passed" if done.returncode == 0 else f"failed ({done.returncode})"
+    environment = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment)
+    if done.returncode:
+        return f"failed ({done.returncode})"
+    return "passed" if sys.argv[1:] else _compiled(own, environment)
+
+
+def _compiled(python: Path, environment: dict[str, str]) -> str:
+    """Compile the largest launches of every kernel for sm_90 and return the outcome in words."""
+    if subprocess.call([python, "-c", "import triton"], stderr=subprocess.DEVNULL):
+        return "passed"  # tests of kernels were skipped, too
+    command = [python, "-m", "tests.ops.compile_kernels", "sm_90"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    failures = json.loads(done.stdout)["sm_90"]["failures"] if done.returncode == 0 else [f"exit {done.returncode}"]
+    return f"failed ({len(failures)} kernels do not compile: {failures[0]})" if failures else "passed"
 
 
 if __name__ == "__main__":
