@@ -1,10 +1,11 @@
 """Compiles every registered kernel, in the launch configurations it would really get, for GPUs that are not here.
 
-    python -m tests.ops.compile_kernels [--every-launch] sm_90 sm_80 sm_100
+    python -m tests.ops.compile_kernels [--every-launch | --every-branch] sm_90 sm_80 sm_100
 
-`--every-launch` compiles every launch for every GPU. Without it only the launches of `largest_of_each` are compiled,
-most of them for the first GPU, as Triton lowers for all GPUs of a vendor much alike. Every kernel is compiled for one
-GPU of each vendor (`BINARIES`), and for one of the others, which take turns.
+`--every-launch` compiles every launch for every GPU. `--every-branch` also reads every launch whose absent tensors and
+flags differ, down to Triton's first form (TTIR): each release of Triton refuses other Python. Without them only the
+launches of `largest_of_each` are compiled, most of them for the first GPU, as Triton lowers for all GPUs of a vendor
+much alike. Every kernel is compiled for one GPU of each vendor (`BINARIES`), and for one of the others in turn.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
@@ -262,6 +263,34 @@ def largest_of_each(launches: list[_launch.Launch], sizes: bool, rules: bool) ->
     return [launch for _, launch in largest.values()]
 
 
+def one_of_each_branch(launches: list[_launch.Launch]) -> list[_launch.Launch]:
+    """Return a launch of every kernel with each set of absent tensors, flags and names: each way through its source."""
+    found: dict[tuple[Any, ...], _launch.Launch] = {}
+    for launch in launches:
+        kernel, constants, dtypes, _, _ = _compile_ahead.program(launch)
+        flags = [constant if isinstance(constant, (bool, str)) else None for constant in constants]
+        found.setdefault((kernel, *(dtype is None for dtype in dtypes), *flags), launch)
+    return list(found.values())
+
+
+def read_all(name: str) -> dict[str, Any]:
+    """Make TTIR of a launch of each branch of each kernel for one GPU, and return how many there were and failures."""
+    target, failures = TARGETS[name], []
+    launches = one_of_each_branch(record_all(target))
+    for launch in launches:
+        context = ir.context()
+        ir.load_dialects(context)
+        target.backend.load_dialects(context)
+        options = target.backend.parse_options({"num_warps": launch.prepared.num_warps})
+        implementations = target.backend.get_codegen_implementation(options), target.backend.get_module_map()
+        try:
+            source_of(launch).make_ir(target.gpu, options, *implementations, context)
+        except Exception as error:
+            what = f"{_compile_ahead.program(launch)}: {type(error).__name__}"
+            failures.append(f"{what}: {str(error)[-500:]}")
+    return {"read": len(launches), "failures": failures}
+
+
 def gpu_in_turn(kernel: str, names: list[str]) -> str | None:
     """Return the GPU of `names` that compiles a kernel beside `BINARIES`; None if no other GPU has the kernel."""
     others = [name for name in names if name not in BINARIES and kernel in kernels_of(name)]
@@ -332,5 +361,8 @@ def _add_to_report(report: dict[str, Any], program: Program, target: Target, see
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints what ptxas refuses
         every_launch = "--every-launch" in sys.argv
-        reports = compile_all([name for name in sys.argv[1:] if name in TARGETS], every_launch)
+        names = [name for name in sys.argv[1:] if name in TARGETS]
+        reports = compile_all(names, every_launch)
+        if "--every-branch" in sys.argv:
+            reports[names[0]]["failures"] += read_all(names[0])["failures"]
     json.dump(reports, sys.stdout)
