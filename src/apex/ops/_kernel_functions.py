@@ -66,22 +66,6 @@ def parameter(pointer, channel, mask, absent: tl.constexpr):
 
 
 @triton.jit
-def reciprocal_root(x, NVIDIA: tl.constexpr):
-    """Return 1 / sqrt(x) of a block of float32, by the instruction that `tl.rsqrt` ends in on an NVIDIA GPU.
-
-    For `tl.rsqrt` Triton reads and links NVIDIA's library of functions into the program, which is a fifth of the time
-    to compile a small kernel.
-    """
-    if NVIDIA:
-        root = tl.inline_asm_elementwise(
-            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        root = tl.rsqrt(x)
-    return root
-
-
-@triton.jit
 def random_words(seed, place, ROUNDS: tl.constexpr):
     """Return four blocks of random uint32 by Philox, one word of each per int64 in `place`.
 

@@ -26,9 +26,6 @@ COMPILED_BELOW = 1 << 20
 PLAIN_POSITIONS = 2048
 PLAIN_CHANNELS = 384
 
-# Channels of a tile of a pass that sums, if channels are last. 64 of them fill a cache line in half precision. Norms of
-# 64 channels share the programs of the others, each of which takes 0.4 s to compile.
-SUM_CHANNELS = 64
 # Elements of each tensor in a program's tile, by the kind of pass. On an H200, with 64 x 256 x 56 x 56 values in half
 # precision, an elementwise pass takes 1.09 times the floor of its traffic forward (1.2 with 8192 if positions are
 # contiguous) and 1.06 backward (1.2 with 8192). If positions are contiguous, a tile of few positions has many channels,
@@ -39,7 +36,6 @@ APPLY_BACKWARD_TILE = {False: 1024, True: 4096}  # whether channels are last, in
 WARPS = 4
 # Tiles of the kernels that combine partial results, in elements: small, so that many programs share the work.
 FINISH_TILE = 1024
-FINISH_PARTS = 512
 FINISH_WARPS = 4
 # The largest power of two that a kernel is told divides the contiguous size.
 WIDEST = 16
@@ -106,15 +102,12 @@ def whole_tiling(geometry: Geometry) -> tuple[tuple[int], tuple[int, int, int], 
 
 
 @launch_rule
-def tiling(geometry: Geometry, elements: int, widest: int = 128) -> Tiling:
-    """Divide a tensor into tiles of at most `elements`, long along the dimension that is contiguous in memory.
-
-    If channels are last, a tile has at most `widest` of them.
-    """
+def tiling(geometry: Geometry, elements: int) -> Tiling:
+    """Divide a tensor into tiles of at most `elements`, long along the dimension that is contiguous in memory."""
     images, positions, channels, last = geometry
     if last:
         # A width that divides the channels, because lanes beyond them would be idle.
-        block = widest if channels % widest == 0 else min(64, next_power_of_2(channels))
+        block = 128 if channels % 128 == 0 else min(64, next_power_of_2(channels))
         rows = min(elements // block, next_power_of_2(positions))
     else:
         rows = min(next_power_of_2(positions), 512)
@@ -174,7 +167,7 @@ def pitch(channels: int) -> int:
 def finish_block(parts: int) -> tuple[int, int]:
     """Return how many partial results and channels a program of a combining kernel loads at a time.
 
-    Each answer is a program to compile, in 0.2 s: with one per power of two a ResNet-50 needed five of each kernel. The
-    lanes of few parts are idle, but their programs, one for two channels, wait for memory once however many there are.
+    Each answer is a program to compile, in 0.25 s: with one per power of two a ResNet-50 needed five of each kernel.
     """
-    return FINISH_PARTS, FINISH_TILE // FINISH_PARTS
+    together = 512 if parts > 128 else 64
+    return together, FINISH_TILE // together

@@ -346,11 +346,9 @@ def _summing(
     """Prepare a pass that sums, and return it with the number of partial results that it writes."""
     here = facts(device)
     pace = config.pace(*geometry, backward, dtype.itemsize, here)
-    tiles = config.tiling(geometry, pace.elements, config.SUM_CHANNELS)
+    tiles = config.tiling(geometry, pace.elements)
     parts = config.measure_programs(tiles.units, tiles.channel_blocks, here.multiprocessors, pace)
     constants = {**flags, **tiles.constants, "STAGES": pace.stages, "UNROLL": pace.unroll}
-    if backward:
-        constants["NVIDIA"] = here.backend == "cuda"
     grid = (parts * tiles.channel_blocks,)
     return kernel.prepare(grid, (*tiles.sizes, parts, *sizes), **constants, num_warps=pace.num_warps), parts
 
@@ -358,12 +356,10 @@ def _summing(
 def _elementwise(
     kernel: Any, geometry: config.Geometry, backward: bool, dtype: torch.dtype, device: torch.device, **flags: bool
 ) -> Any:
-    here = facts(device)
-    chosen = config.apply_config(*geometry, backward, dtype.itemsize, here)
+    chosen = config.apply_config(*geometry, backward, dtype.itemsize, facts(device))
     tiles = config.tiling(geometry, chosen.elements)
-    constants = {**flags, **tiles.constants, "NVIDIA": here.backend == "cuda"}
     grid = (tiles.units * tiles.channel_blocks,)
-    return kernel.prepare(grid, tiles.sizes, **constants, num_warps=chosen.num_warps)
+    return kernel.prepare(grid, tiles.sizes, **flags, **tiles.constants, num_warps=chosen.num_warps)
 
 
 _elementwise_of_any = launch_rule(_elementwise)  # for tensors whose dtypes may differ between launches

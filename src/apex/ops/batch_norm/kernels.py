@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._kernel_functions import parameter, reciprocal_root
+from .._kernel_functions import parameter
 from .._launch import kernel
 
 # Numbers that differ from shape to shape. Triton would compile kernels anew if one is 1 or a multiple of 16; only the
@@ -171,7 +171,7 @@ def batch_norm_apply(
     x, z, weight, bias, mean, variance, y,
     positions, channels, chunks, units, channel_blocks, eps,
     RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
-    C_BLOCK: tl.constexpr, NVIDIA: tl.constexpr,
+    C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of one tile."""
     unit = tl.program_id(0) // channel_blocks
@@ -182,7 +182,7 @@ def batch_norm_apply(
     values = tl.load(x + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     spread = tl.load(variance + channel, inside, other=0.0).to(tl.float32)
-    scale = reciprocal_root(spread + eps, NVIDIA) * parameter(weight, channel, inside, 1.0)
+    scale = tl.rsqrt(spread + eps) * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
     result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
     if z is not None:
@@ -212,7 +212,7 @@ def batch_norm_measure_backward(
     x, dy, y, weight, bias, mean, variance, dz, partials,
     positions, channels, chunks, units, channel_blocks, programs, eps,
     RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
-    C_BLOCK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, NVIDIA: tl.constexpr,
+    C_BLOCK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient, and the gradient times the normalised input, over a program's units.
 
@@ -223,7 +223,7 @@ def batch_norm_measure_backward(
     channel = block * C_BLOCK + tl.arange(0, C_BLOCK)
     inside = channel < channels
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
-    factor = reciprocal_root(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps, NVIDIA)
+    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
     sum_dy = tl.zeros((R, C_BLOCK), tl.float32)
@@ -280,7 +280,7 @@ def batch_norm_apply_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx,
     positions, channels, chunks, units, channel_blocks, eps, inverse_count,
     RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
-    R: tl.constexpr, C_BLOCK: tl.constexpr, NVIDIA: tl.constexpr,
+    R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one tile of the input; without BATCH the statistics did not depend on the input.
 
@@ -296,7 +296,7 @@ def batch_norm_apply_backward(
     away = gradient
     if BATCH or (RELU and y is None):
         away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
-    factor = reciprocal_root(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps, NVIDIA)
+    factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
     gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)

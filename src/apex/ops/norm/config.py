@@ -52,13 +52,11 @@ class BackwardConfig(NamedTuple):
 MEASURED_BACKWARD: dict[tuple[int, bool], dict[str, Any]] = {
     (128, False): {"num_warps": 4, "num_stages": 4},  # 65536 rows in 23.0, else 24.0
     (256, True): {"num_warps": 2},  # 65536 rows in 37.4, else 39.8
+    (768, True): {"num_stages": 4},  # 32768 rows in 50.3, else 52.6
+    (2560, True): {"num_stages": 5},  # 8192 rows in 46.5, else 50.0
+    (5120, True): {"num_stages": 4},  # 8192 rows in 84.3, else 87.5
     (5120, False): {"num_warps": 16, "num_stages": 5},  # 4096 rows in 42.4, else 47.7
 }
-# Tiles in flight, with the one that is computed, of layer norms in half precision, by the length to which rows are
-# padded: 32768x768 in 50.3 us (3: 52.6), 8192x2560 in 46.5 (3: 50.0), 8192x5120 in 84.3 (3: 87.5). Rows that fill their
-# tiles have enough bytes in flight with 3 and do not need more, but each number of stages is a program to compile, in
-# 0.5 s. Needs up to 192 KiB of shared memory, with gradients in float32.
-MEASURED_STAGES = {1024: 4, 4096: 5, 8192: 4}
 
 
 # Fields that `apex tune` may change independently. The others follow from the row's length, or from each other.
@@ -145,8 +143,6 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
         if element_size == 2 and device.backend == "cuda" and device.shared_memory >= 160 * 1024:
-            if bias_grad and vector >= 16 and device.shared_memory >= 200 * 1024:
-                config = config._replace(num_stages=MEASURED_STAGES.get(block, config.num_stages))
             return config._replace(**MEASURED_BACKWARD.get((row_length, bias_grad), {}))
         return config
     if row_length <= BACKWARD_WIDE_LIMIT and vector >= 16:

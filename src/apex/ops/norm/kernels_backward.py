@@ -63,7 +63,8 @@ def norm_backward_rows(
     dy, saved, weight, bias, statistics, dsum, dx, partials,
     rows, row_length, limit,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, FROM_OUTPUT: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
     """Differentiate in a persistent grid: each program walks tiles of ROWS whole rows, loading the next tiles ahead.
 
@@ -75,10 +76,8 @@ def norm_backward_rows(
     row_length = row_length // ALIGN * ALIGN
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    column_mask = column < row_length
-    row = tl.arange(0, ROWS)
-    share = 1.0 / row_length  # of an element in a mean
-    within = row[:, None] * row_length + column[None, :]
+    column_mask = None if FULL else column < row_length
+    zero = None if FULL else 0.0
     w = None if weight is None else _load(weight, column, column_mask, 1.0)[None, :]
     b = _load(bias, column, column_mask, 0.0)[None, :] if bias is not None and FROM_OUTPUT else None
     if partials is not None:
@@ -88,36 +87,35 @@ def norm_backward_rows(
         if ADDED:
             dadded = tl.zeros([1 if FOLD else ROWS, BLOCK], tl.float32)
     for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        # Addresses of a tile are those of its first element and 32-bit offsets within it.
-        first = tile * ROWS
-        row_mask = row < rows - first
-        mask = row_mask[:, None] & column_mask[None, :]
-        start = first.to(tl.int64) * row_length
-        value = tl.load(saved + start + within, mask=mask, other=0.0).to(tl.float32)
-        gradient = tl.load(dy + start + within, mask=mask, other=0.0).to(tl.float32)
-        row_rstd = tl.load(statistics + first + row, mask=row_mask, other=0.0)[:, None]
+        row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        offset = row[:, None] * row_length + column[None, :]
+        row_mask = None if FULL else row < rows
+        mask = None if FULL else row_mask[:, None] & column_mask[None, :]
+        value = tl.load(saved + offset, mask=mask, other=zero).to(tl.float32)
+        gradient = tl.load(dy + offset, mask=mask, other=zero).to(tl.float32)
+        row_rstd = tl.load(statistics + row, mask=row_mask, other=zero)[:, None]
         row_mean = None
         if SUBTRACT_MEAN and not FROM_OUTPUT:
-            row_mean = tl.load(statistics + rows + first + row, mask=row_mask, other=0.0)[:, None]
+            row_mean = tl.load(statistics + rows + row, mask=row_mask, other=zero)[:, None]
         normalised = _normalised(value, row_mean, row_rstd, w, b, limit, FROM_OUTPUT)
         # Masked elements of `gradient` are zero, so no sum below sees the values of `normalised` there.
         wdy = gradient if weight is None else gradient * w
         if SUBTRACT_MEAN:
             # In one reduction, so that warps that share rows wait for each other half as often.
             mean_product, mean = tl.reduce((wdy * normalised, wdy), 1, _add_pairs)
-            correction = normalised * (mean_product * share)[:, None] + (mean * share)[:, None]
+            correction = normalised * (mean_product / row_length)[:, None] + (mean / row_length)[:, None]
         else:
-            correction = normalised * (tl.sum(wdy * normalised, 1) * share)[:, None]
+            correction = normalised * (tl.sum(wdy * normalised, 1) / row_length)[:, None]
         result = (wdy - correction) * row_rstd
         if dsum is not None:
-            result += tl.load(dsum + start + within, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx + start + within, result.to(dx.dtype.element_ty), mask=mask)
+            result += tl.load(dsum + offset, mask=mask, other=zero).to(tl.float32)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
         if partials is not None:
             dweight += _folded(gradient * normalised, FOLD)
             if bias is not None:
                 dbias += _folded(gradient, FOLD)
             if ADDED:
-                dadded += _folded(tl.where(mask, result, 0.0), FOLD)
+                dadded += _folded(result if FULL else tl.where(mask, result, 0.0), FOLD)
     if partials is not None:
         place = partials + program.to(tl.int64) * row_length + column
         tl.store(place, tl.sum(dweight, 0), mask=column_mask)

@@ -10,7 +10,6 @@ multiplying by ALIGN tells it the others, so that rows of 3000 half-precision el
 import triton
 import triton.language as tl
 
-from .._kernel_functions import reciprocal_root
 from .._launch import kernel
 
 
@@ -20,7 +19,6 @@ def norm_forward_rows(
     input, weight, bias, residual, added, total, output, statistics,
     rows, row_length, eps,
     ALIGN: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """Normalise ROWS whole rows per program, held in registers. FULL: no row or column needs a mask.
 
@@ -48,7 +46,7 @@ def norm_forward_rows(
         x = x - row_mean[:, None]
         if not FULL:
             x = tl.where(mask, x, 0.0)
-    row_rstd = reciprocal_root(tl.sum(x * x, 1) / row_length + eps, NVIDIA)
+    row_rstd = tl.rsqrt(tl.sum(x * x, 1) / row_length + eps)
     tl.store(statistics + row, row_rstd, mask=row_mask)
     y = x * row_rstd[:, None]
     if weight is not None:

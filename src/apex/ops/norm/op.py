@@ -206,8 +206,7 @@ def _forward_launch(
 ) -> ForwardLaunch:
     dtype, out_dtype, *_ = dtypes
     rows = math.prod(shape) // row_length
-    here = facts(device)
-    chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, here)
+    chosen = config.forward_config(rows, row_length, dtype.itemsize, subtract_mean, facts(device))
     flags: dict[str, Any] = {"ALIGN": math.gcd(16, row_length), "SUBTRACT_MEAN": subtract_mean}
     flags |= {"BLOCK": chosen.block, "num_warps": chosen.num_warps}
     if chosen.rows_per_program:
@@ -216,7 +215,6 @@ def _forward_launch(
             (rows, row_length),
             ROWS=chosen.rows_per_program,
             FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
-            NVIDIA=here.backend == "cuda",
             **flags,
         )
     else:
@@ -266,7 +264,7 @@ def launch_backward(
     else:
         launches.main((*tensors, dx, partials), limit)
     if launches.sums is not None:
-        launches.sums((partials, dweight, dweight if dbias is None else dbias, dweight))
+        launches.sums((partials, dweight, dbias, None))
     return dx, dweight, dbias
 
 
@@ -294,8 +292,8 @@ def _backward_launches(
     chosen = config.backward_config(rows, row_length, dtype.itemsize, has_bias and param_grads, here)
     sizes, align = (rows, row_length), math.gcd(16, row_length)
     common: dict[str, Any] = {"ALIGN": align, "SUBTRACT_MEAN": subtract_mean, "FROM_OUTPUT": from_output}
-    # With a residual one tensor more is loaded ahead: five stages would take nearly all of the shared memory.
-    stages = min(4, chosen.num_stages) if has_added else chosen.num_stages
+    # With a residual one tensor more is loaded ahead, for which five stages have no shared memory.
+    stages = min(3, chosen.num_stages) if has_added else chosen.num_stages
     main = {**common, "BLOCK": chosen.block, "num_warps": chosen.num_warps, "num_stages": stages}
     row_means = sums = None
     if chosen.kind == "rows":
@@ -303,7 +301,8 @@ def _backward_launches(
             (chosen.programs if param_grads else config.plain_programs(chosen, rows),),
             sizes,
             ROWS=chosen.rows_per_program,
-            STAGES=stages,
+            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            STAGES=chosen.num_stages,
             FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
             ADDED=any(has_added),
             **main,

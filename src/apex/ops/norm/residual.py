@@ -159,10 +159,10 @@ def launch_backward(
     empty = empty_on(device)
     dx = empty(launches.shape, launches.strides, dtype)
     dweight, dbias, dadded = _parameter_gradients(dy, weight, bias, has_added)
-    kinds = [dweight, *([dbias] if bias is not None else []), *([dadded] if has_added else [])]
+    of_bias, of_added = None if bias is None else dbias, dadded if has_added else None
     partials = empty((launches.partials,), (1,), torch.float32)
     launches.main((dy, saved, weight, bias, statistics, dsum, dx, partials), launches.limit)
-    launches.sums((partials, *kinds, *[dweight] * (3 - len(kinds))))
+    launches.sums((partials, dweight, of_bias, of_added))
     return dx, dweight, dbias, dadded
 
 
