@@ -190,8 +190,8 @@ def test_each_gradient_alone(example: Example, route: Route) -> None:
 @every_route
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_without_graph_breaks(family: str, route: Route) -> None:
-    if family == "transducer" and torch.__version__ < "2.7":
-        pytest.skip("Dynamo of PyTorch 2.6 does not trace packed rows, whose number depends on values")
+    if family == "transducer" and torch.__version__ < "2.10":
+        pytest.skip("Dynamo of PyTorch 2.6 and 2.9 does not trace packed rows, whose number depends on values")
     calls = [call_of(example, route) for example in FAMILIES[family]]
 
     def function(arguments: list[list[Any]]) -> list[Any]:
@@ -224,6 +224,8 @@ def test_compiled_without_graph_breaks(family: str, route: Route) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_for_all_sizes_at_once(family: str, route: Route) -> None:
     """The number of rows changes from call to call; one compilation serves them all."""
+    if family == "group_norm" and route.implementation == "torch" and torch.__version__ < "2.10":
+        pytest.skip("PyTorch 2.9 divides a size that varies in group norm's backward pass, and cannot trace it")
     example = FAMILIES[family][0]
     backend = "inductor" if route.device == "cuda" else "aot_eager"
     with _library.implementation(route.implementation):
