@@ -240,7 +240,7 @@ def measure(
         copy = count / speed / 1e6
         record.add(**{"GB/s": round(speed, 1), "copy": round(copy, 1)})
     nowhere = folder / "small" / "manifest.json" / "step"
-    # The first save with clones on the device also allocates the memory for them, which PyTorch keeps.
+    # The first save with clones on the device also allocates their memory, which PyTorch keeps for the second.
     for name, staging in (("first on the device", "device"), ("on the device", "device"), ("on the host", "host")):
         with without_errors():
             found = run.during_save(nowhere, staging, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apex import amp, fp8, graphs
+from apex.fp8.gather import ShardedWeight
 from apex.fused_dense import FusedDense, FusedDenseGeluDense
 from apex.ops import float8
 from apex.ops.float8 import reference
@@ -218,9 +220,22 @@ def test_weights_for_float8_gathers_compute_as_usual_and_are_put_back():
     assert torch.equal(model[0].weight, plain[0].weight)
 
 
+def test_one_rank_of_fsdp_hands_over_one_tensor():
+    """From 2.11 on, PyTorch copies only the first tensor if there is one rank."""
+    shard = torch.randn(256, 128)
+    rules = types.SimpleNamespace(param_dtype=torch.bfloat16)
+    weight, mesh = ShardedWeight(shard, False), types.SimpleNamespace(size=lambda: 1)
+    outputs, is_float8 = weight.fsdp_pre_all_gather(mesh, shard.shape, shard.stride(), nn.Module(), rules)
+    assert not is_float8
+    whole, kept = weight.fsdp_post_all_gather(outputs, is_float8, torch.bfloat16)
+    assert torch.equal(whole, shard.bfloat16())
+    assert kept == outputs
+    assert len(outputs) == 1
+
+
 @GPU
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")
-def test_fsdp_gathers_in_float8(tmp_path):
+def test_one_rank_of_fsdp_gathers_nothing_and_trains_alike(tmp_path):
     from torch.distributed.fsdp import fully_shard
 
     if reason := float8.obstacle(torch.device("cuda")):

@@ -318,26 +318,16 @@ def attention_backward_keys(
         if not STORES:
             row_delta = delta + place_of_row
         pointers = (queries, outputs, gradients, bias, statistics + place_of_row, row_delta, dlogits)
-        if LEFT or RIGHT:
-            dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_begin, partners, left, first, place, options,
-                sizes, strides,
-                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
-            )  # fmt: skip
+        if LEFT or RIGHT or (PACKED and not FULL_M):
+            if LEFT or RIGHT:
+                dks, dvs = _keys_tiles(
+                    dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_begin, partners, left, first, place,
+                    options, sizes, strides,
+                    HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
+                )  # fmt: skip
             dks, dvs = _keys_tiles(
                 dks, dvs, ks, vs, terms, pointers, head_key, whole_begin, whole_end, partners, left, first, place,
                 options, sizes, strides,
-                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
-            )  # fmt: skip
-            dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, place, options,
-                sizes, strides,
-                HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
-            )  # fmt: skip
-        elif PACKED and not FULL_M:
-            dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_end, partners, left, first, place, options,
-                sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
             dks, dvs = _keys_tiles(
