@@ -8,7 +8,8 @@ bytes of state for each parameter. A step's time is the time between the events 
 of staging a save is started between two steps of a loop that never waits for the device. "first" is the step right
 after the call, "copying" the longest step until the host has a copy, "writing" the median of some steps after it,
 "call" the host's time in the call. "allowed" is the bar for the first step: 1.1 steps with staging on the device; with
-staging on the host one step, and the time by which the copy is longer than the forward and the backward pass.
+staging on the host one step, and the time by which the copy ("copy during the step") is longer than the forward and the
+backward pass. "copy" is the time that a quiet device would take; beside a training step the copy takes longer.
 
 These saves go to a folder that cannot be made, so that their writer is free at once. The last save, "complete", is
 written; if it is not complete after `--seconds`, the writer is stopped and "steps" is the number of steps until then.
@@ -79,12 +80,12 @@ class Run:
         self.step = graphs.capture(self._step) if capture else self._step
 
     def _step(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
         loss = self.passes()
         self.optimizer.step()
         return loss.detach()
 
     def passes(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
         loss = self.network(self.words, self.targets)
         loss.backward()
         return loss
@@ -123,6 +124,8 @@ class Run:
             "writing": statistics.median(times[copying:] or times[-1:]),
             "call": call,
         }
+        if self.device.type == "cuda":
+            found["copy during the step"] = self.clock.between(*COPY_TIMES[-1])
         result: dict[str, Any] = {name: round(value, 2) for name, value in found.items()} | {"steps": len(times)}
         if saving.done():
             checkpoint.wait()
@@ -130,16 +133,21 @@ class Run:
         return result
 
 
-# The copies of each save, for the end of the copying.
+# The copies of each save, for the end of the copying, and the events at their beginning and end.
 COPIES: list[Any] = []
+COPY_TIMES: list[tuple[Any, Any]] = []
 
 
 def watch_copies() -> None:
     begin = _staging.Copies.__init__
 
     def init(self: Any, *args: Any) -> None:
+        start = Clock(torch.device("cuda")).now() if torch.cuda.is_available() else None
         begin(self, *args)
         COPIES.append(self)
+        for stream in _staging._streams.values():
+            with _staging._on(stream):
+                COPY_TIMES.append((start, Clock(torch.device("cuda")).now()))
 
     _staging.Copies.__init__ = init  # type: ignore[method-assign]
 
@@ -230,22 +238,21 @@ def measure(
                 if isinstance(tensor, torch.Tensor))  # fmt: skip
     count += sum(tensor.nbytes for tensor in run.network.parameters())
     record.add(**{"state in GB": round(count / 1e9, 2), "step": round(step, 2)})
-    passes = copy = 0.0
+    passes = 0.0
     if not capture:
-        run.optimizer.zero_grad()
         passes = statistics.median(run.times(5, run.passes))
         record.add(**{"forward and backward": round(passes, 2)})
     if device.type == "cuda":
         speed = bandwidth(device)
-        copy = count / speed / 1e6
-        record.add(**{"GB/s": round(speed, 1), "copy": round(copy, 1)})
+        record.add(**{"GB/s": round(speed, 1), "copy": round(count / speed / 1e6, 1)})
     nowhere = folder / "small" / "manifest.json" / "step"
     # The first save with clones on the device also allocates their memory, which PyTorch keeps for the second.
     for name, staging in (("first on the device", "device"), ("on the device", "device"), ("on the host", "host")):
         with without_errors():
             found = run.during_save(nowhere, staging, end)
         if device.type == "cuda" and not capture:
-            allowed = 1.1 * step if staging == "device" else step + max(0.0, copy - passes)
+            longer = max(0.0, found["copy during the step"] - passes)
+            allowed = 1.1 * step if staging == "device" else step + longer
             found |= {"allowed": round(allowed, 2), "within": found["first"] <= allowed}
         found["of a step"] = round(found["first"] / step, 3)
         record.add(**{f"staging {name}": found})

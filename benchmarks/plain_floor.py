@@ -40,7 +40,10 @@ class ProductCounter(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-            count = flop_registry[packet](*args, **kwargs, out_val=outputs)
+            heads = named["query"].shape[1] if "scaled_dot_product" in func.name() else None
+            counted = {name: _with_heads(value, heads) if name in ("key", "value") else value
+                       for name, value in named.items()}  # fmt: skip
+            count = flop_registry[packet](*counted.values(), out_val=outputs)
             self.operations += count // 2 if named.get("is_causal") or named.get("causal") else count
         elif func.name() == "aten::_grouped_mm":
             self.operations += 2 * args[0].numel() * args[1].shape[-1]
@@ -51,6 +54,14 @@ class ProductCounter(TorchDispatchMode):
                 self._seen.add(_storage(tensor))
                 self.bytes += tensor.numel() * tensor.element_size()
         return outputs
+
+
+def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
+    """Return keys or values with the shape that they have if each head of the query has its own.
+
+    PyTorch's count of operations knows no grouped queries.
+    """
+    return tensor if heads is None else tensor[:, :1].expand(-1, heads, -1, -1)
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

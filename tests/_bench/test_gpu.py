@@ -35,14 +35,17 @@ def test_every_implementation_is_measured(words, tmp_path):
 
 
 def peak_bytes(step):
-    """The most that a step allocates at once beyond what was there before it."""
+    """Return the most bytes that a step allocates at once beyond those that are allocated before it."""
     step()  # workspaces and compiled kernels that stay are not part of a step
-    torch.cuda.synchronize()
-    gc.collect()  # what other tests have left would be freed in between, and count as less
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated() - before
+    peaks = []
+    for _ in range(3):  # autograd's thread may free memory of the step before in between, which counts as less
+        torch.cuda.synchronize()
+        gc.collect()  # so does garbage of other tests
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    return max(peaks)
 
 
 def test_memory_efficient_needs_less_memory():
