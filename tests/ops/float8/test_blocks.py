@@ -25,10 +25,11 @@ def exact_blocks(input: torch.Tensor, square: bool, power_of_2: bool) -> tuple[t
     for row in range(0, input.shape[0], height):
         for column in range(0, input.shape[1], 128):
             tile = input[row : row + height, column : column + 128].double().cpu()
-            inverse = (tile.abs().max().clamp(min=1e-12) / 448).float()
+            amax = tile.abs().max().clamp(min=1e-12)
+            inverse, scale = amax.float() * (1 / 448), (448 / amax).float()
             if power_of_2:
-                inverse = torch.exp2(inverse.double().log2().ceil()).float()
-            scale = 1 / inverse if power_of_2 else (448 / tile.abs().max().clamp(min=1e-12)).float()
+                inverse = torch.exp2((amax / 448).float().double().log2().ceil()).float()
+                scale = 1 / inverse
             rounded = (tile.float() * scale).clamp(-448, 448).to(NUMBER)
             values[row : row + height, column : column + 128] = rounded.double() * inverse.double()
             inverses.append(inverse)

@@ -116,6 +116,7 @@ def _cast_launch(
         LIMIT=torch.finfo(dtype).max,
         SQUARE=square,
         POWER_OF_2=power_of_2,
+        SLICE=config.BLOCK_SLICE,
         num_warps=config.BLOCK_WARPS,
     )
 

@@ -25,8 +25,8 @@ AMAX_TILE = Tile(128, 64, 4)
 # Every program that casts reads all their partial results again.
 AMAX_BLOCK, AMAX_WARPS, MOST_PARTIALS = 8192, 4, 512
 
-# Warps of a program that casts a tile of 128 x 128, which is one block of scales.
-BLOCK_WARPS = 8
+# Rows or columns that a program casts at a time, of a tile of 128 x 128, and its warps.
+BLOCK_SLICE, BLOCK_WARPS = 32, 4
 
 # Tile of a program of the product by blocks, for GPUs where cuBLASLt has none.
 PRODUCT_TILE, PRODUCT_GROUP, PRODUCT_STAGES = Tile(128, 128, 8), 8, 3

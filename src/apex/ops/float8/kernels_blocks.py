@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels import _fit, _magnitude
+from .kernels import _magnitude
 
 BLOCK = tl.constexpr(128)
 
@@ -26,7 +26,8 @@ def _block_scales(bits, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
         power = ((exact.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         inverse = tl.where(exact < float("inf"), power, exact)
         return inverse, tl.div_rn(1.0, inverse)
-    return tl.div_rn(amax, LIMIT), tl.div_rn(LIMIT, amax)
+    # One division instead of two: programs of `float8_cast_blocks` divide once for some 10 numbers.
+    return amax * (1.0 / LIMIT), tl.div_rn(LIMIT, amax)
 
 
 @kernel
@@ -34,38 +35,49 @@ def _block_scales(bits, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
 def float8_cast_blocks(
     input, copy, transposed, inverse, turned_inverse,
     rows, columns, padded, turned_padded,
-    LIMIT: tl.constexpr, SQUARE: tl.constexpr, POWER_OF_2: tl.constexpr,
+    LIMIT: tl.constexpr, SQUARE: tl.constexpr, POWER_OF_2: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of 128 x 128 numbers, for the copy and for the transposed copy.
 
     With `SQUARE` the tile has one scale, at [tile row, tile column] of `inverse`, whose rows have `padded` elements.
     Otherwise each row of the copy's tile has a scale, at [tile column, row], and each row of the transposed one.
+
+    The tile is read from the cache again for the transposed copy, `SLICE` rows or columns at a time: a whole tile in
+    registers leaves room for one program on a multiprocessor. No number is clamped: times its scale it is at most
+    LIMIT (1 + 2^-23), which is rounded to LIMIT.
     """
-    row_block, column_block = tl.program_id(0), tl.program_id(1)
-    row = row_block * BLOCK + tl.arange(0, BLOCK)
-    column = column_block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(input + row[:, None].to(tl.int64) * columns + column[None, :]).to(tl.float32)
-    bits = _magnitude(x)
-    row_bits, column_bits = tl.max(bits, 1), tl.max(bits, 0)
+    row_block, column_block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile = input + (row_block * columns + column_block) * BLOCK
+    copy_tile = copy + (row_block * columns + column_block) * BLOCK
+    transposed_tile = transposed + (column_block * rows + row_block) * BLOCK
     element = copy.dtype.element_ty
+    whole = tl.arange(0, BLOCK)
     if SQUARE:
-        # The maximum is computed twice, so that each copy is rounded separately: from one shared rounding of float32
-        # numbers Triton 3.6 writes a quarter of the transposed copy wrongly.
-        one_inverse, scale = _block_scales(tl.max(row_bits, 0), LIMIT, POWER_OF_2)
-        _, scale_again = _block_scales(tl.max(column_bits, 0), LIMIT, POWER_OF_2)
+        bits = _magnitude(tl.load(tile + whole[:, None] * columns + whole[None, :]))
+        one_inverse, scale = _block_scales(tl.max(tl.max(bits, 1), 0), LIMIT, POWER_OF_2)
         tl.store(inverse + row_block * padded + column_block, one_inverse)
         tl.store(turned_inverse + column_block * turned_padded + row_block, one_inverse)
-        straight = _fit(x * scale, LIMIT).to(element)
-        turned = _fit(x * scale_again, LIMIT).to(element)
-    else:
-        row_inverse, row_scale = _block_scales(row_bits, LIMIT, POWER_OF_2)
-        column_inverse, column_scale = _block_scales(column_bits, LIMIT, POWER_OF_2)
-        tl.store(inverse + column_block.to(tl.int64) * rows + row, row_inverse)
-        tl.store(turned_inverse + row_block.to(tl.int64) * columns + column, column_inverse)
-        straight = _fit(x * row_scale[:, None], LIMIT).to(element)
-        turned = _fit(x * column_scale[None, :], LIMIT).to(element)
-    tl.store(copy + row[:, None].to(tl.int64) * columns + column[None, :], straight)
-    tl.store(transposed + column[:, None].to(tl.int64) * rows + row[None, :], tl.trans(turned))
+    for start in range(0, BLOCK, SLICE):
+        part = start + tl.arange(0, SLICE)
+        place = part[:, None] * columns + whole[None, :]
+        x = tl.load(tile + place).to(tl.float32)
+        if SQUARE:
+            scaled = x * scale
+        else:
+            row_inverse, row_scale = _block_scales(tl.max(_magnitude(x), 1), LIMIT, POWER_OF_2)
+            tl.store(inverse + column_block * rows + row_block * BLOCK + part, row_inverse)
+            scaled = x * row_scale[:, None]
+        tl.store(copy_tile + place, scaled.to(element))
+    for start in range(0, BLOCK, SLICE):
+        part = start + tl.arange(0, SLICE)
+        x = tl.load(tile + whole[:, None] * columns + part[None, :]).to(tl.float32)
+        if SQUARE:
+            scaled = x * scale
+        else:
+            column_inverse, column_scale = _block_scales(tl.max(_magnitude(x), 0), LIMIT, POWER_OF_2)
+            tl.store(turned_inverse + row_block * columns + column_block * BLOCK + part, column_inverse)
+            scaled = x * column_scale[None, :]
+        tl.store(transposed_tile + part[:, None] * rows + whole[None, :], tl.trans(scaled.to(element)))
 
 
 @kernel

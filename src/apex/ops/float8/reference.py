@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _library
-from .scales import scales_of
+from .scales import SMALLEST_AMAX, scales_of
 
 
 def cast(input: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def block_scales(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Te
     """Return the inverse scale and the scale for largest magnitudes; `power_of_2` rounds the inverse up to one."""
     inverse, scale = scales_of(amax, dtype)
     if not power_of_2:
-        return inverse, scale
+        return amax.clamp(min=SMALLEST_AMAX) * (1 / torch.finfo(dtype).max), scale
     # Adding all ones to the mantissa carries into the exponent unless the mantissa is zero.
     power = ((inverse.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     inverse = torch.where(inverse < torch.inf, power, inverse)
