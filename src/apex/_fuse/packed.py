@@ -100,9 +100,9 @@ def changed_interface(method: Any) -> dict[str, Any]:
 
 def takes_packed(decoder: nn.Module) -> bool:
     """Return whether all attention of a decoder reads the edges of packed sequences."""
-    found = []
+    are_fused = []
     for module in decoder.modules():
         kind: Any = getattr(type(module), "fused_from", type(module))
         if INTERFACE in names_used(kind.forward):
-            found.append(isinstance(module, FusedModule) and module.fused_rule.name == "rotary embedding")
-    return bool(found) and all(found)
+            are_fused.append(isinstance(module, FusedModule) and module.fused_rule.name == "rotary embedding")
+    return bool(are_fused) and all(are_fused)
