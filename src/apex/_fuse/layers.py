@@ -130,8 +130,8 @@ class _Stub:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def __call__(self, x: Any = None, *args: Any, **given: Any) -> Any:
-        output = given.get("hidden_states", x)
+    def __call__(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        output = kwargs.get("hidden_states", x)
         return (output, None) if self._returns_tuple else output
 
 

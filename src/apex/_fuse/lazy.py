@@ -2,8 +2,8 @@
 
 A layer's forward runs on a stand-in for the layer. The stand-in's children return objects of this file: the output of
 a linear layer, its activation, an output after a layer scale, and the sum of an output and a residual. The next step
-decides what is computed: a second linear layer after an activation takes both layers at once, a norm after a
-sum adds and normalises in one pass. Anything else that a forward does with such an object gets the tensor.
+chooses the fused operation: a second linear layer after an activation computes both layers at once, a norm after a sum
+adds and normalises in one pass. Any other operation on such an object gets the computed tensor.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def divided_state(
     count = torch.tensor(float(divided._steps.settle()), dtype=torch.float32, device=HOST)
 
     def read(keys: list[int]) -> dict[int, Any]:
-        found = _gathered(divided, keep, [params[key] for key in keys], names)
-        return {numbers[param]: {"step": count.clone(), **state} for param, state in found.items()}
+        states = _gathered(divided, keep, [params[key] for key in keys], names)
+        return {numbers[param]: {"step": count.clone(), **state} for param, state in states.items()}
 
     held = {param for state in divided._states for param in state.arena.params}
     sizes = {numbers[param]: 4 * len(names) * param.numel() for param in held}
@@ -184,7 +184,7 @@ def whole_gradients(divided: DistributedFusedAdam, params: list[Tensor]) -> dict
     """Return the whole mean gradients of some parameters of a ZeRO optimizer; all processes must call it."""
     divided.grad_sync()
     sources: Any = [_Gradients(divided, state.arena) for state in divided._states]
-    return {param: found[PARAM].to(param.device) for param, found in gather(sources, True, params).items()}
+    return {param: gathered[PARAM].to(param.device) for param, gathered in gather(sources, True, params).items()}
 
 
 class ExactWeights:

@@ -140,7 +140,7 @@ class Series:
         return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
 
     def _tidy(self, step: int) -> None:
-        """Remove old checkpoints; newer ones than `step`, and those being written, stay."""
+        """Remove old checkpoints; keep checkpoints that are newer than `step` or being written."""
         for path in _replaced(self.folder):
             restore_backup(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):

@@ -120,16 +120,16 @@ def log_prob_function(original: Any = None) -> Any:
         """Log-probabilities of the targets, and entropies, of a linear head."""
 
         @staticmethod
-        def apply(*given: Any) -> tuple[Tensor | None, ...]:
-            if original is not None and any(hasattr(each, "ds_id") for each in given):
-                return original.apply(*given)
-            if len(given) > len(names):
+        def apply(*values: Any) -> tuple[Tensor | None, ...]:
+            if original is not None and any(hasattr(value, "ds_id") for value in values):
+                return original.apply(*values)
+            if len(values) > len(names):
                 raise TypeError(f"apply takes at most {len(names)} arguments: {', '.join(names)}")
-            arguments = dict(zip(names, given, strict=False))
+            arguments = dict(zip(names, values, strict=False))
             takes_outputs = "outputs" in names
             outputs = arguments.get("outputs", _OPTIONAL) if takes_outputs else ("entropy",)
             rows = linear_log_probs(
-                given[0],
+                values[0],
                 arguments["weight"],
                 arguments["targets"],
                 arguments.get("bias"),

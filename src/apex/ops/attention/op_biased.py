@@ -228,12 +228,12 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     return dquery, dkey, dvalue, dbias
 
 
-def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
+def _gradients(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...] | None:
     """Return the gradients as `launch_backward` does, or None if kernels do not take the tensors as they are.
 
-    `given` ends with the dtype of the gradient of the bias, None if that gradient is not wanted.
+    `arguments` ends with the dtype of the gradient of the bias, None if that gradient is not wanted.
     """
-    query, key, value, mask, bias, output, statistics, inf, dtype = given
+    query, key, value, mask, bias, output, statistics, inf, dtype = arguments
     device, of_query = query.device, query.dtype
     # Only strides: value has the key's shape and dtype, output and its gradient have the query's.
     strides = (value.stride(), output.stride(), dout.stride())

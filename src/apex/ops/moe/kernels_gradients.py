@@ -38,10 +38,10 @@ def _store_unit_backward(
     if scaled is not None:
         target = scaled + wide * width + column[None, :]
         tl.store(target, (p[:, None] * unit).to(scaled.dtype.element_ty), mask=inside)
-    given = dactive * p[:, None]
+    dunit = dactive * p[:, None]
     element = dpre.dtype.element_ty
-    dgate = (given * by_gate).to(element)
-    dvalue = (given * by_value).to(element)
+    dgate = (dunit * by_gate).to(element)
+    dvalue = (dunit * by_value).to(element)
     if INTERLEAVED:
         tl.store(dpre + offset, tl.reshape(tl.join(dgate, dvalue), (ROWS, 2 * COLUMNS)), mask=both_mask)
     else:

@@ -72,10 +72,10 @@ def moe_plan(
     pieces = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
     ends = tl.cumsum(pieces, 0)
     tile = program * TILES + tl.arange(0, TILES)
-    found = tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1)
-    first = tl.where(expert[None, :] == found[:, None], (start - (ends - pieces) * BLOCK_ROWS)[None, :], 0)
+    owner = tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1)
+    first = tl.where(expert[None, :] == owner[:, None], (start - (ends - pieces) * BLOCK_ROWS)[None, :], 0)
     row = tl.sum(first, 1) + tile * BLOCK_ROWS
-    tl.store(tiles + tile, tl.where(found < experts, found, -1), mask=tile < bound)
+    tl.store(tiles + tile, tl.where(owner < experts, owner, -1), mask=tile < bound)
     tl.store(tiles + bound + tile, row, mask=tile < bound)
 
 

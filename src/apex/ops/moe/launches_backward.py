@@ -46,9 +46,9 @@ def launch_backward(
     tiles = launch_plan(None, offsets, problem)
     # Tokens in the order of experts are read by PyTorch's products only.
     token = order // problem.chosen if by_torch.gradients else None
-    given = None if token is None else dy.index_select(0, token)
-    if by_torch.products and given is not None:
-        dactive = grouped.multiply(given, down.transpose(1, 2) if transposed else down, offsets)
+    dy_rows = None if token is None else dy.index_select(0, token)
+    if by_torch.products and dy_rows is not None:
+        dactive = grouped.multiply(dy_rows, down.transpose(1, 2) if transposed else down, offsets)
         dpre, scaled, partials = launch_unit_backward(dactive, pre, weight, order, offsets, problem, want_down)
     else:
         dpre, scaled, partials = launch_down_backward(
@@ -60,11 +60,11 @@ def launch_backward(
     if want_down and scaled is not None:
         if into[1] is not None:
             launch_matrix_gradient(dy, scaled, order, offsets, into[1], problem, (True, False), accumulate=True)
-        elif given is not None:
-            ddown = grouped.matrix_gradient(given, scaled, offsets, transposed)
+        elif dy_rows is not None:
+            ddown = grouped.matrix_gradient(dy_rows, scaled, offsets, transposed)
         else:
             ddown = launch_matrix_gradient(dy, scaled, order, offsets, torch.empty_like(down), problem, (True, False))
-    del given, scaled
+    del dy_rows, scaled
     if want_down_bias and down_bias is not None:
         ddown_bias = launch_bias_gradient(dy, weight, order, offsets, torch.empty_like(down_bias), problem)
     if want_x:

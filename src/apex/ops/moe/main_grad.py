@@ -49,8 +49,8 @@ class _AddedToMainGrad(torch.autograd.Function):
     """The autograd node of `moe_experts_main_grad`."""
 
     @staticmethod
-    def forward(ctx, *given):  # type: ignore[no-untyped-def, override]
-        *arguments, gate_up, down, wanted = given
+    def forward(ctx, *values):  # type: ignore[no-untyped-def, override]
+        *arguments, gate_up, down, wanted = values
         ctx.main_grads, ctx.wanted = (gate_up, down), wanted
         return MOE_EXPERTS.forward_and_save(ctx, *arguments)
 

@@ -53,14 +53,14 @@ def unit_backward(dactive: Tensor, pre: Tensor, activation: str, interleaved: bo
         dvalue = dactive * low * s * (value.abs() <= LIMIT)
     else:
         dvalue = dactive * glu.activated(gate, activation)
-        given = dactive * value
+        dactivated = dactive * value
         if activation == "silu":
-            dgate = torch.ops.aten.silu_backward(given, gate)
+            dgate = torch.ops.aten.silu_backward(dactivated, gate)
         elif activation == "relu":
-            dgate = torch.ops.aten.threshold_backward(given, gate, 0)
+            dgate = torch.ops.aten.threshold_backward(dactivated, gate, 0)
         else:
             form = "tanh" if activation == "gelu_tanh" else "none"
-            dgate = torch.ops.aten.gelu_backward(given, gate, approximate=form)
+            dgate = torch.ops.aten.gelu_backward(dactivated, gate, approximate=form)
     return torch.stack((dgate, dvalue), -1).flatten(-2) if interleaved else torch.cat((dgate, dvalue), -1)
 
 
@@ -146,9 +146,9 @@ def backward(
             if bounds[expert] < bounds[expert + 1]:
                 function(expert, slice(bounds[expert], bounds[expert + 1]))
 
-    given, p = dy[token], weight.reshape(-1)[order.long()].to(wide)[:, None]
+    dy_rows, p = dy[token], weight.reshape(-1)[order.long()].to(wide)[:, None]
     active = unit(pre.to(wide), activation, interleaved)
-    dactive, dx_rows = pre.new_zeros(active.shape, dtype=wide), torch.zeros_like(given)
+    dactive, dx_rows = pre.new_zeros(active.shape, dtype=wide), torch.zeros_like(dy_rows)
     dp = p.new_zeros(p.shape[0])
     dgate_up = torch.zeros_like(gate_up) if want_gate_up else None
     ddown = torch.zeros_like(down) if want_down else None
@@ -156,15 +156,15 @@ def backward(
     ddown_bias = torch.zeros_like(down_bias) if want_down_bias and down_bias is not None else None
 
     def before_unit(expert: int, rows: slice) -> None:
-        dactive[rows] = (given[rows] @ (down[expert].t() if transposed else down[expert])).to(wide)
+        dactive[rows] = (dy_rows[rows] @ (down[expert].t() if transposed else down[expert])).to(wide)
         dp[rows] = (active[rows] * dactive[rows]).sum(1)
         if down_bias is not None:
-            dp[rows] += given[rows].to(wide) @ down_bias[expert].to(wide)
+            dp[rows] += dy_rows[rows].to(wide) @ down_bias[expert].to(wide)
         if ddown is not None:
-            product = given[rows].t() @ (p[rows] * active[rows]).to(x.dtype)
+            product = dy_rows[rows].t() @ (p[rows] * active[rows]).to(x.dtype)
             ddown[expert] = product.t() if transposed else product
         if ddown_bias is not None:
-            ddown_bias[expert] = (p[rows] * given[rows].to(wide)).sum(0)
+            ddown_bias[expert] = (p[rows] * dy_rows[rows].to(wide)).sum(0)
 
     by_expert(before_unit)
     dpre = unit_backward(p * dactive, pre.to(wide), activation, interleaved)

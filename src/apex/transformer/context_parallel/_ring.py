@@ -119,11 +119,11 @@ class RingAttention(torch.autograd.Function):
             block, queries, keys = plan.step(number)
             parts = (_taken(query, queries), *(_taken(each, keys) for each in travelling))
             sums = lse if queries is None else lse.index_select(1, queries).contiguous()
-            found = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
+            block_gradients = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
             if queries is None:
-                dquery += found[0]
+                dquery += block_gradients[0]
             else:
-                dquery.index_add_(0, queries, found[0].to(wide))
+                dquery.index_add_(0, queries, block_gradients[0].to(wide))
             # The gradients of keys travel with the keys: the ones for this step's keys arrive here now.
             if passing_gradients is None:
                 dkeys = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
@@ -131,9 +131,9 @@ class RingAttention(torch.autograd.Function):
                 dkeys = passing_gradients.wait()
             for index in range(2):
                 if keys is None:
-                    dkeys[index] += found[1 + index]
+                    dkeys[index] += block_gradients[1 + index]
                 else:
-                    dkeys[index].index_add_(0, keys, found[1 + index].to(wide))
+                    dkeys[index].index_add_(0, keys, block_gradients[1 + index].to(wide))
             passing_gradients = Passing(dkeys, group)
             if passing is not None:
                 travelling = passing.wait()
