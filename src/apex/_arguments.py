@@ -1,8 +1,9 @@
 """Checks of arguments against annotations: `@checked` functions refuse a wrong value by name, before they do anything.
 
-Annotations say what is accepted: `Tensor`, `int`, `float`, `bool`, `str`, `torch.dtype`, classes, functions, lists and
-mappings of these, unions, and integers with a lower bound, `Count` and `Index`. `Any` accepts everything. A call with
-arguments of the same types as an earlier one costs half a microsecond more. Under `torch.compile` nothing is checked.
+Annotations list the accepted values: `Tensor`, `int`, `float`, `bool`, `str`, `torch.dtype`, classes, functions, lists
+and mappings of these, unions, and integers with a lower bound, `Count` and `Index`. `Any` accepts everything. A call
+with arguments of the same types as an earlier one costs half a microsecond more. Under `torch.compile` nothing is
+checked.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ def checked(function: F) -> F:
     """Make a function raise TypeError or ValueError for arguments that its annotations do not accept."""
     # Types of the arguments of earlier calls, all of whose values are accepted.
     accepted: set[tuple[Any, ...]] = set()
-    # Made in the first call: annotations may name what is defined below the function.
+    # Made in the first call, because annotations may name classes that are defined below the function.
     kinds = functools.cache(lambda: _parameters(function))
 
     def check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Raise for a wrong argument; return whether the types of the arguments were enough to know."""
+        """Raise for a wrong argument; return whether all values of these types are accepted."""
         positions, names = kinds()
         given = [
             *zip(args, positions, strict=False),
@@ -103,7 +104,7 @@ def check_fields(options: Any, owner: type) -> None:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[tuple[str, Kind | None]], dict[str, Kind | None]]:
-    """Return the kinds of a function's parameters by position and by name; those of `Unpack` are among the names."""
+    """Return the kinds of a function's parameters by position and by name; the names include keys of `Unpack`."""
     hints = typing.get_type_hints(function, include_extras=True)
     positions, names = [], {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -130,7 +131,7 @@ def _shown(value: Any) -> str:
 
 
 def kind_of(hint: Any) -> Kind | None:
-    """Return what an annotation accepts; None if it accepts everything."""
+    """Return the kind of values that an annotation accepts; None if it accepts everything."""
     if hint in (Any, object):
         return None
     if hint in _SIMPLE:

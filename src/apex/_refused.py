@@ -52,7 +52,7 @@ def refuse(name: str) -> None:
 
 
 class Refusals(importlib.abc.MetaPathFinder):
-    """A last finder of modules, which finds nothing and says why a module of Colossal-AI is not there."""
+    """A last finder of modules; it finds nothing, and its error says why a module of Colossal-AI is missing."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise for a refused module of apex; return None for all others."""

@@ -10,7 +10,7 @@ The lists of tensors are
 
 dy3 and dy4 are the gradients before the last ReLU, times s3 and s4 (times 1 without a shortcut's convolution). A stage
 fills its part of `outputs` in place, or returns the input of the next stage. The `halo` functions take rows at the edge
-to another rank: three rows with the edge row in the middle, or ("corr") only the other rank's row.
+between two ranks: three rows with the edge row in the middle, or ("corr") only the other rank's row.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def exact(
     dtype: torch.dtype,
     terms: Sequence[int] = (),
 ) -> list[Expected]:
-    """Return the expected results: those that `function` gives in float64.
+    """Return the expected results: the results of `function` in float64.
 
     An output has dtype `dtype`, a gradient the dtype of its leaf. `terms` says how many numbers each element of the
     output, then of each leaf's gradient, is the sum of.

@@ -10,8 +10,7 @@ through host memory.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._failures import explained
+from ..ops._device import on_stream
 from ..ops._host import HOST, on_host
 
 # PyTorch's new names if they exist, because the old ones then warn.
@@ -211,24 +211,6 @@ def reduce_scatter_all_reduce(
             return _TwoStageWork(first, lambda: all_reduce(output, replicas, description, average).wait())
         first.wait()
         return all_reduce(output, replicas, description, average)
-
-
-@contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
-    """Queue the work inside this context on `stream`, after work queued on the current stream.
-
-    None is the current stream.
-    """
-    if stream is None:
-        yield
-        return
-    current = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(current)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(current)
 
 
 def wait_for(stream: Any) -> None:

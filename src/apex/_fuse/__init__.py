@@ -191,7 +191,7 @@ def _probe(module: Any, rule: FusionRule) -> str:
 def _checked(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], report: Report) -> Report:
     """Call the model, compare each fused module with the original on its input, and undo wrong ones.
 
-    Returns the report with the reasons of those that were undone.
+    Returns the report, with a reason for each replacement that was undone.
     """
     modules = {row.name: model.get_submodule(row.name) for row in report if not row.reason}
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}

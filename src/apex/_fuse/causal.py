@@ -1,10 +1,10 @@
 """The rule for decoders of transformers: causal attention without a mask, under torch.compile and capture as well.
 
 If a decoder is given no mask, transformers hands None to PyTorch's attention, whose flash kernels then do the causal
-part. While a graph is traced or captured it cannot look at positions (sequences may be packed), and builds a mask of
-tokens x tokens, for which there is no flash kernel: 86 ms instead of 57 for a step of a Qwen3-like model on an H200.
-If the caller gave neither mask nor positions nor a cache, the mask is plain, and nothing needs to be looked at. The
-fused forward is the decoder's own, with functions that return None for plain masks in place of those of transformers.
+part. While a graph is traced or captured, transformers cannot read positions (sequences may be packed). It then builds
+a mask of tokens x tokens, for which there is no flash kernel: 86 ms instead of 57 for a step of a Qwen3-like model on
+an H200. If the caller gave neither mask nor positions nor a cache, the mask is plain, and no tensor needs to be read.
+The fused forward is the decoder's own, but its mask functions return None for plain masks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rule import FusedModule, FusionRule, names_used, with_functions
 NAME = "causal attention without a mask"
 PADDINGS = (None, "right")
 
-# Functions of transformers that make masks, and the configuration's limit of the tokens that a query sees.
+# Mask functions of transformers, each with the name of the config's limit on how many tokens a query sees.
 _MASKS = {
     "create_causal_mask": "",
     "create_sliding_window_causal_mask": "sliding_window",
@@ -32,12 +32,12 @@ _MASKS = {
     "_prepare_4d_causal_attention_mask_for_sdpa": "",  # GPT-2 and others up to 4.52, if their attention is PyTorch's
 }
 _OLD_MASK = "_update_causal_mask"  # a method of decoders up to transformers 4.52; plain masks are never built
-# Arguments of these functions that a decoder computes itself if its caller did not give them.
+# Arguments of mask functions that a decoder computes itself if its caller did not give them.
 _COMPUTED = {
     *("config", "inputs_embeds", "input_embeds", "past_key_values", "position_ids", "cache_position"),
     *("input_shape", "past_key_values_length"),
 }
-# Arguments of a decoder that may make another mask than the plain one.
+# Arguments of a decoder: if all are None, its mask is plain.
 _DECISIVE = ("attention_mask", "past_key_values", "cache_position")
 
 
@@ -45,7 +45,7 @@ def _is_plain(options: dict[str, Any], limit: str, has_positions: bool) -> bool:
     """Return whether the arguments of a mask function ask for a causal mask of all tokens, for PyTorch's attention.
 
     If the decoder's caller gave positions (`has_positions`), sequences may be packed. Then the mask is plain only if
-    the decoder keeps them from the mask function, as those of Qwen2-VL do with positions in three dimensions.
+    the decoder keeps them from the mask function, as Qwen2-VL's decoder does with positions in three dimensions.
     """
     config: Any = options.get("config")
     if has_positions and options.get("position_ids") is not None:
@@ -127,26 +127,26 @@ def _decoder_forward(original: Any) -> Any:
 
     @functools.wraps(method)  # callers read its signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
-        mask = given.get("attention_mask")
+        arguments = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+        mask = arguments.get("attention_mask")
         settings = self.fused_settings
         if settings.padding == "right" and self.training and isinstance(mask, torch.Tensor) and mask.dim() == 2:
             # No token sees the padding behind it, and the loss ignores the padding's own rows.
-            args, kwargs, given = (), {**given, "attention_mask": None}, {**given, "attention_mask": None}
+            args, kwargs, arguments = (), {**arguments, "attention_mask": None}, {**arguments, "attention_mask": None}
         # An exported program may be called with other sizes, for which no mask means another attention.
-        is_plain = all(given.get(name) is None for name in _DECISIVE) and not is_exporting()
-        if is_plain and functions and settings.takes_packed and has_edges(given):
+        is_plain = all(arguments.get(name) is None for name in _DECISIVE) and not is_exporting()
+        if is_plain and functions and settings.takes_packed and has_edges(arguments):
             return of_packed(self, *args, **kwargs)
-        chosen = without_mask[given.get("position_ids") is not None] if is_plain else method
+        chosen = without_mask[arguments.get("position_ids") is not None] if is_plain else method
         return chosen(self, *args, **kwargs)
 
     return forward
 
 
 def configure(model: nn.Module, padding: str | None) -> None:
-    """Tell all fused decoders of a model where their padding is, unless `padding` is None, and about their attention.
+    """Set the settings of all fused decoders of a model: where padding is, and whether attention reads edges.
 
-    Called when all modules are fused.
+    If `padding` is None, their padding setting stays. Call this when all modules are fused.
     """
     for module in model.modules():
         if isinstance(module, FusedModule) and module.fused_rule.name == NAME:

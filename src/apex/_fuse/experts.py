@@ -40,13 +40,13 @@ def _is_batched(module: Any) -> bool:
 
 def _is_list(module: Any) -> bool:
     """Return whether a module is a list of separate experts, as in transformers 4."""
-    if not isinstance(module, nn.ModuleList) or len(module) < 2 or len({type(each) for each in module}) > 1:
+    if not isinstance(module, nn.ModuleList) or len(module) < 2 or len({type(expert) for expert in module}) > 1:
         return False
     return any(all(hasattr(module[0], name) for name in names) for names in _SEPARATE)
 
 
 def _unit_of(module: Any) -> _Unit | None:
-    """Return the gated unit that a module's `_apply_gate` computes; None if it is none that is known."""
+    """Return the gated unit that a module's `_apply_gate` computes; None if the unit is unknown."""
     columns = module.gate_up_proj.shape[2 if module.is_transposed else 1]
     generator = torch.Generator().manual_seed(0)
     pre = torch.randn(8, columns, generator=generator, dtype=torch.float64, device=generator.device)
@@ -96,10 +96,10 @@ def _make_forward(original: Any) -> Callable[..., Tensor]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the experts in the kernels of `apex.ops.moe`; other calls go to the original class."""
-        given = {**dict(zip(names[: len(args)], args[: len(names)], strict=True)), **kwargs}
-        if len(args) > 3 or set(given) != set(names) or not _is_plain(self, *(given[name] for name in names)):
+        arguments = {**dict(zip(names[: len(args)], args[: len(names)], strict=True)), **kwargs}
+        if len(args) > 3 or set(arguments) != set(names) or not _is_plain(self, *(arguments[name] for name in names)):
             return original.forward(self, *args, **kwargs)
-        hidden, index, weight = (given[name] for name in names)
+        hidden, index, weight = (arguments[name] for name in names)
         chosen = self.fused_settings
         output = moe_experts(
             hidden,
@@ -141,10 +141,10 @@ def _probe(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 def _sizes(module: Any) -> tuple[int, int, int, int, int]:
-    """Return E, H and F of a module, and the number of experts, and hidden size and width, of its small copy.
+    """Return E, H and F of a module, then E of its small copy and the copy's H, which equals its F.
 
-    Hidden size and width of the copy are equal, because an attribute with a number may be either. If the number of
-    experts equals one of them, it stays equal.
+    H and F of the copy are equal, because an integer attribute that equals one may stand for the other. If E of the
+    module equals H or F, E of the copy does too.
     """
     experts, first, second = module.gate_up_proj.shape
     hidden, width = (first, second // 2) if module.is_transposed else (second, first // 2)
@@ -153,7 +153,7 @@ def _sizes(module: Any) -> tuple[int, int, int, int, int]:
 
 
 def _small(module: Any) -> Any:
-    """Return a copy with few and small experts, cut out of the module's: trials of all weights would take gigabytes."""
+    """Return a copy with few experts, cut to a small size, because trials with all weights would take gigabytes."""
     small = copy.copy(module)
     experts, hidden, width, few, size = _sizes(module)
     sizes = {experts: few, hidden: size, width: size}

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ..contrib.xentropy import linear_cross_entropy
 from .rule import FusionRule, has_hooks, names_used, with_functions
 
-# Names that the forward of a language model may use. They do nothing with logits but what `_Logits` records.
+# Names that the forward of a language model may use: `_Logits` records every operation on logits among them.
 _NAMES = {
     # backbones and their outputs
     *("model", "transformer", "gpt_neox", "decoder", "encoder", "get_decoder", "last_hidden_state", "hidden_states"),
@@ -29,11 +29,11 @@ _NAMES = {
     # settings
     *("config", "text_config", "get_text_config", "vocab_size", "output_attentions", "output_hidden_states"),
     *("use_return_dict", "return_dict", "use_cache", "model_dim", "scale_decoder_outputs", "tie_word_embeddings"),
-    # the head, and what is done with logits
+    # the head, and operations on logits
     *("lm_head", "loss_function", "slice_logits_to_keep", "CrossEntropyLoss", "contiguous", "float", "view", "size"),
     *("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
     *("torch", "tanh"),
-    # a router's loss, which is added to the other
+    # a router's loss, which is added to the model's loss
     *("output_router_logits", "load_balancing_loss_func", "num_experts", "num_local_experts", "num_experts_per_tok"),
     *("router_aux_loss_coef", "aux_loss"),
     # Python, T5
@@ -192,7 +192,7 @@ def _reason(module: Any) -> str:
 def _obstacle(module: Any, makes_loss: bool) -> str:
     """Return the reason why a model's loss cannot be computed without its logits at this time, "" if it can.
 
-    `makes_loss` is what `_makes_loss` says of the module's class, which Dynamo of PyTorch 2.6 cannot trace.
+    `makes_loss` is the result of `_makes_loss` for the module's class; Dynamo of PyTorch 2.6 cannot trace that call.
     """
     if type(module.lm_head).forward is not nn.Linear.forward or has_hooks(module.lm_head):
         return f"lm_head is {type(module.lm_head).__name__}, or has hooks, and must be called"
@@ -223,8 +223,8 @@ def _head_forward(original: Any) -> Callable[..., Any]:
         labels, settings = kwargs.get("labels"), self.fused_settings
         if not self.training or labels is None or settings is None or _obstacle(self, makes_loss):
             return method(self, *args, **kwargs)
-        given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-        if "use_cache" in names and given.get("use_cache") is None and given.get("past_key_values") is None:
+        arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
+        if "use_cache" in names and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
             kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
         try:
             outputs = changed(_StandIn(self), *args, **kwargs)

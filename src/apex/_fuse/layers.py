@@ -29,7 +29,7 @@ _PAIRS = (
 _ACTIVATIONS = ("activation_fn", "act", "act_fn", "activation", "gelu_impl")
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _FACTORS = ("lambda1", "gamma", "scale_factor")
-# Norms that may follow a residual's addition within a layer, and modules that add what they are given and normalise it.
+# Names of norms that may follow a residual's addition, in layers and in modules that add two inputs (`BertOutput`).
 _NORMS = (
     *("post_attention_layernorm", "layernorm_after", "ln_2", "norm1", "norm2", "layer_norm2", "final_layer_norm"),
     *("LayerNorm", "pre_feedforward_layernorm", "sa_layer_norm", "output_layer_norm", "post_layernorm"),
@@ -37,7 +37,7 @@ _NORMS = (
 
 
 def _factors(module: Any) -> Tensor | None:
-    """Return the vector of a layer scale: a module with this one parameter, named as one."""
+    """Return the factors of a layer scale: the only parameter of a module `...LayerScale`; None for other modules."""
     parameters = dict(module.named_parameters()) if not has_hooks(module) else {}
     name = next(iter(parameters), "")
     is_scale = type(module).__name__.endswith("LayerScale") and len(parameters) == 1 and name in _FACTORS
@@ -62,7 +62,7 @@ def _norm_arguments(module: Any) -> tuple[Any, Any, float, bool] | None:
 
 
 def _activation_of(function: Any) -> str:
-    """Return the name of the activation that a function or module computes, "" if it is none that is known."""
+    """Return the name of the activation that a function or module computes, "" if it is unknown."""
     if isinstance(function, nn.Module) and (has_hooks(function) or next(function.parameters(), None) is not None):
         return ""
     options: Any = {"dtype": torch.float64, "device": torch.Generator().device}
@@ -130,8 +130,8 @@ class _Stub:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def __call__(self, x: Any = None, *args: Any, **given: Any) -> Any:
-        output = given.get("hidden_states", x)
+    def __call__(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        output = kwargs.get("hidden_states", x)
         return (output, None) if self._returns_tuple else output
 
 
@@ -176,13 +176,13 @@ def _identity(function: Any) -> Any:
 
 def _settings(module: Any) -> dict[str, tuple[str, Any]]:
     """Return the activations of a layer by attribute name, each with its identity."""
-    found = {}
+    activations = {}
     for name in _ACTIVATIONS:
         function = getattr(module, name, None)
         activation = _activation_of(function) if callable(function) else ""
         if activation:
-            found[name] = (activation, _identity(function))
-    return found
+            activations[name] = (activation, _identity(function))
+    return activations
 
 
 @functools.cache
@@ -244,10 +244,10 @@ def _examples(module: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _layer_reason(module: Any) -> str:
-    """Try a layer, with a stub in the place of attention; return the difference, "" if there is none."""
-    if any(hasattr(each, "device_mesh") for each in module.parameters()):
+    """Try a layer, with a stub instead of attention; return the reason why it cannot be fused, "" if it can."""
+    if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
         return "its weights are sharded, so that it cannot be tried; fuse before fully_shard"
-    if any(each.is_meta for each in module.parameters()):
+    if any(parameter.is_meta for parameter in module.parameters()):
         return "its weights are on no device yet, so that it cannot be tried"
     if _is_layer(module) and _has_dropout(module):
         return "it has dropout"
@@ -264,7 +264,7 @@ def _layer_reason(module: Any) -> str:
 
 
 def _difference(module: Any, returns_tuple: bool, example: Tensor, others: list[Tensor]) -> str:
-    """Return where a layer's forward on its stand-in differs from the plain one, "" if nowhere."""
+    """Return a sentence about the first result that a lazy stand-in changes in a layer's forward, "" if none."""
     rtol, atol = (2e-2, 2e-2) if example.dtype.itemsize == 2 else (1e-4, 1e-5)
     method, settings = type(module).forward, _settings(module)
     inputs = {"usual": example, "negative": -example.abs(), "large": example * 2.0**5, "tiny": example * 2.0**-10}
@@ -278,9 +278,9 @@ def _difference(module: Any, returns_tuple: bool, example: Tensor, others: list[
                 output = output[0] if isinstance(output, tuple) else output
                 (gradient,) = torch.autograd.grad(output, leaf, output.detach().cos())
             results.append((output.detach(), gradient))
-        for name, found, wanted in zip(("output", "gradient"), *results, strict=True):
-            limit = atol * max(1.0, float(wanted.abs().max()))
-            if found.dtype != wanted.dtype or not torch.allclose(found, wanted, rtol=rtol, atol=limit):
+        for name, actual, expected in zip(("output", "gradient"), *results, strict=True):
+            limit = atol * max(1.0, float(expected.abs().max()))
+            if actual.dtype != expected.dtype or not torch.allclose(actual, expected, rtol=rtol, atol=limit):
                 mode = "training" if training else "evaluation"
                 return f"its forward computes something else ({name} differs in {mode} mode for {kind} inputs)"
     return ""

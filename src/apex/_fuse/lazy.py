@@ -2,8 +2,8 @@
 
 A layer's forward runs on a stand-in for the layer. The stand-in's children return objects of this file: the output of
 a linear layer, its activation, an output after a layer scale, and the sum of an output and a residual. The next step
-decides what is computed: a second linear layer after an activation takes both layers at once, a norm after a
-sum adds and normalises in one pass. Anything else that a forward does with such an object gets the tensor.
+chooses the fused operation: a second linear layer after an activation computes both layers at once, a norm after a sum
+adds and normalises in one pass. Any other operation on such an object gets the computed tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Lazy:
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, Scaled) and not isinstance(self, Scaled):
-            self, other = other, self  # the one that is not computed adds the other
+            self, other = other, self  # a scaled tensor computes scale and sum in one pass
         other = plain(other)
         if isinstance(other, Tensor) and other.shape == self.tensor_shape():
             return self.plus(other)
@@ -65,8 +65,8 @@ class Lazy:
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _ADDITIONS and len(args) == 2 and not kwargs and function not in (Tensor.__iadd__, Tensor.add_):
-            one, other = args
-            return one + plain(other) if isinstance(one, Lazy) else other + one
+            left, right = args
+            return left + plain(right) if isinstance(left, Lazy) else right + left
         return function(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
 
 

@@ -27,10 +27,10 @@ def packed_mask(device: torch.device) -> Tensor:
     return torch.zeros(_SHAPE, dtype=torch.bool, device=device)
 
 
-def has_edges(given: dict[str, Any]) -> bool:
+def has_edges(arguments: dict[str, Any]) -> bool:
     """Return whether a call of a decoder has the edges of packed sequences, in one row."""
-    first, second, *lengths = (given.get(name) for name in EDGES)
-    rows = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    first, second, *lengths = (arguments.get(name) for name in EDGES)
+    rows = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     is_given = isinstance(first, Tensor) and isinstance(second, Tensor) and all(type(n) is int for n in lengths)
     return is_given and isinstance(rows, Tensor) and rows.shape[0] == 1
 
@@ -84,7 +84,7 @@ def _takes_flash(query: Tensor, value: Tensor) -> bool:
 
 
 def _mask_of(edges: Tensor, tokens: int) -> Tensor:
-    """Return the mask of packed sequences: a token sees those before it in its sequence, and itself."""
+    """Return the mask of packed sequences: a token sees itself and the earlier tokens of its sequence."""
     index = torch.arange(tokens, dtype=edges.dtype, device=edges.device)
     sequence = torch.searchsorted(edges, index, right=True)
     return ((sequence[:, None] == sequence) & (index[:, None] >= index))[None, None]
@@ -100,9 +100,9 @@ def changed_interface(method: Any) -> dict[str, Any]:
 
 def takes_packed(decoder: nn.Module) -> bool:
     """Return whether all attention of a decoder reads the edges of packed sequences."""
-    found = []
+    are_fused = []
     for module in decoder.modules():
         kind: Any = getattr(type(module), "fused_from", type(module))
         if INTERFACE in names_used(kind.forward):
-            found.append(isinstance(module, FusedModule) and module.fused_rule.name == "rotary embedding")
-    return bool(found) and all(found)
+            are_fused.append(isinstance(module, FusedModule) and module.fused_rule.name == "rotary embedding")
+    return bool(are_fused) and all(are_fused)

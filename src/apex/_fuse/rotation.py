@@ -23,8 +23,8 @@ _FUNCTIONS = (
     *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb_vision"),
     "apply_rotary_emb",
 )
-# Their first arguments: a query and a key; the same with complex tables; one tensor.
-_DIM = "unsqueeze_dim"  # an argument: 1 if heads are before tokens, 2 behind
+_DIM = "unsqueeze_dim"  # their argument: 1 if heads are before tokens, 2 behind
+# Their first arguments: query, key and tables; query, key and complex tables; one tensor and tables.
 _PAIR, _COMPLEX, _ONE = ("q", "k", "cos", "sin"), ("xq", "xk", "freqs_cis"), ("x", "cos", "sin")
 
 
@@ -34,7 +34,7 @@ def _doubled(table: Tensor) -> Tensor:
 
 
 class _Reading(NamedTuple):
-    """How a function reads its tables, and where the two channels of a pair lie.
+    """A way of a function to read its tables, and the layout of the two channels of a pair.
 
     `in_halves` makes a table of cosines or sines that the fused rotation takes. A table of width w has the angles of
     `ratio` * w channels.
@@ -82,7 +82,7 @@ def _call_pair(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) ->
 
 
 def _call_flat(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    """Call a function of all tokens of all images in a row; the batch is 1."""
+    """Call a function of [tokens, heads, channels], which has no batch dimension, with a batch of 1."""
     return [t.transpose(0, 1)[None] for t in function(*(t[0].transpose(0, 1) for t in (q, k)), cos[0], sin[0])]
 
 
@@ -100,7 +100,7 @@ def _call_one(function: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> 
 
 @functools.cache
 def _agrees(function: Callable[..., Any], call: Callable[..., Any], reading: _Reading, width: int) -> bool:
-    """Return whether `function` computes what `rotate_heads` does, for tables of `width` and 8 channels.
+    """Return whether `function` has the results of `rotate_heads`, for tables of `width` and 8 channels.
 
     Compares outputs and gradients for queries and keys of usual size, large and tiny, for a table that all rows of a
     batch share and for a table per row.
@@ -115,35 +115,35 @@ def _agrees(function: Callable[..., Any], call: Callable[..., Any], reading: _Re
         try:
             with torch.enable_grad():
                 tables = reading.in_halves(cos), reading.in_halves(sin)
-                ours = rotate_heads((q, k), *tables, True, reading.pairs)
-                for rotated in (call(function, q, k, cos, sin), ours):
+                fused = rotate_heads((q, k), *tables, True, reading.pairs)
+                for rotated in (call(function, q, k, cos, sin), fused):
                     gradients = torch.autograd.grad(rotated, (q, k), (q.detach().cos(), k.detach().cos()))
                     results.append([*rotated, *gradients])
         except Exception:  # a foreign function may raise anything
             return False
         sizes = (scale, scale, 1.0, 1.0)  # of two outputs and two gradients
-        for one, other, size in zip(*results, sizes, strict=True):
-            if one.shape != other.shape or not torch.allclose(one, other, atol=1e-6 * size):
+        for theirs, expected, size in zip(*results, sizes, strict=True):
+            if theirs.shape != expected.shape or not torch.allclose(theirs, expected, atol=1e-6 * size):
                 return False
     return True
 
 
 def _readings(function: Callable[..., Any], call: Callable[..., Any]) -> dict[bool, _Reading]:
     """Return how a function reads tables of all channels (True) and of the first channels (False), if trials agree."""
-    found: dict[bool, _Reading] = {}
+    readings: dict[bool, _Reading] = {}
     for is_full in (True, False):
         channels = 8 if is_full else 4
-        alike = (each for each in _READINGS if _agrees(function, call, each, channels // each.ratio))
-        reading = next(alike, None)
+        agreeing = (r for r in _READINGS if _agrees(function, call, r, channels // r.ratio))
+        reading = next(agreeing, None)
         if reading is not None:
-            found[is_full] = reading
-    return found
+            readings[is_full] = reading
+    return readings
 
 
 def _rotated(
     readings: dict[bool, _Reading], tensors: tuple[Any, ...], cos: Any, sin: Any, heads_first: bool
 ) -> tuple[Tensor, ...] | None:
-    """Return the fused rotation, None if the function must be called: for tables of some tokens only, for example."""
+    """Return the rotated tensors; None if no reading fits, for example if the tables are for some of the tokens."""
     tokens = 2 if heads_first else 1
     if any(t is None or t.dim() != 4 for t in tensors) or cos.dim() != 3 or cos.shape[0] not in (1, len(tensors[0])):
         return None
@@ -171,12 +171,12 @@ def _fused_real(function: Callable[..., Any], count: int) -> Callable[..., Any] 
         return None
 
     def rotate(*args: Any, **options: Any) -> Any:
-        given = {**defaults, **dict(zip(names[: len(args)], args[: len(names)], strict=True)), **options}
-        values = list(given.values())
+        arguments = {**defaults, **dict(zip(names[: len(args)], args[: len(names)], strict=True)), **options}
+        values = list(arguments.values())
         tensors, (cos, sin) = tuple(values[:count]), values[count : count + 2]
-        dim = given.get(_DIM, 1)
+        dim = arguments.get(_DIM, 1)
         is_usual = len(args) <= len(names) == len(values) and all(
-            given[name] is None for name in extras if name != _DIM
+            arguments[name] is None for name in extras if name != _DIM
         )
         rotated = None
         if is_usual and all(isinstance(each, Tensor) for each in (*tensors, cos, sin)):
@@ -211,7 +211,7 @@ def _fused_complex(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _fused_function(function: Any) -> Callable[..., Any] | None:
-    """Return a fused function for one of a library, None if its arguments or results are others."""
+    """Return the fused counterpart of a library's rotation; None if its arguments or its results are unknown."""
     names = tuple(inspect.signature(function).parameters)
     if names[:4] == _PAIR or names[:3] == _ONE:
         return _fused_real(function, 2 if names[:4] == _PAIR else 1)
@@ -219,7 +219,7 @@ def _fused_function(function: Any) -> Callable[..., Any] | None:
 
 
 def _functions(kind: Any) -> dict[str, Any]:
-    """Return the global functions that rotate, by name, which the forward of a class uses."""
+    """Return the rotating global functions that the forward of a class uses, by name."""
     forward = inspect.unwrap(kind.forward)
     names, known = names_used(forward), getattr(forward, "__globals__", {})
     return {name: known[name] for name in _FUNCTIONS if name in names and callable(known.get(name))}

@@ -201,10 +201,10 @@ def random_input(module: nn.Module, *shape: int) -> Tensor:
 def trial(module: Any, example: Tensor, *others: Tensor) -> str:
     """Compare a fused module with the original; return the first difference, or "" if there is none.
 
-    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs, and from
-    the same `others`. Such inputs are to reveal another formula (a clamp, say), not rounding errors: the allowed error
-    is four tolerances, and results that overflow in the original are ignored. Gradients of parameters, which are costly
-    for large layers, are compared once.
+    Both compute in training and in evaluation mode, from `example` and from negative, large and tiny inputs; `others`
+    are the remaining arguments. Such inputs reveal another formula (a clamp, say), not rounding errors: the allowed
+    error is four tolerances, and results that overflow in the original are ignored. Gradients of parameters, which are
+    costly for large layers, are compared once.
 
     A module in half precision is compared as a float32 copy, and only its outputs in half precision. Rounding can put a
     number on either side of a ReLU's zero, and the gradients then differ by dozens of tolerances.
@@ -323,7 +323,7 @@ def copied_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of an argument; a float tensor requires a gradient, but not tensors in tuples (tables, masks)."""
+    """Return a copy of an argument. A float tensor requires a gradient; tensors in tuples (tables, masks) do not."""
     if isinstance(value, Tensor):
         copied = value.detach().clone()
         return copied.requires_grad_() if copied.is_floating_point() else copied

@@ -117,7 +117,7 @@ def get_accelerator() -> BaseAccelerator:
 
 
 def set_accelerator(accelerator: Any) -> None:
-    """Accept the name of the present device; raise for others, because PyTorch decides on the accelerator."""
+    """Accept the name of the current device; raise for other names, because PyTorch chooses the accelerator."""
     name = getattr(accelerator, "name", accelerator)
     if name != _ACCELERATOR.name:
         raise ValueError(f"accelerator={name!r} is not the device of this process, which is {_ACCELERATOR.name!r}")

@@ -87,7 +87,7 @@ class AmpOptimizerState:
 
 
 def collect_params(optimizer: Any, params: list[Tensor], originals: dict[Tensor, Tensor]) -> list[Tensor]:
-    """Sort parameters into the lists of the stash; return those for the optimizer's groups, masters if they exist.
+    """Sort parameters into the lists of the stash; return the optimizer's parameters, masters if they exist.
 
     `originals` holds values from before the model was cast, which are more exact than its current parameters.
     """

@@ -28,18 +28,18 @@ class MagnitudeBuffer:
         self._shape = (_CHUNK, float8.MOST_PARTIALS) if has_kernel else (_CHUNK,)
         self._chunks: list[Tensor] = []
         # The memory of each number: a row of partial maxima, as int32, or without kernels one float32.
-        self._places: list[Tensor] = []
+        self._rows: list[Tensor] = []
 
     def measure(self, tensor: Tensor) -> int:
         """Write the largest magnitude of a tensor that has elements to the next number, and return its index."""
-        if self.used == len(self._places):
+        if self.used == len(self._rows):
             self._allocate()
-        place = self._places[self.used]
+        row = self._rows[self.used]
         self.used += 1
-        if place.dim() and float8.has_amax_kernel(tensor):
-            float8.write_amax(tensor, place)
+        if row.dim() and float8.has_amax_kernel(tensor):
+            float8.write_amax(tensor, row)
         else:
-            _write_by_operators(tensor.detach(), place.view(torch.float32))
+            _write_by_operators(tensor.detach(), row.view(torch.float32))
         return self.used - 1
 
     def values(self) -> list[Tensor]:
@@ -51,17 +51,17 @@ class MagnitudeBuffer:
     def _allocate(self) -> None:
         self._chunks.append(torch.empty(self._shape, dtype=torch.float32, device=self.device))
         chunk = self._chunks[-1]
-        self._places += (chunk if len(self._shape) == 1 else chunk.view(torch.int32)).unbind()
+        self._rows += (chunk if len(self._shape) == 1 else chunk.view(torch.int32)).unbind()
 
 
-def _write_by_operators(tensor: Tensor, place: Tensor) -> None:
-    """Write the largest magnitude of a tensor to all elements of `place`, float32."""
+def _write_by_operators(tensor: Tensor, row: Tensor) -> None:
+    """Write the largest magnitude of a tensor to all elements of `row`, float32."""
     with autocast_off(tensor):
         if tensor.dtype == torch.float64:
             largest = torch.linalg.vector_norm(tensor, math.inf)
             most = torch.finfo(torch.float32).max
-            place.copy_(torch.where(largest.isinf(), largest, largest.clamp(max=most)))
-        elif place.dim():
-            place.copy_(torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32))
+            row.copy_(torch.where(largest.isinf(), largest, largest.clamp(max=most)))
+        elif row.dim():
+            row.copy_(torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32))
         else:
-            torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32, out=place)
+            torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32, out=row)

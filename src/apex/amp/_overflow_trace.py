@@ -22,14 +22,14 @@ from ..ops._library import sees_operators_only
 from ._overflow_buffer import MagnitudeBuffer
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-# Most records of a step. Forward passes that no backward pass follows, which end no step, stop being recorded there.
+# Most records of a step: forward passes without a backward pass end no step, and would be recorded without end.
 _MOST_RECORDS = 1 << 15
 
 _Slot = tuple[int, int]  # number of the device, and index in its buffer
 
 
 class Record(NamedTuple):
-    """An output of a module, or the gradient of an output: its largest magnitude, and those of the module's inputs.
+    """The largest magnitudes of an output of a module, or of an output's gradient, and of the module's inputs.
 
     `kind` is "forward" or "backward". `call` counts the calls of a module in a step, from 1.
     """
@@ -81,7 +81,7 @@ class Taken(NamedTuple):
         ]
 
     def origin(self, values: list[float]) -> str:
-        """Return the sentence about the first record that is not finite; `values` are those of `records`."""
+        """Return the sentence about the first record that is not finite; `values` are the arguments of `records`."""
         return origin_of(self.records(values), values[0])
 
 
@@ -104,7 +104,7 @@ class _ForwardHook:
         """Measure the inputs of a module that may overwrite them."""
         if _is_recorded(module) and self.trace._continues():
             for tensor in _floats((*args, *kwargs.values())):
-                self.trace._place(tensor)
+                self.trace._slot(tensor)
 
     def __reduce__(self) -> Any:
         return _inactive_hook, ()
@@ -214,7 +214,7 @@ class OverflowTrace:
             return None
         buffers = list(self._buffers.values())
         taken = Taken(self, self._measured, [buffer.used for buffer in buffers])
-        self._measured = [each for each in self._measured if each[1] == "forward"]
+        self._measured = [record for record in self._measured if record[1] == "forward"]
         self._ends_step = True
         if self._after_skips is not None:
             self._switch_off()
@@ -239,7 +239,7 @@ class OverflowTrace:
         self._measured = []
         self._ends_step = False
         self._step += 1
-        # By id of a tensor: a weak reference, its version, and the place of its largest magnitude.
+        # By id of a tensor: a weak reference, its version, and the slot of its largest magnitude.
         self._known: dict[int, tuple[Any, int, _Slot]] = {}
         for buffer in self._buffers.values():
             buffer.used = 0
@@ -256,41 +256,41 @@ class OverflowTrace:
             hook.step, hook.calls = self._step, 0
         hook.calls += 1
         outputs = _floats((output,))
-        places: tuple[_Slot, ...] = ()
+        input_slots: tuple[_Slot, ...] = ()
         for tensor in _floats(inputs):
-            place = None
-            for each in outputs:
-                if tensor is each:  # overwritten, or passed on
-                    place = self._known_place(tensor, any_version=True)
-            places += (self._place(tensor) if place is None else place,)
+            slot = None
+            for result in outputs:
+                if tensor is result:  # overwritten, or passed on
+                    slot = self._known_slot(tensor, any_version=True)
+            input_slots += (self._slot(tensor) if slot is None else slot,)
         for tensor in outputs:
-            if self._known_place(tensor) is not None:
+            if self._known_slot(tensor) is not None:
                 continue  # an earlier module's output, unchanged
-            record = hook, "forward", hook.calls, tensor.dtype, self._place(tensor), places
+            record = hook, "forward", hook.calls, tensor.dtype, self._slot(tensor), input_slots
             self._measured.append(record)
             if tensor.requires_grad:
                 # On the tensor, because backward hooks of modules fail if a module works in place.
                 _add_hook(tensor, _GradientHook(self, record))
 
-    def _place(self, tensor: Tensor) -> _Slot:
-        """Return the place of a tensor's largest magnitude, which is measured unless it is known.
+    def _slot(self, tensor: Tensor) -> _Slot:
+        """Return the slot of a tensor's largest magnitude, which is measured unless it is known.
 
         A view of all elements of a known tensor is known too.
         """
-        place = self._known_place(tensor)
-        if place is None:
+        slot = self._known_slot(tensor)
+        if slot is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and base.dtype == tensor.dtype:
-                place = self._known_place(base)
-            if place is None:
-                place = self._measure(tensor)
-            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), place
-        return place
+                slot = self._known_slot(base)
+            if slot is None:
+                slot = self._measure(tensor)
+            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), slot
+        return slot
 
-    def _known_place(self, tensor: Tensor, any_version: bool = False) -> _Slot | None:
-        """Return the place of a tensor that was measured; None if it was not, or was written to since.
+    def _known_slot(self, tensor: Tensor, any_version: bool = False) -> _Slot | None:
+        """Return the slot of a measured tensor; None if it was not measured, or was written to since.
 
-        With `any_version`, return the number from before a tensor was written to.
+        With `any_version`, return the slot even if the tensor was written to since.
         """
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor:
@@ -298,7 +298,7 @@ class OverflowTrace:
         return known[2] if any_version or known[1] == _version(tensor) else None
 
     def _measure(self, tensor: Tensor) -> _Slot:
-        """Write the largest magnitude of a tensor to its device's buffer and return its place."""
+        """Write the largest magnitude of a tensor to its device's buffer and return its slot."""
         if type(tensor) is not Tensor:
             tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate
         buffer = self._buffers.get(tensor.device)
@@ -339,14 +339,14 @@ def _add_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
 
 def _floats(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors, at any depth of `values`, whose largest magnitude can be measured."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
             if _has_magnitude(value):
-                found.append(value)
+                tensors.append(value)
         elif value is not None:
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and _has_magnitude(leaf)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and _has_magnitude(leaf)]
+    return tensors
 
 
 def _has_magnitude(tensor: Tensor) -> bool:

@@ -486,7 +486,7 @@ def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
         wants_zeros = not (getattr(stash.inner, "set_grad_none", True) if set_to_none is None else set_to_none)
         if wants_zeros and stash.combined is not None:
             stash.combined.zero()
-        # The next backward pass drops model gradients unread, because masters hold the sums: zeros only on request.
+        # Masters hold the sums, so the next backward pass drops the model's gradients: write zeros only on request.
         asked = set_to_none is not None or stash.combined is not None or stash.optimizer_unscales
         gradients = []
         for param in stash.all_fp16_params:  # they are not in the optimizer's groups

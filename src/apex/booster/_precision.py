@@ -132,8 +132,8 @@ class Masters:
 class StateMasters:
     """Master weights in the state of a fused optimizer, which updates them and the half-precision parameters at once.
 
-    They are float32 copies or, with `master_bits`, the bits that parameters lack. The interface is that of `Masters`.
-    Gradients stay on the parameters, in half precision.
+    They are float32 copies or, with `master_bits`, the bits that parameters lack. The methods are the same as in
+    `Masters`. Gradients stay on the parameters, in half precision.
     """
 
     is_local = True
@@ -165,7 +165,7 @@ class StateMasters:
 
     @torch.no_grad()
     def add_missing(self, masters: dict[Tensor, Tensor], loaded: dict[str, Any]) -> None:
-        """Put back masters that the loaded state dict lacks, because it was that of an optimizer without any."""
+        """Put back masters that the loaded state dict lacks, because the saved optimizer had none."""
         optimizer: Any = self._optimizer()
         keys = [key for group in loaded["param_groups"] for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -177,7 +177,7 @@ class StateMasters:
         """Do nothing: the optimizer reads the gradients of the parameters."""
 
     def forget_gradients(self) -> None:
-        """Do nothing: there are no gradients besides those of the parameters."""
+        """Do nothing: only the parameters have gradients."""
 
     def update_model(self) -> None:
         """Do nothing: a step of the optimizer has updated the parameters."""
@@ -285,7 +285,7 @@ class MixedOptimizer(OptimizerWrapper):
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _refuse_more_gradients(self) -> None:
-        """Raise if a backward pass would add scaled gradients to unscaled ones, or ones that the step would not see."""
+        """Raise if a backward pass would add scaled gradients to unscaled ones, or gradients that the step ignores."""
         if self._is_unscaled and (self.scaler is not None or isinstance(self.masters, Masters)):
             raise RuntimeError(
                 "the gradients of this step have been unscaled already, by clipping them or by unscale_grad, and those "

@@ -1,4 +1,4 @@
-"""The report of a Booster: what each stage of `boost` and of a step did, or why it did nothing."""
+"""The report of a Booster: the effect of each stage of `boost` and of a step, or why a stage did nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["StageReport", "StageRow"]
 
 
 class StageRow(NamedTuple):
-    """A stage, whether it was done, and what was done or why not."""
+    """A stage, whether it was applied, and a text: its effect, or the reason why it was not applied."""
 
     stage: str
     done: bool

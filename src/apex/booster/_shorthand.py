@@ -21,7 +21,7 @@ def boost(
     *,
     device: str | torch.device | None = None,
 ) -> tuple[Any, Any, StepDecorator]:
-    """Return a model, its optimizer and a decorator of training steps, such that steps take as little time as possible.
+    """Return a model, its optimizer and a decorator of training steps, prepared for the shortest steps.
 
         model, optimizer, step = apex.boost(model, optimizer, mixed_precision="bf16")
 
@@ -34,9 +34,10 @@ def boost(
             return loss
 
     The call moves the model to the accelerator, fuses it (`apex.fuse`) and its optimizer, and sets the precision:
-    "bf16" and "fp8" have bfloat16 weights with float32 masters in the optimizer; the other names and None are those of
-    `apex.Booster`. The first calls of a step are measured, and later ones run in the quickest way: as they are,
-    captured in a CUDA graph, or compiled and captured. `step.report()` says what was done and why something was not.
+    "bf16" and "fp8" have bfloat16 weights with float32 masters in the optimizer; the other names and None mean the same
+    as in `apex.Booster`. The first calls of a step are measured, and later ones run in the quickest way: as they are,
+    captured in a CUDA graph, or compiled and captured. `step.report()` lists each stage with its effect, or the reason
+    why it was not applied.
     Set `optimizer.measures_norm = True` if `optimizer.get_grad_norm()` is wanted in steps that do not clip gradients.
     """
     if not isinstance(model, nn.Module):

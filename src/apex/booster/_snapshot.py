@@ -37,7 +37,7 @@ class ForwardSnapshot:
 
 
 class TrainingSnapshot(ForwardSnapshot):
-    """Copies of all state that a training step changes: also parameters, and groups and state of optimizers."""
+    """Copies of all state that a training step changes: a ForwardSnapshot, parameters, optimizers' groups and state."""
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
         super().__init__(models)

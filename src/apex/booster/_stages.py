@@ -83,7 +83,7 @@ class Stages:
         return ""
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise if a model cannot be captured although that was asked for."""
+        """Raise if `capture=True` and the model cannot be captured."""
         replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         if replicated and self.capture is True:
             raise ValueError(
@@ -163,11 +163,11 @@ class Stages:
 
     def variants(self) -> list[Variant]:
         """Return the variants of a step, the simplest first and the likely winner last."""
-        both = itertools.product(self._choices("compile"), self._choices("capture"))
-        found = [Variant(*each) for each in both]
+        settings = itertools.product(self._choices("compile"), self._choices("capture"))
+        possible = [Variant(*pair) for pair in settings]
         # Compiled steps that are not captured are measured only if no step can be captured.
-        likely = [each for each in found if not (each.compile and not each.capture)]
-        return likely if EAGER in likely and len(likely) > 1 else found
+        likely = [variant for variant in possible if not (variant.compile and not variant.capture)]
+        return likely if EAGER in likely and len(likely) > 1 else possible
 
     def decorate(self, function: Callable[..., Any]) -> Any:
         """Return a boosted step, or the function itself if nothing is to be compiled or captured."""
@@ -247,14 +247,14 @@ class Stages:
 
 
 class StepDecorator:
-    """The decorator of a Booster's steps; `report` and `find_fastest` are those of the Booster."""
+    """The decorator of a Booster's steps; `report` and `find_fastest` call the Booster's methods."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self.report, self.find_fastest = stages.report, stages.find_fastest
 
     def __call__(self, function: Callable[..., Any]) -> Any:
-        """Return `function`, a training step, such that it runs compiled and captured if the Booster does that."""
+        """Return the training step `function`, compiled and captured if the Booster's stages are on."""
         return self._stages.decorate(function)
 
 

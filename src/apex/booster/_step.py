@@ -20,7 +20,7 @@ from ..graphs._captured import flattened
 from ._compile import CompiledModel, progress
 from ._snapshot import ForwardSnapshot
 
-# Calls that a variant is timed for, and eager calls before a capture.
+# Timed calls of each variant, and eager calls before a capture.
 _TIMED, _WARMUP = 3, 3
 
 
@@ -46,9 +46,9 @@ EAGER = Variant(False, False)
 class BoostedStep:
     """A training step that is measured in its first calls and then runs in the quickest of its variants.
 
-    Every call is a step of the training; nothing runs twice. Only calls with the arguments' shapes of the first call
-    are measured. If `first_shapes_only` is set, only these use compiled code, because each shape would be compiled
-    again. Returned tensors have no gradients and are valid until the next call.
+    Every call is a step of the training; nothing runs twice. Only calls whose arguments have the shapes of the first
+    call are measured. If `first_shapes_only` is set, only such calls use compiled code, because other shapes would be
+    compiled again. Returned tensors have no gradients and are valid until the next call.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BoostedStep:
         self._free(except_for=None)
 
     def _measured(self, args: Any, kwargs: Any) -> Any:
-        """Run a call in the variant that is measured now, and go on to the next variant after its last call."""
+        """Run a call in the first pending variant and time it; the variant's last timed call ends its measurement."""
         variant = self._pending[0]
         self._calls += 1
         is_timed = self._calls > variant.untimed
@@ -116,8 +116,8 @@ class BoostedStep:
         reason = variant.capture and self._runners[variant].reason
         if reason:
             self.problems["capture"] = reason
-            self._pending = list(dict.fromkeys(each._replace(capture=False) for each in self._pending))
-            self._pending = [each for each in self._pending if each not in self.seconds]
+            eager = dict.fromkeys(pending._replace(capture=False) for pending in self._pending)
+            self._pending = [pending for pending in eager if pending not in self.seconds]
             self._calls, self._times = 0, []
         elif variant.compile and "compile" in self.problems:
             self._pending, self._calls, self._times = [], 0, []
@@ -127,7 +127,7 @@ class BoostedStep:
             if self._pending:
                 self._free(except_for=None)
         if not self._pending:
-            self.choose(min(self.seconds, key=lambda each: self.seconds[each], default=self._baseline))
+            self.choose(min(self.seconds, key=self.seconds.__getitem__, default=self._baseline))
         return outputs
 
     def _run(self, variant: Variant, compiles: bool, args: Any, kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class BoostedStep:
             else:
                 self._has_compiled = True
                 return outputs
-        before.restore()  # outside of the `except` block, so that the traceback and what it holds are freed
+        before.restore()  # outside of the `except` block, so that the traceback and its tensors are freed
         return self._runner(EAGER)(*args, **kwargs)
 
     def _runner(self, variant: Variant) -> CapturedStep:
@@ -165,7 +165,7 @@ class BoostedStep:
 
     def _free(self, except_for: Variant | None) -> None:
         """Drop the graphs of all variants but one, and the memory that they hold."""
-        for variant in [each for each in self._runners if each != except_for]:
+        for variant in [variant for variant in self._runners if variant != except_for]:
             self._runners.pop(variant).invalidate()
         gc.collect()  # graphs are parts of reference cycles
         if torch.accelerator.is_available():
@@ -187,9 +187,9 @@ def _wait() -> None:
         torch.accelerator.synchronize()
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether the kinds of two calls are equal; arguments that cannot be compared, such as arrays, are not."""
+def _are_equal(first: Any, second: Any) -> bool:
+    """Return whether the arguments of two calls are of equal kinds; False if they are arrays or other incomparables."""
     try:
-        return bool(one == other)
+        return bool(first == second)
     except (TypeError, ValueError, RuntimeError):
         return False

@@ -118,9 +118,9 @@ class Parts:
 class _Receivers:
     """The processes that receive whole tensors: all of them, or the first one, which writes checkpoints.
 
-    - `keeps`: whether this process keeps tensors that are gathered from its tensor-parallel ranks: the first process,
-      and the processes with the other pipeline stages of the same replica;
-    - `feeds`: whether this process's part is needed for them.
+    - `keeps`: whether this process keeps tensors that are gathered from its tensor-parallel ranks. The first process
+      does, and so do the processes with the other pipeline stages of the same replica;
+    - `feeds`: whether this process's part is needed for the gathered tensors.
     """
 
     def __init__(self, boosted: Any, everywhere: bool) -> None:
@@ -157,7 +157,7 @@ def model_parts(
     """Return the state dict of the whole model in parts, with the values of float32 masters.
 
     All processes must call it. Tensors are gathered in the first process, or in all if `everywhere` is set. If `unique`
-    is set, a tensor with several names has the first of them only. If `copies` is set, no tensor shares memory with the
+    is set, a tensor with several names gets only the first name. If `copies` is set, no tensor shares memory with the
     model.
     """
     receivers, masters = _Receivers(model, everywhere), masters_of(model)

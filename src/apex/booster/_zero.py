@@ -74,7 +74,7 @@ def zero_optimizer(
     elements = sum(param.numel() for group in groups for param in group["params"])
     size = (1.2 * elements + 64) * BYTES_OF_A_GRADIENT / 2**20
     options["bucket_cap_mb"] = min(options.get("bucket_cap_mb", size), size)
-    # The constructor, which lays the buckets out, has NVIDIA's arguments and none for experts.
+    # The constructor lays the buckets out, and NVIDIA's signature has no argument for experts.
     divided = kind.__new__(kind)
     divided._expert_group = expert_group
     divided.__init__([dict(group) for group in groups], **options)  # type: ignore[misc]
@@ -146,8 +146,8 @@ def divided_state(
     count = torch.tensor(float(divided._steps.settle()), dtype=torch.float32, device=HOST)
 
     def read(keys: list[int]) -> dict[int, Any]:
-        found = _gathered(divided, keep, [params[key] for key in keys], names)
-        return {numbers[param]: {"step": count.clone(), **state} for param, state in found.items()}
+        states = _gathered(divided, keep, [params[key] for key in keys], names)
+        return {numbers[param]: {"step": count.clone(), **state} for param, state in states.items()}
 
     held = {param for state in divided._states for param in state.arena.params}
     sizes = {numbers[param]: 4 * len(names) * param.numel() for param in held}
@@ -155,13 +155,13 @@ def divided_state(
 
 
 def _gathered(divided: DistributedFusedAdam, keep: bool, params: Iterable[Tensor], names: Sequence[str]) -> Any:
-    """Return whole state of parameters where `keep` is set, and of experts in all processes.
+    """Return the whole state of parameters; processes without `keep` get only the state of experts.
 
-    Each process has other experts, and all of them are needed for whole tensors.
+    Each process has other experts, and whole tensors need all of them.
     """
     experts = {param for param in params if is_expert(param)} if divided._expert_group is not None else set()
-    found = gather(divided._states, keep, set(params) - experts, names)
-    return {**found, **gather(divided._states, True, experts, names)} if experts else found
+    states = gather(divided._states, keep, set(params) - experts, names)
+    return {**states, **gather(divided._states, True, experts, names)} if experts else states
 
 
 class _Gradients:
@@ -184,7 +184,7 @@ def whole_gradients(divided: DistributedFusedAdam, params: list[Tensor]) -> dict
     """Return the whole mean gradients of some parameters of a ZeRO optimizer; all processes must call it."""
     divided.grad_sync()
     sources: Any = [_Gradients(divided, state.arena) for state in divided._states]
-    return {param: found[PARAM].to(param.device) for param, found in gather(sources, True, params).items()}
+    return {param: gathered[PARAM].to(param.device) for param, gathered in gather(sources, True, params).items()}
 
 
 class ExactWeights:
@@ -197,7 +197,7 @@ class ExactWeights:
     is_local = False
 
     def read(self, params: list[Any], keep: bool) -> dict[Tensor, Tensor]:
-        """Return the float32 values of those of `params` that are in half precision, whole, in the host's memory.
+        """Return whole float32 values of the half-precision parameters among `params`, in the host's memory.
 
         All processes must call it. Those without `keep` get an empty dict.
         """

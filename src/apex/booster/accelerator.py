@@ -16,7 +16,7 @@ class Accelerator:
         torch.device(device)  # raises for an unknown name
 
     def bind(self) -> None:
-        """Make the device the present one, if it is an accelerator."""
+        """Make the device the current one, if it is an accelerator."""
         chosen = torch.device(self.device)
         if chosen.index is not None and torch.accelerator.is_available():
             torch.accelerator.set_device_index(chosen.index)

@@ -57,8 +57,8 @@ class Booster:
     - `trace_overflow`: whether messages about skipped steps name the module whose numbers were the first that are not
       finite, as by `apex.amp.trace_overflow`; "auto" traces one step after three skipped ones in a row.
 
-    `fuse`, `compile` and `capture` are True, False or "auto": only if it works here and makes the step quicker.
-    `report` says what was done, and why something was not.
+    `fuse`, `compile` and `capture` are True, False or "auto": applied only if it works here and makes the step quicker.
+    `report` lists each stage with its effect, or the reason why it was not applied.
     """
 
     def __init__(
@@ -162,16 +162,16 @@ class Booster:
         optimizer.backward(loss)
 
     def report(self) -> StageReport:
-        """Return what each stage of `boost` and of steps did, or why it did nothing; its text is a table."""
+        """Return the effect of each stage of `boost` and of steps, or why a stage did nothing; its text is a table."""
         return self._stages.report()
 
     def find_fastest(self, step: Any, batch: Any) -> StageReport:
-        """Time a step in all combinations of the stages that are "auto", and keep the fastest; return the report.
+        """Time a step in all combinations of the "auto" stages, and keep the fastest; return the report.
 
         `step` is a function that `step` has decorated, and returns the loss, or a tuple or dict whose first item is the
         loss. `batch` is its argument, a tuple of its arguments or a dict of its keyword arguments. Every combination
-        runs ten steps from the same state, which is put back afterwards; combinations are left out if one of their
-        losses differs from that of the plain step by more than 5%. Models and optimizers need twice their memory.
+        runs ten steps from the same state, which is put back afterwards. A combination is left out if one of its losses
+        differs from the plain step's by more than 5%. Models and optimizers need twice their memory.
         """
         return self._stages.find_fastest(step, batch)
 

@@ -128,7 +128,7 @@ class BF16MixedPrecision(Precision):
 class FP8MixedPrecision(BF16MixedPrecision):
     """`fp8`: `bf16` with linear layers that multiply in float8 if that is quicker.
 
-    `opt_level` is that of `BF16MixedPrecision`. The other arguments are passed to `apex.fp8.convert`, whose report on
+    `opt_level` is as in `BF16MixedPrecision`. The other arguments are passed to `apex.fp8.convert`, whose report on
     each layer is in `converted`. On a CPU the products are emulated, with the same numbers and without the speed.
     """
 

@@ -172,7 +172,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
     # For split models: a function that completes gradients before a step, and one that returns their norm.
     finalize: Callable[[], None] | None = None
     measure: Callable[[float], Tensor] | None = None
-    # The context-parallel ranks, and a function that returns the loss scale, for the losses of routers.
+    # For the losses of routers: the number of context-parallel ranks, and a function that returns the loss scale.
     context_ranks = 1
     _loss_scale: Callable[[], Tensor] | None = None
 
@@ -347,7 +347,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._compare_settings()
 
     def _compare_settings(self) -> None:
-        """Compare settings with other processes; only the first call does."""
+        """Compare settings with other processes in the first call; do nothing in later calls."""
         groups, self.compared_over = self.compared_over, ()
         if groups and self._is_zero:
             self.optim.grad_sync()  # completes collectives of gradients first: ranks may be at different ones
@@ -369,7 +369,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not exchange gradients of backward passes inside, if the optimizer would do that (ZeRO)."""
+        """Accumulate the gradients of backward passes in the block; a ZeRO optimizer does not exchange them."""
         with self.optim.no_sync() if self._is_zero else contextlib.nullcontext():
             yield
 

@@ -3,9 +3,9 @@
 There is one writer process for each training process, from the first asynchronous save on. At most one save is in
 flight: its memory is used again by the next one.
 
-PyTorch's own `async_save` is not used for this. Its background process runs the main script once more, which needs a
-guard against that; it needs a process group even for one process; it cannot publish a folder by this package's rules;
-and its stagers came with PyTorch 2.9.
+PyTorch's own `async_save` is not used. Its background process imports the main script again, so every script would need
+a guard (`if __name__ == "__main__"`). It needs a process group even for one process, it cannot publish a folder by this
+package's rules, and its stagers came with PyTorch 2.9.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ._ranks import from_first, is_connected, is_first, this_rank
 
 # Saves that no call has waited for, with the paths of their checkpoints.
 UNAWAITED: dict[concurrent.futures.Future[None], Path] = {}
-# Seconds that an idle writer process has to end.
+# Seconds to wait for the end of an idle writer process.
 _PATIENCE = 10
 
 
 class SaveInProgress(RuntimeError):
-    """The error of a save that was asked not to wait for the one before it."""
+    """The error of a save with `if_busy="raise"` while an earlier save is in flight."""
 
 
 class _Writer:
@@ -78,11 +78,11 @@ class _Writer:
         return self._owner == os.getpid()
 
     def is_usable(self) -> bool:
-        """Return True if the writer is this process's own, made under the present default process group."""
+        """Return True if this process started the writer under the current default process group."""
         return self.is_own() and self._world is _default_group()
 
     def stage(self, data: Any, on_device: bool) -> tuple[bytes, Copies]:
-        """Return pickled data without its tensors, and the copies of the tensors, which were started."""
+        """Start copies of the tensors in `data`; return the pickled rest of `data`, and the copies."""
         file = io.BytesIO()
         pickler = _writer.Pickler(file)
         pickler.dump(data)
@@ -119,9 +119,9 @@ class _Writer:
             raise RuntimeError(text) if number is None else OSError(number, text)
 
     def close(self) -> None:
-        """End the writer process, which has nothing to do, and free the memory."""
+        """End the idle writer process and free the shared memory."""
         if self._channel is not None:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the writer has ended
                 self._channel.shutdown(socket.SHUT_RDWR)  # closing is not enough: forked processes have it open too
             self._channel.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,7 +132,7 @@ class _Writer:
             self._buffer = None
 
     def forget(self) -> None:
-        """Close a forked process's copies of the connections, so that the writer notices the end of its own process."""
+        """Close a forked process's copies of the connections, so that the writer notices when its own parent ends."""
         if self._channel is not None:
             self._channel.close()
         self._close_listener()
@@ -144,7 +144,7 @@ class _Writer:
 
 
 def _default_group() -> Any:
-    """Return the default process group, or None; a new one after `destroy_process_group` is another."""
+    """Return the default process group, or None; a group made after `destroy_process_group` is another object."""
     return dist.group.WORLD if is_connected() else None
 
 
@@ -187,9 +187,9 @@ def start_process(channel: int, meeting: _writer.Meeting | None, inherited: list
 
 _writer_of_process: _Writer | None = None
 _thread: concurrent.futures.ThreadPoolExecutor | None = None
-# Held by a thread that starts a save or waits for one: there is memory for one save.
+# Held by a thread that starts a save or waits for a save, because the shared memory holds one save.
 _lock = threading.RLock()
-# The save in flight; processes that do not write themselves have one too.
+# The save in flight, also in processes that do not write.
 _saving: concurrent.futures.Future[None] | None = None
 
 
@@ -249,7 +249,7 @@ def check_options(staging: str, if_busy: str) -> None:
 
 
 def is_busy() -> bool:
-    """Return whether the save in flight is being written by any rank; all processes must call it."""
+    """Return whether any rank is still writing the save in flight; all processes must call it."""
     if _saving is None or _writer_of_process is None:
         return False
     return any(gather_objects(not _saving.done(), "asking whether a save is done", _writer_of_process.group))
@@ -285,7 +285,7 @@ def _close() -> None:
 
 
 def _raise_everywhere(failure: BaseException | None, text: str, group: Any) -> None:
-    """Raise an error with this text in all processes if any of them failed; host memory and Gloo are used."""
+    """Raise an error with this text in all processes if any of them failed. Uses host memory and Gloo alone."""
     own = None if failure is None else (getattr(failure, "errno", None), text)
     for failed in gather_objects(own, "asking whether all ranks can write a checkpoint", group):
         if failed is not None:
@@ -294,7 +294,7 @@ def _raise_everywhere(failure: BaseException | None, text: str, group: Any) -> N
 
 
 def _forget_in_child() -> None:
-    """Forget the save in flight in a forked process: its thread and its writer belong to the other process."""
+    """Forget the save in flight in a forked process: its thread and its writer belong to the parent process."""
     global _saving, _lock
     _saving, _lock = None, threading.RLock()
     UNAWAITED.clear()

@@ -28,8 +28,7 @@ _SWITCHING = threading.Lock()
 
 
 def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> None:
-    """Write `state` to a file as `torch.save` does, but atomically: `path` is the old file until the new one is
-    complete.
+    """Write `state` to a file as `torch.save` does, atomically: `path` is the old file until the new one is complete.
 
     In several processes only rank 0 writes. The others continue at once; with `wait`, which all processes must pass,
     they wait until the file is complete. If writing fails, rank 0 raises (with `wait` all processes do): an OSError

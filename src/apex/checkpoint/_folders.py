@@ -92,10 +92,9 @@ def _restore(path: Path) -> None:
 
 
 def prepare(path: Path, names: Iterable[str], only_checkpoints: bool = False) -> None:
-    """Clean up after a killed process, and raise FileExistsError if `path` must not be saved to.
+    """Clean up after a killed process, and raise FileExistsError if a save to `path` would replace files of the user.
 
-    It must not if the user has files with these names there or, with `only_checkpoints`, if the folder has files but no
-    manifest.
+    The folder must have no user files with these names. With `only_checkpoints` it must be empty or have a manifest.
     """
     with locked_folder(path.parent):  # while a folder is being replaced it would seem to have no manifest
         _restore(path)
@@ -207,7 +206,7 @@ def _exchange(temporary: Path, path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Link a file, a symbolic link or a folder to a second name; files that a new folder of that name has stay."""
+    """Link a file, symbolic link or folder to a second name; keep files that a folder of that name already has."""
     if source.is_symlink():
         os.symlink(os.readlink(source), target)
     elif source.is_dir():
@@ -233,7 +232,7 @@ def discard(folder: Path, successor: Path | None) -> None:
     Without a successor the user's files stay. Files that cannot be removed are left for a later save.
     """
     with contextlib.suppress(OSError):
-        # The manifest goes last, because it says which of the other files are ours.
+        # The manifest is removed last, because it lists the checkpoint's files.
         for name in sorted(_listed(folder), key=MANIFEST.__eq__):
             (folder / name).unlink(missing_ok=True)
         if successor is not None:

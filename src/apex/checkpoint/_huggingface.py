@@ -143,7 +143,7 @@ class TrainingFolder:
 
 
 def write_staged(path: Path, _: None, files: Any) -> None:
-    """Write one of the checkpoints above, which another process has staged."""
+    """Write a checkpoint of this module (`OneFile`, `ModelFolder`, ...) that another process has staged."""
     try:
         files.write(path)
     except Exception as error:
@@ -207,7 +207,7 @@ def _write_index(path: Path, metadata: dict[str, Any], keys: list[list[Any]], fi
 
 
 def _write_config(config: dict[str, bytes], folder: Path, target: Path) -> None:
-    """Write configuration files to `folder`, except those that are the user's own in `target`, with equal content."""
+    """Write configuration files to `folder`, except files of the user in `target` that have the same content."""
     for name, content in config.items():
         old = target / name
         if old.is_file() and old.read_bytes() == content:
@@ -328,7 +328,7 @@ class Checkpoint:
             return read(file, f"the checkpoint {self.path}: {name}", map_location=HOST)
 
     def _checked(self, files: list[str]) -> list[str]:
-        """Raise DamagedCheckpoint unless files are intact, by the manifest or, if it lacks them, by themselves."""
+        """Raise DamagedCheckpoint unless files have the manifest's checksums, or else the checksums in themselves."""
         listed = (self._folder.manifest if self._folder is not None else None) or {}
         for name in files:
             if name in listed:
@@ -339,7 +339,7 @@ class Checkpoint:
         return files
 
     def _index(self, names: tuple[str, ...]) -> dict[str, Any] | None:
-        """Return the index of a model or optimizer, preferably the one that a save wrote, or None if there is none."""
+        """Return the index of a model or optimizer, preferably one that a save wrote; None if the folder has none."""
         folder = self._generation()
         listed = folder.manifest or {}
         candidates = [file for name in names for file in folder.names if file.endswith(f"{name}{_INDEX}")]

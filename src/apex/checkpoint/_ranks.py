@@ -45,7 +45,7 @@ def from_first(value: Any) -> Any:
 def raise_everywhere(failure: BaseException | None, description: str, *, alone: bool = False) -> None:
     """Raise in all processes if any of them failed; all must call this, and they wait for each other.
 
-    Raises an OSError with the same number if the failure was one, otherwise a RuntimeError. With `alone` other
+    Raises an OSError with the same number if the failure was an OSError, otherwise a RuntimeError. With `alone` other
     processes are not asked.
     """
     own_failure = None

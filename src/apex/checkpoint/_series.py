@@ -26,8 +26,8 @@ _NAME = re.compile(r"step-(\d{8,})(\.pt)?")
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest intact checkpoint of a `Series`, or None.
 
-    Reads it completely, and newer damaged ones too. Each process looks on its own: in several processes use
-    `Series.latest`.
+    Reads that checkpoint completely, and any newer damaged ones. Processes may find different checkpoints: in several
+    processes use `Series.latest`.
     """
     return _latest(Path(folder), None)
 
@@ -52,17 +52,17 @@ def _steps(folder: Path, sharded: bool | None) -> list[tuple[int, Path]]:
 
 
 def _replaced(folder: Path) -> list[Path]:
-    """Return the paths of checkpoints that were moved away for new ones of the same step."""
+    """Return the paths of checkpoints that new checkpoints of the same step are replacing."""
     ending = backup_of(folder / "step-").name.removeprefix(".step-")
     return [path.with_name(path.name[1:].removesuffix(ending)) for path in folder.glob(f".step-*{ending}")]
 
 
 class Series:
-    """Checkpoints of one run in a folder, by step; the newest `keep` up to the one just saved stay (None: all).
+    """Checkpoints of one run in a folder, by step. A save keeps the newest `keep` up to its own step (None: all).
 
-    A checkpoint is a file that rank 0 writes or, with `sharded`, a folder to which all processes write their parts.
-    Several threads may save at the same time. Each of several runs in one folder removes old checkpoints by its own
-    count.
+    A checkpoint is a file that rank 0 writes or, with `sharded`, a folder that all processes write their parts into.
+    Several threads may save at the same time. If several runs share a folder, each removes old checkpoints by its own
+    `keep`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, sharded: bool = False) -> None:
@@ -140,7 +140,7 @@ class Series:
         return None if path is None else load(path, map_location=map_location, weights_only=weights_only)
 
     def _tidy(self, step: int) -> None:
-        """Remove old checkpoints; newer ones than `step`, and those being written, stay."""
+        """Remove old checkpoints; keep checkpoints that are newer than `step` or being written."""
         for path in _replaced(self.folder):
             restore_backup(path)
         for path in self.folder.glob(f".step-*{TEMPORARY}"):

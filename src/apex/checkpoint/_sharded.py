@@ -21,7 +21,7 @@ from ._ranks import from_first, is_connected, is_first, raise_everywhere, this_r
 if TYPE_CHECKING:
     from ._reading import Reader
 
-# The function for writer processes, which imports PyTorch's checkpoints with its module.
+# The function that writer processes call. Importing its module imports `torch.distributed.checkpoint`.
 _WRITE_STAGED = "apex.checkpoint._staged:write_staged"
 
 
@@ -61,7 +61,7 @@ def start_save(
     if_busy: str = "wait",
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Save as `save_sharded` says; rank 0 calls `then`, which must be picklable for `use_async`, after a success."""
+    """Save as `save_sharded` does; after a success rank 0 calls `then`, which must be picklable for `use_async`."""
     from ._split import SavePlanner
 
     check_options(staging, if_busy)
@@ -85,7 +85,7 @@ def start_save(
 
 
 def check_state(state: Any) -> None:
-    """Raise TypeError unless `state` is a dict, whose names the checkpoint has."""
+    """Raise TypeError unless `state` is a dict."""
     if not isinstance(state, Mapping):
         raise TypeError(f'state must be a dict, such as {{"model": model.state_dict()}}, not a {type(state).__name__}')
 
@@ -189,7 +189,7 @@ def raising_everywhere(description: str, written_to: Path | None = None) -> Iter
     failure: BaseException | None = None
     try:
         yield
-    except CheckpointException as error:  # not an Exception, which a user's loop may expect
+    except CheckpointException as error:  # derives from BaseException, so that `except Exception` would miss it
         failure = error.failures[this_rank()][0] if this_rank() in error.failures else None
     except Exception as error:
         failure = error

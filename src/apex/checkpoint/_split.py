@@ -38,7 +38,7 @@ class Split:
         return next(view for offsets, view in self.boxes if offsets == index.offset)
 
     def to_read(self, index: MetadataIndex) -> Tensor:
-        """Return the box with an index."""
+        """Return the box that a read item's index names."""
         assert index.index is not None
         return self.boxes[index.index][1]
 

@@ -70,7 +70,7 @@ class Meeting:
 
 @contextlib.contextmanager
 def _ending_with(parent: int) -> Iterator[None]:
-    """End this process if its parent ends in the block or has ended: writers of killed processes would never come."""
+    """End this process if its parent has ended or ends in the block, which waits for writers of other processes."""
     done = threading.Event()
 
     def watch() -> None:

@@ -1,10 +1,10 @@
-"""Imports of `colossalai` that get apex, for packages that nobody edits.
+"""Imports of `colossalai` that load apex instead, for packages that must not be edited.
 
     from apex.compat import colossalai
     colossalai.install()
 
-`python -m apex.compat.colossalai script.py` installs it and runs a script; `apex run --colossalai` does so in every
-process.
+`python -m apex.compat.colossalai script.py` calls `install()` and runs a script; `apex run --colossalai` does both in
+every process.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def _counterpart(fullname: str) -> str:
 
 
 def install(replace: bool = False) -> None:
-    """Make imports of `colossalai` get the modules of apex, in this process and from now on.
+    """Make imports of `colossalai` load the modules of apex, in this process and from now on.
 
-    Raise a RuntimeError if the real package is installed or imported, unless `replace` is set. Nothing pretends that a
-    distribution called colossalai is installed.
+    Raise a RuntimeError if the real package is installed or imported, unless `replace` is set. `importlib.metadata`
+    still finds no distribution called colossalai.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -110,7 +110,7 @@ class ShardedWeight(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], is_float8: bool, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Return the whole weight and the tensors that it consists of; `out` is an earlier result with new contents."""
+        """Return the whole weight and its tensors; `out` is an earlier result that FSDP2 has filled again."""
         if out is not None:
             return None
         return (GatheredWeight(outputs[0], outputs[1], dtype) if is_float8 else outputs[0]), outputs
@@ -163,7 +163,7 @@ class GatheredWeight(Tensor):
 
 
 def whole_rows(inverse: Tensor) -> Tensor:
-    """Return the memory of square blocks' inverse scales with the padding of its rows, which is contiguous."""
+    """Return inverse scales of square blocks with the padding at the end of each row: a contiguous view."""
     return inverse.as_strided((inverse.shape[0], inverse.stride(0)), (inverse.stride(0), 1))
 
 

@@ -46,10 +46,10 @@ def linear(
 
     Tensors saved for the backward pass are float8, half the memory of a bfloat16 layer. The output has autocast's dtype
     if autocast is on, else the input's. If a size is no multiple of 16 (of 128 for "blockwise", 32 for "mxfp8"), which
-    GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated,
-    those of "mxfp8" everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero, which
-    both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two. `gradients` is the format of the
-    output's gradient, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
+    GPUs do not support, the product is computed in the usual dtype. Without a GPU the float8 products are emulated;
+    "mxfp8" is emulated everywhere. `history`, for delayed scaling, is a float32 tensor of 3 x steps, initially zero,
+    which both passes change. `power_of_2` rounds the scales of "blockwise" to powers of two. `gradients` is the format
+    of the output's gradient, "e4m3" or "e5m2"; by default e5m2 if a matrix has one scale, else e4m3.
     """
     check_scaling(scaling, power_of_2, gradients)
     if (scaling == "delayed") != (history is not None):
@@ -177,12 +177,12 @@ class _Float8Product(torch.autograd.Function):
         return dinput, dweight, None, None, None, None, None
 
 
-@torch.compiler.allow_in_graph  # for the reason above
+@torch.compiler.allow_in_graph  # as for _Float8Product
 class _BlockProduct(torch.autograd.Function):
     """The autograd node of input @ weight.T with a scale for each block; it saves transposed float8 copies of both.
 
-    Both gradients' products add up other dimensions than the output's. The weight's blocks are squares, which serve
-    both; the copies of input and gradient are cast from the same numbers once along rows and once along columns.
+    The products of both gradients add up other dimensions than the output's product. The weight's square blocks serve
+    both dimensions. Input and gradient are cast twice from the same numbers: along rows and along columns.
     """
 
     @staticmethod
@@ -240,7 +240,7 @@ class _BlockProduct(torch.autograd.Function):
         return dinput, dweight, None, None, None, None
 
 
-@torch.compiler.allow_in_graph  # for the reason above
+@torch.compiler.allow_in_graph  # as for _Float8Product
 class _MxProduct(torch.autograd.Function):
     """The autograd node of input @ weight.T with matrices rounded to MXFP8 along the dimension that is added up."""
 

@@ -1,4 +1,4 @@
-"""The one question about torch.fx that Colossal-AI's tests ask."""
+"""The one function about torch.fx that Colossal-AI's tests call."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def prepare(accelerator: Any, *objects: Any, verbose: bool = False, **options: A
     """
     if not callable(getattr(accelerator, "prepare", None)):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, not a {type(accelerator).__name__}")
-    for each in objects:
-        if isinstance(each, nn.Module | torch.optim.Optimizer):
-            fuse(each, verbose=verbose)
+    for item in objects:
+        if isinstance(item, nn.Module | torch.optim.Optimizer):
+            fuse(item, verbose=verbose)
     return accelerator.prepare(*objects, **options)

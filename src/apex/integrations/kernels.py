@@ -1,4 +1,4 @@
-"""A mapping of layers for the package `kernels`, by which transformers replaces the forward of a model's layers."""
+"""A mapping of layers for the package `kernels`, which transformers uses to replace the forward of a model's layers."""
 
 from __future__ import annotations
 

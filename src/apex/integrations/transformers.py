@@ -79,7 +79,7 @@ class CapturedStepMixin:
         plain_step = super().training_step  # type: ignore[misc]
 
         def training_step(inputs: Any, num_items_in_batch: Any, parts: int | None) -> Tensor:
-            # Each number of accumulated batches, by which the loss may be divided, is another kind of arguments.
+            # The loss may be divided by the number of accumulated batches, so each number gets a graph of its own.
             return plain_step(model, inputs, num_items_in_batch)
 
         return CapturedStep(training_step, backend=self.graphs())

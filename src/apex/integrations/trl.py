@@ -111,8 +111,8 @@ def _module(name: str) -> ModuleType | None:
 def log_prob_function(original: Any = None) -> Any:
     """Return a class with the method `apply` of TRL's `_ChunkedLogProbFunction`, computed by `linear_log_probs`.
 
-    `original` is TRL's class, whose arguments and number of results are taken; None is that of TRL 1.15. A weight that
-    DeepSpeed has partitioned is left to TRL's class, which gathers it again in the backward pass.
+    `original` is TRL's class, which gives the arguments and the number of results; None stands for TRL 1.15. A weight
+    that DeepSpeed has partitioned is left to TRL's class, which gathers it again in the backward pass.
     """
     names = _ARGUMENTS if original is None else tuple(inspect.signature(original.forward).parameters)[1:]
 
@@ -120,16 +120,16 @@ def log_prob_function(original: Any = None) -> Any:
         """Log-probabilities of the targets, and entropies, of a linear head."""
 
         @staticmethod
-        def apply(*given: Any) -> tuple[Tensor | None, ...]:
-            if original is not None and any(hasattr(each, "ds_id") for each in given):
-                return original.apply(*given)
-            if len(given) > len(names):
+        def apply(*values: Any) -> tuple[Tensor | None, ...]:
+            if original is not None and any(hasattr(value, "ds_id") for value in values):
+                return original.apply(*values)
+            if len(values) > len(names):
                 raise TypeError(f"apply takes at most {len(names)} arguments: {', '.join(names)}")
-            arguments = dict(zip(names, given, strict=False))
+            arguments = dict(zip(names, values, strict=False))
             takes_outputs = "outputs" in names
             outputs = arguments.get("outputs", _OPTIONAL) if takes_outputs else ("entropy",)
-            found = linear_log_probs(
-                given[0],
+            rows = linear_log_probs(
+                values[0],
                 arguments["weight"],
                 arguments["targets"],
                 arguments.get("bias"),
@@ -139,8 +139,8 @@ def log_prob_function(original: Any = None) -> Any:
                 logit_scale=arguments.get("logit_scale", 1.0),
                 outputs=("log_probs", *(name for name in outputs if name in _OPTIONAL)),
             )
-            is_top1 = None if found.is_top1 is None else found.is_top1.bool()
-            results = (found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, is_top1)
+            is_top1 = None if rows.is_top1 is None else rows.is_top1.bool()
+            results = (rows.log_probs, rows.entropy, rows.log_sum_sq_probs, rows.mean_logits, is_top1)
             return results if takes_outputs else results[:2]
 
     return ChunkedLogProbs
@@ -157,9 +157,9 @@ def chunked_cross_entropy_loss(
     final_logit_softcapping: float | None = None,
     lm_head_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the next-token loss, and the numbers of right tokens, of nats of entropy and of tokens that count.
+    """Return the next-token loss, the number of correct tokens, the sum of entropies and the number of tokens.
 
-    The arguments are those of TRL's function; `chunk_size` has no effect. If no token counts, the loss is zero.
+    The arguments are as in TRL's function; `chunk_size` has no effect. If no token counts, the loss is zero.
     """
     if shift_labels is None:
         if labels is None:

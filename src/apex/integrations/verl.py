@@ -34,7 +34,7 @@ def linear_cross_entropy(
         raise ValueError("hidden must be (..., H), got a scalar")
     if reduction not in ("none", "sum", "mean"):
         raise ValueError(f"reduction {reduction!r} is not known; use none, sum, mean")
-    found = linear_log_probs(
+    rows = linear_log_probs(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
@@ -43,7 +43,7 @@ def linear_cross_entropy(
         ignore_index=_NEVER,
         group=dist_process_group,
     )
-    log_probs, entropy = found.log_probs, found.entropy
+    log_probs, entropy = rows.log_probs, rows.entropy
     assert log_probs is not None
     assert entropy is not None
     if reduction == "sum":

@@ -179,7 +179,7 @@ def replay(tensors: list[LazyTensor]) -> list[Tensor]:
 
 
 def materialize(tensors: Iterable[Tensor]) -> int:
-    """Give the recorded ones of some tensors their values, one storage at a time; return how many they were."""
+    """Compute the values of all recorded tensors among `tensors`, one storage at a time; return their number."""
     by_storage: dict[int, list[LazyTensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if isinstance(tensor, LazyTensor):
@@ -202,7 +202,7 @@ def _become(lazy: LazyTensor, value: Tensor) -> LazyTensor:
     if isinstance(lazy, nn.Parameter):
         value = nn.Parameter(value, requires_grad=lazy.requires_grad)
     value.__dict__.update({name: item for name, item in vars(lazy).items() if name not in (*OWN, "_is_param")})
-    # As torch.utils.swap_tensors, which refuses tensors with weak references, as recurrent layers have them.
+    # Like torch.utils.swap_tensors, which refuses the tensors of recurrent layers because they have weak references.
     for name in ("__class__", "__dict__"):
         old, new = getattr(lazy, name), getattr(value, name)
         setattr(lazy, name, new)
@@ -272,7 +272,7 @@ _READS = {Tensor.numpy, Tensor.tolist, Tensor.__array__}
 
 
 class Recorder(TorchDispatchMode):
-    """A context in which new tensors are recorded."""
+    """A context that records the operations on new tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -298,7 +298,7 @@ def record(function: Any, args: Any, kwargs: Any) -> Any:
     written = _written(schema, args, kwargs)
     if any(not isinstance(tensor, LazyTensor) for tensor in written):
         return _run_now(function, leaves, structure)
-    if function.namespace != "aten":  # of collectives, kernels of others and the like only the values are known
+    if function.namespace != "aten":  # collectives, and kernels of other packages, cannot be recorded
         if written:
             raise NotImplementedError(
                 f"LazyInitContext cannot record {function}, which writes to a tensor without data: call "

@@ -1,4 +1,4 @@
-"""LazyInitContext: a context in which models are built without data, with Colossal-AI's arguments."""
+"""LazyInitContext: a context for building models without data, with Colossal-AI's arguments."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ __all__ = ["LazyInitContext"]
 
 
 class LazyInitContext:
-    """A context in which new tensors have no data: their initialisation is recorded, and runs when a model is boosted.
+    """A context that gives new tensors no data: it records their initialisation, which runs when a model is boosted.
 
-    `Booster.boost` computes the values, which equal those of a model that is built outside of the context. GeminiPlugin
-    and TorchFSDPPlugin compute them parameter by parameter, and keep only the part of each process. Random operations
-    run twice: when they are recorded, so that later random numbers are the same, one tensor at a time, and for the
-    values.
+    `Booster.boost` computes the values, which equal the values of a model that is built outside of the context.
+    GeminiPlugin and TorchFSDPPlugin compute them parameter by parameter, and keep only the part of each process. A
+    random operation runs twice: when it is recorded, so that later random numbers are the same, and for the values.
 
     - `tensor_cls`: no effect;
     - `default_device`: the device of tensors whose construction names none; None for torch's default device.

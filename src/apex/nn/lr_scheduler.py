@@ -2,7 +2,7 @@
 
 All of them count steps (or epochs, depending on where `step()` is called) e = 0, 1, 2, ... up to `total_steps`, and
 keep their last value after that. In the first `warmup_steps` steps the rate is base * (e + 1) / (warmup_steps + 1) in
-the linear and constant schedules, and base * (e + 1) / warmup_steps in the cosine and polynomial ones, like those of
+the linear and constant schedules, and base * (e + 1) / warmup_steps in the cosine and polynomial schedules, as in
 Colossal-AI.
 """
 

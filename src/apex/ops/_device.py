@@ -1,4 +1,4 @@
-"""Facts about the device that launch rules need, read once per device."""
+"""Facts about the device that launch rules need, read once per device, and a context for work on a stream."""
 
 from __future__ import annotations
 
@@ -167,3 +167,21 @@ def pretend(other: DeviceFacts) -> Iterator[None]:
     finally:
         _pretended = previous
         forget_launches()
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Queue the work inside this context on `stream`, after work queued on the current stream.
+
+    None is the current stream.
+    """
+    if stream is None:
+        yield
+        return
+    current = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(current)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(current)

@@ -3,7 +3,7 @@
 Each family has a module `examples.py` with a list `EXAMPLES`. Nothing else lists calls or sizes of an op. The readers
 are loops that know no family:
 
-| reader | what it takes of an `Example` |
+| reader | parts of an `Example` that it uses |
 |---|---|
 | `apex doctor` | `small` sizes in three dtypes, compared with `exact` in float64 |
 | `apex build`, `apex tune` | `arguments` at the sizes that the user names; `extensions`; `asks` |
@@ -311,7 +311,7 @@ class Call:
         return [terms * max(1, largest // max(1, each.numel())) for each in self.exact]
 
     def slacks(self, dtypes: Sequence[torch.dtype]) -> list[float]:
-        """Return the absolute error that is allowed of each result, of these dtypes, beyond the usual tolerance."""
+        """Return the absolute error that is allowed for each result beyond the tolerance of its dtype in `dtypes`."""
         slacks = [self.example.slack(dtype) for dtype in dtypes]
         if self.example.cancels:
             largest = [float(each.abs().max()) if each.numel() else 0.0 for each in self.exact]
@@ -348,9 +348,9 @@ def _widened(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def tensors_of(values: Any) -> list[Tensor]:
     """Return the tensors in `values`, a mapping or nested lists, in order."""
-    found: list[Tensor] = []
-    map_tensors(list(values.values()) if isinstance(values, Mapping) else values, found.append)
-    return found
+    tensors: list[Tensor] = []
+    map_tensors(list(values.values()) if isinstance(values, Mapping) else values, tensors.append)
+    return tensors
 
 
 def leaves_of(arguments: Mapping[str, Any]) -> list[Tensor]:

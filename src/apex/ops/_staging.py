@@ -11,13 +11,14 @@ import itertools
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._device import on_stream
 from ._host import HOST, on_host
 
 # Smaller device tensors are cloned at once. Running statistics of norms are among them, which forward passes change.
@@ -120,7 +121,7 @@ class Copies:
                     sources.setdefault(tensor.device, []).append((tensor, offset))
         for device, some in sources.items():
             stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
-            with _on(stream):
+            with on_stream(stream):
                 for tensor, offset in some:
                     part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
                 self._events.append((device, stream.record_event()))
@@ -185,15 +186,3 @@ def _is_capturing() -> bool:
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-@contextlib.contextmanager
-def _on(stream: Any) -> Iterator[None]:
-    """Queue the work of the block on `stream`, after the work that is queued on the current stream."""
-    current = torch.accelerator.current_stream(stream.device)
-    stream.wait_stream(current)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(current)

@@ -47,7 +47,7 @@ class Question(NamedTuple):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Shape class: all other arguments, with those in ROUNDED rounded up to a power of two."""
+        """Shape class: all other arguments; arguments in ROUNDED are rounded up to a power of two."""
         sizes = {name: value for name, value in self.arguments.items() if name != "element_size"}
         return {name: next_power_of_2(value) if name in ROUNDED else value for name, value in sizes.items()}
 

@@ -50,7 +50,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class Options(CommonOptions, total=False):
-    """The common options and one that upstream's SGD and LARS also take by position."""
+    """The common options, and `materialize_master_grads`, which upstream's SGD and LARS take by position too."""
 
     materialize_master_grads: bool
 
@@ -115,7 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # Whether an update depends on the number of earlier updates: then a graph needs the count on the device.
     _counts_steps = True
-    # Whether an update needs sums over whole parameters: shards then add theirs up (`UpdateBucket.over_shards`).
+    # Whether an update needs sums over whole parameters: `UpdateBucket.over_shards` then adds up the sums of shards.
     _measures = False
     # Names of state that a saved parameter may lack although it has other state.
     _may_lack: frozenset[str] = frozenset()
@@ -135,7 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     master_weights = stochastic_rounding = capturable = False
     state_format = "float32"
     master_bits: int | None = None
-    # State that `state_format` may encode: "signed" numbers, or squares, of which roots are stored ("root").
+    # State that `state_format` may encode: "signed" numbers, or squares that are stored as their roots ("root").
     _encodable: Mapping[str, str] = MappingProxyType({})
     materialize_master_grads = True
     # Class attributes too, because optimizers pickled by earlier versions lack them.
@@ -369,7 +369,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return LossScaling(found_inf if isinstance(found_inf, Tensor) else None, inverse, inverse)
 
     def _with_recent_scale(self, scaling: LossScaling) -> LossScaling:
-        """Return `scaling` such that it also removes the loss scale that amp left on the gradients."""
+        """Return `scaling` extended to remove the loss scale that amp left on the gradients."""
         scale = self.most_recent_scale
         if not isinstance(scale, Tensor):
             if scale == 1.0:
@@ -456,7 +456,7 @@ class EncodingOptimizer(FusedOptimizer):
 
 
 def _unscale_gradients(gradients: list[Tensor], scaling: LossScaling) -> None:
-    """Remove the loss scale from the gradients after a step; the step used more digits than gradients may have."""
+    """Remove the loss scale from the gradients after a step, which itself unscaled them with more digits."""
     noop, _, factor = scaling.on(gradients[0].device)
     assert factor is not None
     # PyTorch's operator for this takes no bfloat16 on a GPU.

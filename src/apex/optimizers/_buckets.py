@@ -74,7 +74,7 @@ class UpdateBucket:
         self.names = names
         self.has_masters = bool(states) and MASTER in states[0]
         self._distributed = any(local(param) is not param for param in params)
-        # Every process group that a parameter is cut over. If the update measures parameters, all have the same.
+        # Every process group that a parameter is cut over; equal for all parameters if the update measures them.
         self.shard_groups = all_shard_groups(params) if self._distributed else []
         self._state_lists = [[state[name] for state in states] for name in self._keys]
         self._contiguous = all(map(Tensor.is_contiguous, (*params, *(models or ()))))
@@ -82,7 +82,7 @@ class UpdateBucket:
         self._shapes = list(map(_shape, self._sources))
         self._held = self._gradients()
         self._gradient_dtypes = set(map(_dtype, self._held))
-        # Checks that gradients have the dtypes, sizes and strides of these. Parameters then have the same sizes too.
+        # Checks that gradients have the dtypes, sizes and strides of the first ones, and so the parameters' sizes.
         unconverted = not self._distributed and all(map(operator.is_, self._held, map(_grad_of, self._sources)))
         self._looks_right: Callable[..., bool] = looks_like(self._held) if unconverted else lambda *_: False
         self.lists = make(*self._slots(self._held))
@@ -98,7 +98,7 @@ class UpdateBucket:
         return (*self.names, *companions, MASTER) if self.has_masters else (*self.names, *companions)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients without a change of layout; of distributed gradients, this process's shard."""
+        """Return the gradients in their own layout; this process's shard if they are distributed."""
         return [local(source.grad) for source in self._sources if source.grad is not None]
 
     def _gradients(self) -> list[Tensor]:
@@ -141,7 +141,7 @@ class UpdateBucket:
         return list(map(local, self._located)) if self._distributed else self._located
 
     def watch(self, name: str) -> None:
-        """Have the bucket made again if any parameter's state of this name is replaced by another tensor."""
+        """Make `refresh` return False if a parameter's state of this name is replaced by another tensor."""
         self._state_checks.append((operator.itemgetter(name), [state[name] for state in self.states]))
 
     def refresh(self) -> bool:
@@ -208,7 +208,7 @@ class GroupBuckets:
             check_parameter(source, index)
         self.names = names
         kinds: dict[Any, tuple[list[Tensor], list[dict[str, Any]], list[tuple[int, int]]]] = {}
-        # Tensors, and rows of them, before each parameter, however parameters are sharded.
+        # Numbers of whole tensors, and of their rows, before each parameter; they do not depend on the sharding.
         counts: dict[Any, tuple[int, int]] = {}
         # Parameters that share memory must not be updated concurrently.
         shared = overlapping([local(params[index]) for index, _ in present])
@@ -219,8 +219,8 @@ class GroupBuckets:
             copies = (models[param],) if param in models else ()
             tensors = [local(tensor) for tensor in (param, *(state[name] for name in names), *copies)]
             codecs: SlotCodecs = optimizer._slot_codecs(param, group)
-            encoded = {0 if slot == 0 else slot - 1 for slot in codecs}  # places in `tensors`, which lack the gradient
-            plain = [tensor for place, tensor in enumerate(tensors) if place not in encoded] or [param.grad]
+            encoded = {0 if slot == 0 else slot - 1 for slot in codecs}  # indices in `tensors`, which lack the gradient
+            plain = [tensor for number, tensor in enumerate(tensors) if number not in encoded] or [param.grad]
             key = (
                 tuple(codecs.items()),
                 kind,

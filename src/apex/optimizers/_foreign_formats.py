@@ -1,7 +1,7 @@
 """State dicts of other libraries' small optimizer state, decoded to float32 tensors under PyTorch's names.
 
-- bitsandbytes: `state1` and `state2` are codes of blocks of 256 elements: places in `qmap1` and `qmap2`, multiplied by
-  `absmax1` and `absmax2`; small tensors are float32.
+- bitsandbytes: `state1` and `state2` are codes of blocks of 256 elements: indices of `qmap1` and `qmap2`, whose numbers
+  are multiplied by `absmax1` and `absmax2`; small tensors are float32.
 - torchao: tensors of a subclass with `codes` and `scale`, which decode themselves.
 - FlashOptim: `name::quantized` and `name::scales` as here, but with groups of 32 elements and float16 scales.
 """
@@ -41,7 +41,7 @@ def decoded_foreign(state_dict: Any) -> Any:
 
 
 def _decoded(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a parameter's state with its codes decoded; the same object if there are none of another library."""
+    """Return a parameter's state with its codes decoded; the same object if it has no codes of another library."""
     if "state1" in state:
         kept = {name: value for name, value in state.items() if name in ("step", "master_param")}
         for name, number in (("exp_avg", 1), ("exp_avg_sq", 2)):
@@ -65,7 +65,7 @@ def _decoded(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _looked_up(state: Mapping[str, Any], number: int) -> Tensor:
-    """Return a moment of bitsandbytes: codes are places in a map of 256 numbers, blocks have a largest magnitude."""
+    """Return a moment of bitsandbytes, decoded: a code is an index of 256 numbers, a block has a largest magnitude."""
     codes, scales, numbers = (state.get(f"{name}{number}") for name in ("state", "absmax", "qmap"))
     assert isinstance(codes, Tensor)
     if codes.dtype != torch.uint8 or scales is None or numbers is None:
@@ -86,7 +86,7 @@ def _is_flash(codes: Any, scales: Any) -> bool:
 
 
 def _by_groups(codec: str, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of codes whose groups have 32 elements, each padded to a group of 64."""
+    """Decode codes in groups of 32 elements, by padding each to a group of 64."""
     pad = torch.nn.functional.pad
     groups = pad(codes.reshape(-1), (0, -codes.numel() % _FLASH_GROUP)).view(-1, _FLASH_GROUP)
     values = decode(codec, pad(groups, (0, GROUP - _FLASH_GROUP)).reshape(-1), scales.to(torch.float32).reshape(-1))

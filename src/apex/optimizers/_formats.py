@@ -60,14 +60,14 @@ def stored_names(optimizer: Any, group: dict[str, Any]) -> tuple[str, ...]:
 
 def slot_codecs(optimizer: Any, param: Tensor, group: dict[str, Any]) -> SlotCodecs:
     """Return the codec of each slot that has one, with the name of the state that holds its companions."""
-    found: SlotCodecs = {}
+    by_slot: SlotCodecs = {}
     if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
-        found[0] = _REMAINDER_CODECS[optimizer.master_bits], REMAINDER
+        by_slot[0] = _REMAINDER_CODECS[optimizer.master_bits], REMAINDER
     for slot, name in enumerate(optimizer._state_names(group), _FIRST):
         codec = _codec(optimizer, name)
         if codec is not None:
-            found[slot] = codec, f"{name}::scales" if codecs.has_scales(codec) else None
-    return found
+            by_slot[slot] = codec, f"{name}::scales" if codecs.has_scales(codec) else None
+    return by_slot
 
 
 def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
@@ -77,11 +77,11 @@ def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[
             f"master_bits={optimizer.master_bits} is for bfloat16 parameters, and one is float16; master_weights=True "
             "also gives float16 parameters float32 masters"
         )
-    found = slot_codecs(optimizer, param, group)
-    if found:
+    by_slot = slot_codecs(optimizer, param, group)
+    if by_slot:
         _check_parameter(optimizer, param)
     for slot, name in enumerate(optimizer._state_names(group), _FIRST):
-        codec, companions = found.get(slot, (None, None))
+        codec, companions = by_slot.get(slot, (None, None))
         stored = _stored_name(name, codec)
         if stored in state:
             continue
@@ -93,8 +93,8 @@ def add_state(optimizer: Any, state: dict[str, Any], param: Tensor, group: dict[
             state[name] = optimizer._initial_state(name, param, group)
             if optimizer.state_format == "bfloat16" and name in optimizer._encodable:
                 state[name] = state[name].to(torch.bfloat16)
-    if 0 in found and REMAINDER not in state:
-        state[REMAINDER] = codecs.new_companions(found[0][0], param.detach())
+    if 0 in by_slot and REMAINDER not in state:
+        state[REMAINDER] = codecs.new_companions(by_slot[0][0], param.detach())
 
 
 def _check_parameter(optimizer: Any, param: Tensor) -> None:
@@ -123,7 +123,7 @@ def has_master(state: Mapping[str, Any]) -> bool:
 
 
 def set_master(optimizer: Any, state: dict[str, Any], param: Tensor, value: Tensor) -> None:
-    """Set the master of a half-precision parameter in the optimizer's own format, and the parameter to it, rounded."""
+    """Set the master of a half-precision parameter, in the optimizer's format, and round it to the parameter."""
     name, stored = MASTER, value.to(torch.float32)
     if optimizer.master_bits is not None and param.dtype == torch.bfloat16:
         value, stored = codecs.split(stored, _REMAINDER_CODECS[optimizer.master_bits])
@@ -136,7 +136,7 @@ def set_master(optimizer: Any, state: dict[str, Any], param: Tensor, value: Tens
 
 
 def _decoded(state: dict[str, Any], name: str, kind: str) -> Tensor | None:
-    """Return state as float32 numbers, whatever its format was; None if there is none."""
+    """Return saved state of any format as float32 numbers; None if there is none of this name."""
     if name in state:
         value = state[name]
         return value.to(torch.float32) if value.dtype == torch.bfloat16 else value
@@ -226,7 +226,7 @@ def _convert(optimizer: Any, state: dict[str, Any], name: str) -> None:
 def _convert_master(optimizer: Any, state: dict[str, Any], param: Tensor) -> None:
     """Convert a master copy to remainders, or remainders to a master copy or to remainders of other bits.
 
-    Remainders of a parameter that is not bfloat16 here are dropped: it has these bits itself.
+    Remainders are dropped if the parameter is not bfloat16 in this optimizer: then it has these bits itself.
     """
     if param.dtype != torch.bfloat16:
         state.pop(REMAINDER, None)

@@ -1,4 +1,4 @@
-"""Directions of Muon: the matrices that parameters consist of, and the memory in which they are made orthogonal."""
+"""Directions of Muon: the matrices that parameters consist of, and the workspace that makes them orthogonal."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ._muon_shards import divided
 
 # State of NorMuon: averages of squares of rows, [rows, 1].
 SQUARES = "second_momentum_buffer"
-# Elements of directions that are made orthogonal before the next ones: 1 GiB in bfloat16.
+# Most elements of directions that are made orthogonal at a time: 1 GiB in bfloat16.
 WORKSPACE = 1 << 29
 
 
 class Block(NamedTuple):
-    """Rows of a parameter, from `start` on, that are made orthogonal: `matrices` of `rows` x `columns`."""
+    """Rows of a parameter from `start` on: `matrices` matrices of `rows` x `columns`, each made orthogonal."""
 
     start: int
     matrices: int
@@ -76,7 +76,7 @@ def factor_of(rows: int, columns: int, adjustment: str | None) -> float:
 
 
 def triples(coefficients: Sequence[Any], steps: int) -> list[tuple[float, float, float]]:
-    """Return one triple of coefficients per step; the last one of a list is repeated."""
+    """Return one triple of coefficients per step; a list that is too short repeats its last triple."""
     numbers: list[tuple[float, ...]] = []
     if isinstance(coefficients, (tuple, list)) and coefficients:
         rows = coefficients if isinstance(coefficients[0], (tuple, list)) else [coefficients]
@@ -96,7 +96,7 @@ def workspace(memory: dict[Any, Tensor], elements: int, dtype: torch.dtype, devi
 
 
 class WholeMatrices(NamedTuple):
-    """Parameters that this process has whole: takes the place of a bucket in `Directions`, without NorMuon."""
+    """Parameters that this process has whole, for `Directions` instead of a bucket, without NorMuon."""
 
     params: list[Tensor]
     device: torch.device
@@ -152,8 +152,8 @@ class Directions:
             exchange.bind(part)
             for index, view in zip(exchange.indices, exchange.views, strict=True):
                 self.views[index] = view.view(local(params[index]).shape)
-            for place, stack in exchange.stacks:
-                self._add(stack, blocks[exchange.indices[place]], rates[exchange.indices[place]], None)
+            for first, stack in exchange.stacks:
+                self._add(stack, blocks[exchange.indices[first]], rates[exchange.indices[first]], None)
         if group["beta2"] is not None and isinstance(bucket, UpdateBucket):
             bucket.watch(SQUARES)
         self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
@@ -199,13 +199,13 @@ class Directions:
             for block, factor in blocks:
                 rows = slice(block.start, block.start + block.matrices * block.rows)
                 part = stack[:, rows].unflatten(1, (block.matrices, block.rows))
-                for place in _batches(part, block, group["ns_dtype"]):
-                    batch = part[place]
+                for index in _batches(part, block, group["ns_dtype"]):
+                    batch = part[index]
                     result = newton_schulz(batch.reshape(-1, block.rows, block.columns), *options).view(batch.shape)
                     if squares is not None:
                         whole = squares.dim() == 4  # of transposed matrices, which have one block
                         seen = squares if whole else squares[:, rows].unflatten(1, (block.matrices, block.rows))
-                        result = _with_even_rows(result, seen[place], group["beta2"], noop)
+                        result = _with_even_rows(result, seen[index], group["beta2"], noop)
                     batch.copy_(result if factor == 1.0 else result.mul_(factor))
                     del result  # before the next batch
         for exchange in self._exchanges:
@@ -213,9 +213,9 @@ class Directions:
 
 
 def _batches(part: Tensor, block: Block, products: torch.dtype | None) -> list[tuple[slice, slice]]:
-    """Return parts of `part`, [parameters, matrices, rows, columns], that are made orthogonal one after the other.
+    """Return slices of `part`, [parameters, matrices, rows, columns], that are made orthogonal one after the other.
 
-    They have nearly equal numbers of matrices. Matrices of a single parameter are divided too, as those of experts.
+    They have nearly equal numbers of matrices. The matrices of one parameter, such as experts, are divided too.
     """
     if not part.numel():
         return []
@@ -240,7 +240,7 @@ def _squares_of_rows(bucket: UpdateBucket, indices: list[int], block: Block, sha
     """
     is_transposed = len(shape) == 2 and (block.rows, block.columns) == tuple(shape[::-1]) != tuple(shape)
     rows = block.columns if is_transposed else math.prod(shape) // max(1, block.columns)
-    # A bucket that is made again, for a graph say, goes on with the memory of the one before.
+    # A bucket that is made again, for example for a graph, continues with the memory of the earlier bucket.
     states = [bucket.states[index] for index in indices]
     squares = getattr(states[0].get(SQUARES), "_base", None)
     if squares is not None and squares.shape == (len(indices), rows):
@@ -271,7 +271,7 @@ def _with_even_rows(directions: Tensor, squares: Tensor, beta2: Any, noop: Tenso
 
 
 def _blocks_in_memory(param: Tensor, group: dict[str, Any]) -> list[Block]:
-    """Return the blocks of a parameter as they lie in memory; a transposed matrix is orthogonal if the matrix is."""
+    """Return a parameter's blocks as they lie in memory: transposed, if need be, which stays orthogonal."""
     blocks, param = blocks_of(param.shape, group), local(param)
     if param.is_contiguous():
         first = blocks[0]

@@ -1,4 +1,4 @@
-"""Matrices of Muon that processes hold parts of (DTensor).
+"""Muon's matrices that are sharded over processes (DTensor).
 
 The directions of a bucket's shards are exchanged: every matrix becomes whole in one process (`RowExchange`), or in all
 of them (`FullMatrices`), is made orthogonal there, and its parts go back to the processes that hold them. If a shard

@@ -25,7 +25,7 @@ def global_norm(buckets: Sequence[UpdateBucket], scaling: LossScaling) -> Tensor
 
 
 def clipped(scaling: LossScaling, norm: Tensor | None, limit: float) -> LossScaling:
-    """Return `scaling` such that it also scales gradients of the given `norm` down to `limit`."""
+    """Return `scaling` extended to scale gradients of the given `norm` down to `limit`."""
     if norm is None:
         return scaling
     factor = torch.clamp(limit / norm, max=1.0)
@@ -35,7 +35,7 @@ def clipped(scaling: LossScaling, norm: Tensor | None, limit: float) -> LossScal
 
 
 def clipped_together(buckets: Sequence[UpdateBucket], scaling: LossScaling, limit: float) -> LossScaling:
-    """Return `scaling` such that it also scales the gradients of all buckets down to a joint norm of `limit`."""
+    """Return `scaling` extended to scale the gradients of all buckets down to a joint norm of `limit`."""
     if len(buckets) != 1 or buckets[0].shard_groups:
         return clipped(scaling, global_norm(buckets, scaling), limit)
     (bucket,) = buckets

@@ -22,7 +22,7 @@ class ParameterSteps(FusedOptimizer):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # `_missed`: steps of its group that a parameter missed. `_away`: the count of one that has no gradient now.
+        # `_missed`: steps of its group that a parameter missed. `_away`: step counts of parameters without a gradient.
         self._missed: dict[Tensor, int] = {}
         self._away: dict[Tensor, int] = {}
         super().__init__(*args, **options)
@@ -38,7 +38,7 @@ class ParameterSteps(FusedOptimizer):
         if self.capturable:
             return
         started = {param for param in group["params"] if self.state.get(param)}
-        # `left`: parameters that just lost their gradient. `came`: parameters that just got one, or one again.
+        # `left`: parameters that just lost their gradient. `came`: parameters that just got a gradient.
         left = [p for p in group["params"] if p.grad is None and p in started and p not in self._away]
         came = [p for p in group["params"] if p.grad is not None and (p not in started or p in self._away)]
         if not left and not came:

@@ -21,9 +21,9 @@ class FusedAdEMAMix(EncodingOptimizer):
         p <- p - lr ((m1 / (1 - beta1^t) + alpha m2) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
 
     m1 and m2 are averages of gradients with beta1 and beta3, v of their squares with beta2. In the first `alpha_warmup`
-    steps alpha grows linearly from 0; in the first `beta3_warmup` steps the half-life of m2 grows linearly from that of
-    m1. `cautious_weight_decay` decays only elements whose decay has the sign of their update. `FusedOptimizer`
-    describes the keyword options, docs/state_formats.md `state_format` and `master_bits`.
+    steps alpha grows linearly from 0. In the first `beta3_warmup` steps the half-life of m2 grows linearly from the
+    half-life of m1. `cautious_weight_decay` decays only elements whose decay has the sign of their update.
+    `FusedOptimizer` describes the keyword options, docs/state_formats.md `state_format` and `master_bits`.
     """
 
     _encodable: Mapping[str, str] = MappingProxyType(

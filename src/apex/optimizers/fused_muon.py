@@ -29,7 +29,7 @@ _TORCH_OPTIONS = {
 
 
 class MuonOptions(CommonOptions, StateOptions, total=False):
-    """Keyword options of FusedMuon beside its own."""
+    """Keyword options that FusedMuon shares with other fused optimizers."""
 
 
 class FusedMuon(EncodingOptimizer):
@@ -51,7 +51,8 @@ class FusedMuon(EncodingOptimizer):
 
     - `algorithm`: "muon" (the default), "adamw" or "lion". Parameters of fewer than two dimensions in a group of
       "muon" move to a group of their own for "adamw";
-    - `num_heads`: the rows are so many blocks, each orthogonal by itself; `split_sizes`: blocks of so many rows;
+    - `num_heads`: the rows are cut into this many blocks, each made orthogonal by itself;
+    - `split_sizes`: the numbers of rows of such blocks;
     - `flatten`: a convolution's weight is a matrix of its output channels;
     - `beta2`: NorMuon (https://arxiv.org/abs/2510.05491). Rows of a direction are divided by the root of an average of
       their mean squares, with this decay, and the direction gets its norm back; None (the default) is plain Muon.
@@ -126,10 +127,10 @@ class FusedMuon(EncodingOptimizer):
         self._is_muon, self._elements = group["algorithm"] == "muon", 0
 
     def _kind(self, param: Tensor, state: dict[str, Any]) -> Any:
-        """Return the number of the bucket, so that each fits into the workspace."""
+        """Return the number of a parameter's bucket; a new one begins if the directions exceed the workspace."""
         if not self._is_muon:
             return None
-        # The number of elements without regard to this process, because all must make the same buckets.
+        # The average number of elements per process, because all processes must make the same buckets.
         self._elements += param.numel() // math.prod(map(dist.get_world_size, shard_groups(param)))
         return self._elements // WORKSPACE
 
@@ -151,7 +152,7 @@ class FusedMuon(EncodingOptimizer):
 
 
 def check_options_of_muon(options: Mapping[str, Any]) -> None:
-    """Raise an error if hyperparameters of a group that others do not have are invalid."""
+    """Raise an error if hyperparameters that only Muon has are invalid."""
     if options["algorithm"] not in ALGORITHMS:
         raise ValueError(f"algorithm={options['algorithm']!r} is none of {', '.join(ALGORITHMS)}")
     if options["adjust_lr_fn"] not in ADJUSTMENTS:
@@ -189,8 +190,8 @@ def check_options_of_muon(options: Mapping[str, Any]) -> None:
 def divided_group(param_group: Any, defaults: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> list[Any]:
     """Return the groups of a parameter group: matrices for Muon, and its other parameters for AdamW.
 
-    Raise an error if options are invalid, or do not fit the shape of a parameter, or if PyTorch would refuse a
-    parameter beside the groups `others`: it sees the two groups one after the other, and would keep the first.
+    Raise an error if options are invalid or do not fit the shape of a parameter, or if PyTorch would refuse a parameter
+    beside the groups `others`. PyTorch gets the two groups one after the other, and would keep the first.
     """
     if not isinstance(param_group, dict) or param_group.get("algorithm", defaults["algorithm"]) != "muon":
         return [param_group]
@@ -237,7 +238,7 @@ def muon_groups(
     """Return parameter groups for `FusedMuon`: the weights of linear and convolution layers, and all others.
 
     Embeddings, weights tied to them, depthwise convolutions and the last linear layer, which is the head, are for
-    AdamW with `adam_lr` (by default `lr`), as are norms and biases. Prints what goes where.
+    AdamW with `adam_lr` (by default `lr`), as are norms and biases. Prints the division.
     """
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]

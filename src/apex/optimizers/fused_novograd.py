@@ -124,11 +124,11 @@ class FusedNovoGrad(FusedOptimizer):
             group.pop(NORM, None)
             places = [0, 0]
             for param, state in self._stepped(group):
-                place = _place(param)
+                number = _place(param)
                 if NORM not in state and lists is not None:
-                    norm = lists[place][places[place]].to(param.device, torch.float32)
+                    norm = lists[number][places[number]].to(param.device, torch.float32)
                     state[NORM] = norm.square() if group["norm_type"] == 2 else norm.clone()
-                places[place] += 1
+                places[number] += 1
 
     def _check_norms(self, state_dict: dict[str, Any], norms: list[Any]) -> None:
         for index, (group, saved, lists) in enumerate(
@@ -174,5 +174,5 @@ def _common_base(states: Sequence[dict[str, Any]]) -> Tensor | None:
 
 
 def _place(param: Tensor) -> int:
-    """Return the index of the original's list, of two, that holds a parameter's norm."""
+    """Return which of the original's two lists holds a parameter's norm."""
     return 0 if param.dtype in LOW_PRECISION else 1

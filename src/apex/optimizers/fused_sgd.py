@@ -25,7 +25,7 @@ FRESH = "fresh"
 
 
 class SGDOptions(CommonOptions, StateOptions, total=False):
-    """Keyword options of FusedSGD beside upstream's."""
+    """Keyword options that upstream's FusedSGD does not have."""
 
 
 class MomentumOptimizer(EncodingOptimizer):
@@ -47,7 +47,7 @@ class MomentumOptimizer(EncodingOptimizer):
         check_options(defaults)
         check_nesterov(defaults)
         self.wd_after_momentum = wd_after_momentum
-        # For parameters whose first step may have been skipped for an overflow: the flag on the device that tells.
+        # For parameters whose first step may have been skipped for an overflow: a device flag that says whether it was.
         self._undampened: dict[Tensor, Tensor] = {}
         more: dict[str, Any] = {"materialize_master_grads": materialize_master_grads, "set_grad_none": set_grad_none}
         super().__init__(params, defaults, **more, **options)
@@ -77,7 +77,7 @@ class MomentumOptimizer(EncodingOptimizer):
         return state, FRESH if fresh else id(self._undampened[param]) if param in self._undampened else None
 
     def _first(self, bucket: UpdateBucket, scaling: LossScaling) -> bool | Tensor:
-        """Return whether this is the bucket's first step; a tensor if only the device knows of skipped steps."""
+        """Return whether this is the bucket's first step: a tensor if earlier steps may have been skipped."""
         if bucket.kind is None:
             return False
         flag = self._undampened.get(bucket.params[0])

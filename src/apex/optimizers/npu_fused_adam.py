@@ -75,11 +75,11 @@ class NpuFusedAdamW(NpuFusedAdam):
 class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
     """AdamP (https://arxiv.org/abs/2006.08217): Adam that does not lengthen weights whose length has no effect.
 
-    A parameter of two or more dimensions counts as such if its gradient is nearly orthogonal to it. The first
-    test is that for every channel (each index of dimension 0) the cosine of the angle is below `delta` over the root of
-    the channel's size. The second test, if the first fails, is that for the parameter as a whole the cosine is below
-    `delta` over the root of its size. If one passes, the step loses its component parallel to each channel, or to the
-    whole parameter, and the decoupled `weight_decay` is multiplied by `wd_ratio`.
+    The length of a parameter of two or more dimensions has no effect if its gradient is nearly orthogonal to it. The
+    first test is that for every channel (each index of dimension 0) the cosine of the angle is below `delta` over the
+    root of the channel's size. The second test, if the first fails, is that for the parameter as a whole the cosine is
+    below `delta` over the root of its size. If one passes, the step loses its component parallel to each channel, or to
+    the whole parameter, and the decoupled `weight_decay` is multiplied by `wd_ratio`.
     """
 
     _measures = True
@@ -134,7 +134,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
 
     @staticmethod
     def _sharded_rows(bucket: UpdateBucket) -> ShardedRows:
-        """Return the rows of a bucket of shards, with the sums over the processes that hold the others."""
+        """Return the rows of a bucket of shards, with functions that add up values over the other shards."""
         rows = bucket.cache.get(_ROWS)
         if rows is None:
             cut = cut_dimensions(bucket.params[0])

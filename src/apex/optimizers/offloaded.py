@@ -70,7 +70,7 @@ class OffloadedOptimizer(FusedOptimizer):
             raise ValueError(f"capturable=True needs where='gpu': a graph cannot run the update of where={where!r}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how to pickle the optimizer: its class is made of two and has no name to import."""
+        """Return how to pickle the optimizer, whose class was made at run time and cannot be imported by name."""
         return _new, (type(self).__bases__[1],), self.__getstate__()
 
     def _check_capture(self) -> None:
@@ -88,7 +88,7 @@ class OffloadedOptimizer(FusedOptimizer):
         return memories[device]
 
     def _is_offloaded(self, param: Tensor) -> bool:
-        """Return whether a parameter's state is offloaded; decided once, so that `fraction` is kept at any time."""
+        """Return whether a parameter's state is offloaded; decides at the first call, so that `fraction` holds."""
         choices = self.__dict__.setdefault("_choices", {})
         if param not in choices:
             if local(param) is not param:
@@ -107,7 +107,7 @@ class OffloadedOptimizer(FusedOptimizer):
         return state, kind
 
     def _place_state(self, state: dict[str, Any], param: Tensor) -> None:  # type: ignore[override]
-        """Move the state of an offloaded parameter to host memory, as far as it is not there yet."""
+        """Move state of an offloaded parameter that is still on the device to host memory."""
         if not self._is_offloaded(param):
             return
         memory = self._memory(param.device)
@@ -137,30 +137,30 @@ class HostBucket(UpdateBucket):
 
     def __init__(self, memory: HostMemory, *arguments: Any) -> None:
         self._memory = memory
-        # By the place of a list among slots and copy: its tensors on the device, and their twins on the host.
+        # By the index of a list among slots and copy: its tensors on the device, and their twins on the host.
         self._twins: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         super().__init__(*arguments)
 
     def _slots(self, gradients: list[Tensor]) -> tuple[Any, ...]:
         slots, copy, *encodings = super()._slots(gradients)
         lists = [*slots, copy]
-        for place, tensors in enumerate(lists):
+        for index, tensors in enumerate(lists):
             if not tensors or on_host(tensors[0]):
                 continue
-            if place not in self._twins:
-                self._twins[place] = tensors, list(map(self._memory.pinned_like, tensors))
-            twins = self._twins[place][1]
-            self._twins[place] = tensors, twins
+            if index not in self._twins:
+                self._twins[index] = tensors, list(map(self._memory.pinned_like, tensors))
+            twins = self._twins[index][1]
+            self._twins[index] = tensors, twins
             for twin, tensor in zip(twins, tensors, strict=True):
                 twin.copy_(tensor, non_blocking=True)
-            lists[place] = twins
+            lists[index] = twins
         self._memory.wait()
         return (lists[:SLOTS], lists[SLOTS], *encodings)
 
     def release(self) -> None:
         """Copy updated parameters to the device, and drop the references to the gradients."""
-        for place in (0, SLOTS):
-            for tensor, twin in zip(*self._twins.get(place, ((), ())), strict=True):
+        for index in (0, SLOTS):
+            for tensor, twin in zip(*self._twins.get(index, ((), ())), strict=True):
                 tensor.copy_(twin, non_blocking=True)
         if 1 in self._twins:
             self._twins[1] = [], self._twins[1][1]

@@ -23,7 +23,7 @@ class LARC:
     A parameter's rate is trust_coefficient * |p| / (|g| + weight_decay * |p| + eps). With `clip` the effective learning
     rate is the smaller of this rate and the optimizer's lr, otherwise their product. LARC reaches it by scaling the
     gradient, with the weight decay included; the optimizer runs with a weight decay of 0. If |p| or |g| is 0 the
-    gradient is unchanged. The host never waits for the device. Norms of sharded parameters (DTensor) are those of the
+    gradient is unchanged. The host never waits for the device. Norms of sharded parameters (DTensor) are taken over the
     whole parameters.
     """
 

@@ -135,8 +135,8 @@ class GradientBucket:
     def start(self, group: Any, on_own_stream: bool = False) -> Work:
         """Copy the gradients into the buffer and start its all-reduce.
 
-        Gradients that can become views of the buffer do so now, which frees their memory. With `on_own_stream` they do
-        so at the end of the pass, because the stream is still reading them.
+        Gradients become views of the buffer now, if they can, which frees their memory. With `on_own_stream` they
+        become views at the end of the pass, because the stream is still reading them.
         """
         self._prepare_buffer()
         if (capture := _graph_numbers.capturing()) is not None:

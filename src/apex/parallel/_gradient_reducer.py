@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._distributed.collectives import on_stream
 from .._distributed.reducer import BucketReducer, Sent
+from ..ops._device import on_stream
 from ._buckets import Arithmetic, GradientBucket, agree, plan
 
 

@@ -422,7 +422,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def active_i_buckets(self) -> list[list[int]]:
-        """Return for each bucket the indices of its parameters among those that require gradients."""
+        """Return for each bucket the indices of its parameters among all parameters that require gradients."""
         return [] if self._reducer is None else self._reducer.members
 
     @property

@@ -44,7 +44,7 @@ def save(
 
     `model` may be a list of a stage's chunks. `others`, saved from rank 0, are objects with a `state_dict`, such as a
     scaler or a scheduler, or plain values, such as a step number. Random number states of every rank are saved.
-    `use_async`, `staging` and `if_busy` are those of `apex.checkpoint.save_sharded`.
+    `apex.checkpoint.save_sharded` describes `use_async`, `staging` and `if_busy`.
     """
     state = state_of(model, optimizer, **others)
     save_sharded(state, path, use_async=use_async, staging=staging, if_busy=if_busy)  # type: ignore[arg-type]

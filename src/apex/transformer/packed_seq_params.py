@@ -11,7 +11,7 @@ from torch import Tensor
 class PackedSeqParams:
     """Bounds of packed documents: document i is rows `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`.
 
-    The `kv` fields are those of keys and values; None means that they equal the queries'. If documents are padded, the
+    The `kv` fields belong to keys and values; None means that they equal the queries'. If documents are padded, the
     `padded` bounds are where each document begins and where its padding ends. `max_seqlen_q` and `max_seqlen_kv` are at
     least the lengths of the longest documents, padding included.
     """

@@ -263,7 +263,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
 
 @checked
 def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """Return this process's rank among those with the same parameters."""
+    """Return this process's rank among the processes with the same parameters."""
     return dist.get_rank(get_data_parallel_group(with_context_parallel))
 
 

@@ -139,7 +139,7 @@ def test_the_reference_is_attention_of_each_document() -> None:
     output, _ = reference.varlen_attention(query, key, value, (edges, edges_k), scale=0.25, right=0)
     for start, end, start_k, end_k in zip(edges, edges[1:], edges_k, edges_k[1:], strict=False):
         for row in range(start, end):
-            seen = end_k - (end - 1 - row)  # the last query has the place of the last key
+            seen = end_k - (end - 1 - row)  # the last query has the position of the last key
             for head in range(4):
                 weights = (key[start_k:seen, head // 2] @ query[row, head] / 4).softmax(0)
                 torch.testing.assert_close(output[row, head], weights @ value[start_k:seen, head // 2])

@@ -62,7 +62,7 @@ def test_the_sort_is_stable(route: Route, tokens: int, chosen: int, experts: int
 @pytest.mark.parametrize(
     "index",
     [[[2, 2]] * 9, [[4, 4]] * 3, [[0, 4], [4, 3], [3, 3]], [[1]]],
-    ids=["one expert", "nobody", "some nobody", "one row"],
+    ids=["one expert", "no expert", "some without", "one row"],
 )
 def test_routings(route: Route, index: list[list[int]]) -> None:
     given = tensors(route, index)
@@ -84,7 +84,7 @@ def test_routings(route: Route, index: list[list[int]]) -> None:
 
 @triton_routes
 @pytest.mark.parametrize("width", [8, 40])
-def test_rows_of_nobody_are_zero_before_the_unit(route: Route, width: int, poisoned_memory: None) -> None:
+def test_rows_without_an_expert_are_zero_before_the_unit(route: Route, width: int, poisoned_memory: None) -> None:
     given = tensors(route, [[0, 4], [4, 3], [3, 3]], width=width)
     with _library.implementation("triton"):
         _, pre, order, _, offsets = torch.ops.apex.moe_experts(*given.values(), None, None, "silu", False, False)
@@ -126,7 +126,7 @@ def test_autocast_casts_all_but_the_weights(route: Route) -> None:
     assert {value.dtype for value in found.values()} == {_F32}
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows of nobody hold garbage behind these products
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows without an expert hold garbage behind these products
 @triton_routes
 @pytest.mark.parametrize("name", ["moe_experts", "moe_experts_transposed"])
 def test_pytorch_products_give_the_same(route: Route, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_main_grad_must_exist() -> None:
         ({"down": torch.zeros(4, 16, 8).half()}, TypeError, "down is torch.float16"),
         ({"index": torch.zeros(3, 2)}, TypeError, "int64 and int32"),
         ({"index": torch.zeros(2, 2).long()}, ValueError, "3 tokens"),
-        ({"index": torch.full((3, 2), 5)}, ValueError, "0 to 3, or 4 for nobody"),
+        ({"index": torch.full((3, 2), 5)}, ValueError, "0 to 3, or 4 for none"),
         ({"index": torch.full((3, 2), -1)}, ValueError, "values from -1"),
         ({"weight": torch.zeros(3, 1)}, ValueError, "weight has shape"),
         ({"weight": torch.zeros(3, 2).long()}, TypeError, "weight must be floating-point"),
@@ -231,7 +231,7 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], message: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(2048, 16, 4, 512, 384), (512, 4, 2, 256, 4096)], ids=["narrow", "wide"])
-@pytest.mark.parametrize("routing", ["drawn", "one expert", "nobody"])
+@pytest.mark.parametrize("routing", ["drawn", "one expert", "no expert"])
 def test_nothing_waits_for_the_device(sizes: tuple[int, ...], routing: str) -> None:
     call = Call(CALLS["moe_experts"], sizes, Make(_BF16, torch.device("cuda")))
     if routing != "drawn":

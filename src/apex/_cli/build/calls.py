@@ -62,14 +62,14 @@ def known_ops() -> dict[str, Op]:
 
 
 class Call(NamedTuple):
-    """Something whose kernels are wanted: an op with a shape and a dtype, or a script."""
+    """A call whose kernels are compiled: an op with a shape and a dtype, or a script."""
 
     name: str
     run: Callable[[torch.device], None]
 
 
 def parse_call(text: str, dtype: str) -> Call:
-    """The call that `NAME`, `NAME:SHAPE`, `NAME:SHAPE:DTYPE` or the path of a Python file stands for."""
+    """Return the call named by `NAME`, `NAME:SHAPE`, `NAME:SHAPE:DTYPE` or the path of a Python file."""
     if text.endswith(".py"):
         if not Path(text).is_file():
             raise FileNotFoundError(f"there is no script {text!r}")

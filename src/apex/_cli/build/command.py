@@ -1,4 +1,4 @@
-"""`apex build`: collect the launches of some calls, compile them in processes, say what was written."""
+"""`apex build`: collect the launches of some calls, compile them in processes, list the written files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
 
 _compile_ahead = _library.LazyModule("apex.ops._compile_ahead")  # it needs Triton
 
-# Programs to compile, which worker processes, being forks, find by number: the first row that needs it, GPU, launch.
+# Programs to compile, each as the first row that needs it, GPU and launch. Worker processes are forks and get indices.
 _tasks: list[tuple[Row, Any, Any]] = []
 
 
@@ -53,9 +53,9 @@ def run_build(
     as_json: bool = False,
     list_only: bool = False,
 ) -> int:
-    """Compiles the kernels of `ops` (see `parse_call`), or of those that variables select.
+    """Compile the kernels of `ops` (see `parse_call`), or of the ops that environment variables select.
 
-    The exit status is 0, or 1 where one did not compile.
+    Return the exit status: 0, or 1 if a kernel did not compile.
     """
     console, messages = make_console(), make_console(stderr=True)
     if list_only:
@@ -95,13 +95,13 @@ def run_build(
 
 
 def selected_ops() -> list[str]:
-    """The ops that `APEX_BUILD_<OP>=1` selects; `APEX_BUILD_CUDA_OPS=1` selects all but those that are set to 0."""
+    """Return the ops that `APEX_BUILD_<OP>=1` selects; `APEX_BUILD_CUDA_OPS=1` selects all except ops set to 0."""
     chosen = {name for name, op in ALL_OPS.items() if _env.is_on(op.BUILD_VAR, op.INCLUDE_FLAG)}
     return [name for name, op in known_ops().items() if chosen & set(op.extensions)]
 
 
 def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
-    """Fills `_tasks` with the programs that the calls need, each once; a row for each call and GPU."""
+    """Fill `_tasks` with the programs that the calls need, each once; return a row for each call and GPU."""
     known = _compile_ahead.GPUS if gpus else _compile_ahead.gpu_here()
     unknown = [name for name in gpus if name not in known]
     if unknown or not known:
@@ -131,7 +131,7 @@ def _plan(calls: Sequence[Call], gpus: Sequence[str]) -> list[Row]:
 
 
 def _compile(folder: Path, jobs: int) -> list[str]:
-    """Compiles `_tasks` and notes it in their rows; returns what failed."""
+    """Compile `_tasks` and count the results in their rows; return the failures."""
     messages = make_console(stderr=True)
     before = {entry.name for entry in folder.iterdir()}
     failures: list[str] = []
@@ -165,7 +165,7 @@ def _ignore_output() -> None:
 
 
 def _compile_task(number: int, has_compiler: bool) -> tuple[str, float]:
-    """In a worker: compiles a program and its launcher; the folder of the cache that holds it, and seconds."""
+    """Compile a program and its launcher in a worker process; return its folder in the cache, and the seconds."""
     start = time.perf_counter()
     _, gpu, launch = _tasks[number]
     compiled = _compile_ahead.compile_launch(launch, gpu)
@@ -175,7 +175,7 @@ def _compile_task(number: int, has_compiler: bool) -> tuple[str, float]:
 
 
 def _move(folder: Path, installed_at: Path) -> None:
-    """Triton notes absolute paths in its cache; lets them begin with where the cache will be."""
+    """Rewrite the absolute paths in Triton's cache to the folder where the cache will be installed."""
     for group in folder.glob("*/__grp__*.json"):
         paths = json.loads(group.read_text())["child_paths"]
         moved = {name: str(installed_at / group.parent.name / Path(path).name) for name, path in paths.items()}

@@ -22,7 +22,7 @@ class TunedTable:
 
 
 def examine_tables(gpus: list[str]) -> tuple[list[TunedTable], list[Finding]]:
-    """Return the tables of the file that APEX_TUNED names, and findings about those not used on the GPUs here."""
+    """Return the tables of the file that APEX_TUNED names, and findings about tables that no GPU here uses."""
     tables: list[TunedTable] = []
     findings: list[Finding] = []
     for table in _tuned.tables():

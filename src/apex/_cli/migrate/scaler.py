@@ -84,7 +84,7 @@ class Scaler:
         return tests
 
     def _other_assignments(self) -> list[Node]:
-        """Return the other assignments to the scaler's variable."""
+        """Return the assignments to the scaler's variable except the one that makes the scaler."""
         code, name = self._code, self._code.text(_target(self.made))
         assigns = code.find(code.module, m.Assign(targets=[m.AssignTarget()]))
         return [assign for assign in assigns if assign is not self.made and code.text(_target(assign)) == name]

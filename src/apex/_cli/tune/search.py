@@ -38,13 +38,13 @@ def neighbours(answer: Any, varied: Sequence[str], device: DeviceFacts) -> list[
         around = (value - 1, value + 1) if name.endswith("stages") else (value // 2, 2 * value)
         most = {"num_warps": device.max_threads // device.warp_size, "num_stages": MOST_STAGES, "stages": MOST_STAGES}
         near[name] = [each for each in around if 1 <= each <= most.get(name, each)]
-    found = [{name: each} for name in near for each in near[name]]
+    changes = [{name: each} for name in near for each in near[name]]
     for name in near:
         if not name.endswith(("stages", "warps")):
             pairs = [(each, warps) for each in near[name] for warps in near.get("num_warps", [])]
             same = [pair for pair in pairs if (pair[0] > getattr(answer, name)) == (pair[1] > answer.num_warps)]
-            found += [{name: each, "num_warps": warps} for each, warps in same]
-    return found
+            changes += [{name: each, "num_warps": warps} for each, warps in same]
+    return changes
 
 
 class Search:

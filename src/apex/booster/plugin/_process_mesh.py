@@ -54,7 +54,7 @@ class StageManager(NamedTuple):
         return self.placement.ranks
 
     def is_first_stage(self, ignore_chunk: bool = False) -> bool:
-        """Return whether this process has the first stage, or is the first rank of the pipeline."""
+        """Return whether this process has the first stage, which is on the first rank of the pipeline."""
         return self.stage == 0
 
     def is_last_stage(self, ignore_chunk: bool = False) -> bool:

@@ -203,7 +203,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         )
         wanted = (self.tp_size, self.pp_size, self.cp_size)
         if sizes != wanted:
-            count = 2 if sizes[2] == wanted[2] == 1 else 3  # sizes of context parallelism only where there is some
+            count = 2 if sizes[2] == wanted[2] == 1 else 3  # compare context-parallel sizes only if one is above 1
             names = ", ".join(("tp_size", "pp_size", "sp_size")[:count])
             raise ValueError(f"apex.transformer is initialised with ({names}) = {sizes[:count]}, not {wanted[:count]}")
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
@@ -299,7 +299,7 @@ class HybridParallelPlugin(PipelinePluginBase):
             )
 
     def _set_exchange(self, model: nn.Module) -> None:
-        """Let attention modules exchange what `sequence_parallelism_mode` says; all processes must call it."""
+        """Set whether attention modules exchange heads or keys (`cp_comm_type`); all processes must call it."""
         if self.cp_comm_type is None:
             return
         attentions = [module for module in model.modules() if hasattr(module, "cp_comm_type")]

@@ -140,7 +140,7 @@ class LowLevelZeroPlugin(DPPluginBase):
 def zero_options(
     bucket_size_in_m: float, communication_dtype: torch.dtype | None, overlap_grads: bool, overlap_params: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `zero_optimizer` for its exchanges; a bucket's size is in millions of elements."""
+    """Return the arguments of `zero_optimizer` for its collectives; a bucket's size is in millions of elements."""
     return {
         "bucket_cap_mb": bucket_size_in_m * 1e6 * BYTES_OF_A_GRADIENT / 2**20,
         "grad_sync_dtype": communication_dtype,

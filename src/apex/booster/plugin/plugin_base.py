@@ -91,7 +91,7 @@ class Plugin(ABC):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any = None, optimizer: Any = None) -> Iterator[None]:
-        """Do not exchange gradients of backward passes inside."""
+        """Accumulate the gradients of backward passes in the block without exchanging them."""
         raise NotImplementedError(f"{type(self).__name__} has no no_sync")
         yield
 

@@ -39,7 +39,7 @@ class TorchFSDPPlugin(DPPluginBase):
     - `process_group`: the group of processes, by default all;
     - `sharding_strategy`: a `torch.distributed.fsdp.ShardingStrategy` or its name. SHARD_GRAD_OP keeps gathered
       parameters until the backward pass; NO_SHARD shards nothing; HYBRID_SHARD shards among the processes of each
-      machine, and _HYBRID_SHARD_ZERO2 is both;
+      machine, and _HYBRID_SHARD_ZERO2 combines it with SHARD_GRAD_OP;
     - `cpu_offload`: whether parameters, gradients and state are in the host's memory;
     - `auto_wrap_policy`: the modules to gather separately: classes, a function of a module, or a policy of
       `torch.distributed.fsdp.wrap`; by default the elements of every `nn.ModuleList`;

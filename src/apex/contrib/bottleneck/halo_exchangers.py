@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..._distributed import exchange
-from ..._distributed.collectives import on_stream, wait_for
+from ..._distributed.collectives import wait_for
 from ..._distributed.neighbours import exchange_by_messages, group_of
+from ...ops._device import on_stream
 from ..peer_memory import PeerMemoryPool
 
 

@@ -77,8 +77,8 @@ def distillation_loss(
     """Return the mean divergence of the softmax of logits / `temperature` over rows whose label is not ignored.
 
     `kind` is "jsd" (`divergence` with `beta`) or "tvd" (`total_variation`). The teacher is given by logits, or by
-    log-probabilities and indices of its top classes. Classes that only one of the two has get no probability of the
-    other. `reduction` may be "sum" or "none".
+    log-probabilities and indices of its top classes. A class that only the student or only the teacher has gets zero
+    probability from the other one. `reduction` may be "sum" or "none".
     """
     check_floats(student_logits=student_logits)
     if teacher_logits is not None:
@@ -111,7 +111,7 @@ def distillation_loss(
 class FusedLinearDistillationLoss(torch.nn.Module):
     """Hard and soft loss of a student's linear head against a teacher, a chunk of rows at a time.
 
-    Arguments are those of Liger's `LigerFusedLinearJSDLoss`; `kind` "tvd" takes the total variation. `compiled` has no
+    It has the arguments of Liger's `LigerFusedLinearJSDLoss`; `kind` "tvd" takes the total variation. `compiled` has no
     effect.
     """
 

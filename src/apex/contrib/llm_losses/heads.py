@@ -1,8 +1,8 @@
 """Losses of linear heads with Liger's constructors and argument orders; none of them ever holds all logits.
 
 `compiled` and `chunk_size` are accepted and have no effect: chunks follow from the sizes of the head. `keep_logits`
-says how many bytes of logits may be kept for the backward pass (see `linear_log_probs`); without them it computes them
-once more.
+limits the bytes of logits that are kept for the backward pass (see `linear_log_probs`); logits that were not kept are
+computed once more.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _PairedLoss(_Loss):
 
 @dataclass(eq=False, repr=False)
 class FusedLinearDPOLoss(_PairedLoss):
-    """DPO of a linear head; see `dpo_loss` for the loss types, of which several may be given with `loss_weights`."""
+    """DPO of a linear head; see `dpo_loss` for the loss types. `loss_weights` combines several of them."""
 
     ignore_index: int = -100
     beta: float = 0.1
@@ -200,7 +200,7 @@ class FusedLinearCPOLoss(_PairedLoss):
 
 @dataclass(eq=False, repr=False)
 class FusedLinearSimPOLoss(_PairedLoss):
-    """SimPO of a linear head: means of log-probabilities with a margin; adds the likelihood loss unless told not to."""
+    """SimPO of a linear head: means of log-probabilities with a margin, plus the likelihood loss by default."""
 
     average_log_prob = True
 

@@ -1,8 +1,8 @@
 """Losses of policy optimization as functions of log-probabilities: GRPO and its variants.
 
 Letters: B sequences of T tokens. A loss is the sum over tokens of weight times loss per token (`token_weights`,
-`policy_losses`). Unless ratios are those of whole sequences, the loss of a token depends on its own log-probability
-alone, and a linear head computes it with its gradients in one pass.
+`policy_losses`). If ratios belong to tokens, not to whole sequences, the loss of a token depends on its own
+log-probability alone, and a linear head computes it with its gradients in one pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Losses of preferences as functions of log-probabilities.
 
 Letters: B pairs of sequences (chosen and rejected), T tokens. A sequence's log-probability is the sum of its tokens'
-(or their mean where stated); a log-ratio is that of the policy minus that of the reference model.
+log-probabilities, or their mean where stated. A log-ratio is the policy's minus the reference model's.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class DistributedFusedMuon(DistributedFusedAdam):
     Every matrix belongs to one process, which reduces its gradient, keeps its momentum, makes its direction orthogonal
     and sends the updated matrix to the others. Matrices are divided so that processes have about the same work. State
     of groups for AdamW and Lion is divided as by `DistributedFusedAdam`, which also describes the options after
-    `cautious_weight_decay`, gradients, clipping, loss scaling and state dicts. The options before are `FusedMuon`'s, as
-    are those of parameter groups; `beta2` is not supported. State dicts go to and from `FusedMuon` and
+    `cautious_weight_decay`, gradients, clipping, loss scaling and state dicts. The other options, and the options of
+    parameter groups, are `FusedMuon`'s; `beta2` is not supported. State dicts can be exchanged with `FusedMuon` and
     `torch.optim.Muon`, and load on any number of processes.
     """
 
@@ -136,7 +136,7 @@ class DistributedFusedMuon(DistributedFusedAdam):
 
 
 class MatrixState(ArenaState):
-    """The momentum of this rank's matrices, and the memory in which their directions are made orthogonal.
+    """The momentum of this rank's matrices, and the workspace that makes their directions orthogonal.
 
     Keys of `units` and `directions` are a parameter group's number and the number of a batch, which fits into the
     workspace.

@@ -1,4 +1,4 @@
-"""CPUAdam: Adam whose state is where its parameters are, with Colossal-AI's arguments."""
+"""CPUAdam: Adam whose state is on the device of its parameters, with Colossal-AI's arguments."""
 
 from __future__ import annotations
 

@@ -6,4 +6,4 @@ __all__ = ["HybridAdam"]
 
 
 class HybridAdam(CPUAdam):
-    """CPUAdam under another name: in Colossal-AI it also takes parameters on a GPU, which CPUAdam does here, too."""
+    """CPUAdam under another name. Colossal-AI's HybridAdam also takes parameters on a GPU; here both classes do."""

@@ -14,7 +14,7 @@ __all__ = ["Lamb"]
 class Lamb(EachParameter):
     """LAMB without bounds of norms and ratios, and by default without bias correction.
 
-    `adam=True` sets the trust ratio to 1. `apex.optimizers.FusedLAMB` is the fused one, `apex.optimizers.Lamb` bounds
+    `adam=True` sets the trust ratio to 1. `apex.optimizers.FusedLAMB` is a fused LAMB; `apex.optimizers.Lamb` bounds
     the norm of the weights by 10.
     """
 

@@ -15,7 +15,7 @@ __all__ = ["Lars"]
 class Lars(EachParameter):
     """LARS with trust ratios of 0 to 50 and gradients, weight decay included, of -10 to 10.
 
-    `apex.optimizers.FusedLARS` is the fused one and has no such bounds.
+    `apex.optimizers.FusedLARS` is a fused LARS without such bounds.
     """
 
     def __init__(

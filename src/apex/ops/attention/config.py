@@ -19,7 +19,7 @@ from .._tuned import tunable
 LARGEST_HEAD = 256
 # The shared memory that the tiles below were chosen for, in bytes; desktop GPUs have 99 KiB.
 LARGE_SHARED_MEMORY = 160 << 10
-# Bytes of gradients of logits that are stored at a time; more only if a single batch has more, as much as its bias.
+# Most bytes of gradients of logits that are stored at a time, unless a single batch, and so its bias, has more.
 STORED_BYTES = 512 << 20
 
 # The stored gradients of a key's logits begin at a multiple of this many elements, so that any number of queries can be
@@ -27,17 +27,18 @@ STORED_BYTES = 512 << 20
 # when single values were stored, PyTorch's operators 85.
 DLOGITS_PITCH = 16
 
-# If at least this many batches share a bias, and there are this many logits, a bias with odd rows is copied first.
+# A bias with odd rows is copied first if at least this many batches share it, and there are this many logits.
 PADDED_GROUP = 4
 PADDED_LOGITS = 1 << 21
 
 # Elements of the blocks that are summed for the gradient of a bias: 64 for each of the 128 threads of a program.
 SUMMED_ELEMENTS = 8192
 
-# Programs of a launch that usually has nothing to do: as many as run at the same time.
+# Programs of the repairing launch behind cuDNN's attention, which usually finds nothing to repair: as many as run at
+# the same time.
 REPAIRS_PER_MULTIPROCESSOR = 3
 
-# Limits for trying cuDNN's attention first; elements are counted in the output, and more were never given to cuDNN.
+# Limits for trying cuDNN's attention first: lengths, and elements of the output; larger outputs were not measured.
 # Forward times in float16 with 16 heads, for the kernel alone and for cuDNN with the repairing launch behind it: 56
 # sequences of 512 rows, heads of 64: 192 and 167; 56 of 256: 67 and 56; 112 of 128: 51 and 42; 16 of 512, heads of 128:
 # 112 and 75; 4 of 512: 20 and 22. The launch behind cuDNN takes 3 of these, and the host is busy for 45 more.
@@ -76,11 +77,11 @@ def precision(dtype: torch.dtype, device: DeviceFacts) -> str:
 
 
 def _is_long_window(block: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> bool:
-    """Return whether an attention is of the kind that the tiles of windows were measured with.
+    """Return whether the tiles for long windows apply: to attention like the one that they were measured with.
 
-    Those times are milliseconds for 16 documents of 512 to 8192 rows, 65,536 in all, with 32 heads of queries and 8 of
-    keys, 128 wide, in bfloat16, causal with a window of 4096, on an H200. Other GPUs keep the tiles of packed
-    sequences: nothing was measured there.
+    Times of these tiles are milliseconds for 16 documents of 512 to 8192 rows, 65,536 in all, with 32 heads of queries
+    and 8 of keys, 128 wide, in bfloat16, causal with a window of 4096, on an H200. Other GPUs keep the tiles of packed
+    sequences, because nothing was measured on them.
     """
     size = block == 128 and element_size == 2 and min(rows, columns) >= 128
     return size and "window" in kind and device.capability == (9, 0)
@@ -186,7 +187,7 @@ def spread(
     """Return a smaller tile if few heads would leave multiprocessors without a program.
 
     Each program takes a tile of the queries or keys, as `split` says, for one of `heads` heads of all batches. Narrow
-    tiles of keys have more queries, because a step takes long however little there is to do. Times of all gradients: a
+    tiles of keys have more queries, because a step takes long even for little work. Times of all gradients: a
     float32 batch of one head, 197 long and 32 wide, by 64 queries and 16 keys: 24 (32 by 32: 55, 16 by 32: 49); 2
     float16 batches, 560 long: 26 (32 by 32: 35, 64 by 32: 40); one batch with 4 heads, 584 long and 8 wide, by 64 and
     32: 32 (64 by 16, for heads that are not padded to 32: 35, 32 by 32: 40).
@@ -194,7 +195,7 @@ def spread(
     block, length = (tile.queries, rows) if split == "queries" else (tile.keys, columns)
     head, enough = head_block(head_dim), device.multiprocessors
     floor = 16 if split == "keys" and head <= 32 else 32
-    # Skips 32 keys for heads of 32: a warp takes 16 of them, so two of four warps would repeat the work of the others.
+    # Skip tiles of 32 keys for heads of 32: a warp takes 16 keys, so two of four warps would repeat the others' work.
     # Threads of float32 spill 320 bytes, threads of float16 use all 255 registers: 2 batches of 4 heads, 648 long, took
     # 74.
     skips = split == "keys" and (element_size == 4 or head == 32)
@@ -273,7 +274,10 @@ def sum_block(plane: int, group: int, device: DeviceFacts) -> tuple[int, int]:
 
 
 def batches_at_once(batches: int, batch_bytes: int, group: int) -> int:
-    """Return how many batches' gradients of logits are stored at a time: whole bias groups, or equal parts of one."""
+    """Return the number of batches whose gradients of logits are stored at a time.
+
+    They are whole groups of batches that share a bias, or equal parts of a group.
+    """
     fitting = max(1, STORED_BYTES // batch_bytes)
     if fitting >= group:
         return min(batches, fitting // group * group)

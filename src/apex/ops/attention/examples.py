@@ -56,7 +56,7 @@ def _asks(head_dim: int, rows: int, **_: Any) -> Sizes:
 
 
 def _packed_torch(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float) -> Tensor:
-    """Pad the sequences to the greatest length, with a mask; without both if all are as long."""
+    """Compute packed attention by PyTorch: pads and masks the sequences unless all have the greatest length."""
     sequences, inside, mask = len(cu_seqlens) - 1, None, None
     if len(qkv) == sequences * max_seqlen:
         padded = qkv.view(sequences, max_seqlen, *qkv.shape[1:])
@@ -71,7 +71,7 @@ def _packed_torch(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: f
 
 
 def _packed(name: str, title: str, shortest: int, **others: Any) -> Example:
-    """Return an example of sequences whose lengths are drawn between a `shortest`-th of the greatest and that.
+    """Return an example of sequences with lengths drawn between the greatest length / `shortest` and the greatest.
 
     The last size is the probability of dropout in percent. Rows with dropout are checked without it.
     """
@@ -136,7 +136,7 @@ def _varlen_exact(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, long
 
 
 def _varlen_torch(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, longest: int, window: int) -> Tensor:
-    """Pad the documents to the greatest length, with a mask of the keys that each query sees."""
+    """Compute packed attention by PyTorch: pads the documents, with a mask of the keys that each query sees."""
     n = torch.arange(longest, dtype=torch.int64, device=query.device)
     inside = n < edges.diff()[:, None]
     seen = (n <= n[:, None]) & (n >= n[:, None] - (window or longest)) & inside[:, None, :]

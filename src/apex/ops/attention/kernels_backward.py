@@ -45,8 +45,8 @@ def _probabilities(products, biases, terms, largest, reciprocal, scale, HAS_MASK
 
 @triton.jit
 def _queries_tiles(
-    result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, end, partners, m_left, place, options,
-    columns, head_dim, k_n, v_n,
+    result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, end, partners, m_left, position,
+    options, columns, head_dim, k_n, v_n,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr,
@@ -76,7 +76,7 @@ def _queries_tiles(
             ds = tl.where(is_kept(keys[:, None], (column + n)[None, :], threshold), ds, -deltas[:, None])
         ds = p * ds
         if not WHOLE_N:
-            inside = sees((place - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
+            inside = sees((position - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
             ds = tl.where(inside, ds, 0.0)
         result = finite_dot(ds.to(ks.dtype), ks, result, PRECISION)
         k += BN * k_n
@@ -134,8 +134,8 @@ def attention_backward_queries(
     if DROPS:
         keys = mix(key_of_head(seed, z * heads + h) ^ (first + r).to(tl.uint32))
     result = tl.zeros((BM, BD), tl.float32)
-    place = first + partners - count
-    begin, whole_begin, whole_end, end = keys_in_sight(place, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
+    position = first + partners - count
+    begin, whole_begin, whole_end, end = keys_in_sight(position, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
     options = (threshold, w_left, w_right, scale, inf, kept)
     if FULL_N:
         # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
@@ -143,18 +143,18 @@ def attention_backward_queries(
     if LEFT:
         result = _queries_tiles(
             result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, begin, whole_begin, partners, left,
-            place, options, columns, head_dim, k_n, v_n,
+            position, options, columns, head_dim, k_n, v_n,
             HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     result = _queries_tiles(
         result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole_begin, whole_end, partners, left,
-        place, options, columns, head_dim, k_n, v_n,
+        position, options, columns, head_dim, k_n, v_n,
         HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
     )  # fmt: skip
     if not FULL_N:
         result = _queries_tiles(
             result, qs, gs, deltas, largest, reciprocal, k, v, mask, bias, keys, whole_end, end, partners, left,
-            place, options, columns, head_dim, k_n, v_n,
+            position, options, columns, head_dim, k_n, v_n,
             HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     store_tile(dq + z * d_z + h * d_h + row * d_m, result * scale, left, d_m, head_dim, BM, BD)
@@ -162,14 +162,14 @@ def attention_backward_queries(
 
 @triton.jit
 def _keys_tiles(
-    dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, place, options, sizes, strides,
+    dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, position, options, sizes, strides,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
     STORES: tl.constexpr, WHOLE_M: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Add the contribution of queries `begin` to `end` to the gradients of a tile of keys and values.
 
-    `place` is the place of the first query of the sequence, counted from the first key of the tile.
+    `position` belongs to the first query of the sequence, and is counted from the first key of the tile.
     """
     q, out, dout, bias, statistics, delta, dlogits = pointers
     threshold, w_left, w_right, scale, kept = options
@@ -209,7 +209,7 @@ def _keys_tiles(
             products, biases, terms, largest[None, :], reciprocal[None, :], scale, HAS_MASK, HAS_BIAS
         )  # fmt: skip
         if (LEFT or RIGHT) and not WHOLE_M:
-            p = tl.where(sees((place + row + r)[None, :], n[:, None], BN, w_left, w_right, LEFT, RIGHT), p, 0.0)
+            p = tl.where(sees((position + row + r)[None, :], n[:, None], BN, w_left, w_right, LEFT, RIGHT), p, 0.0)
         dp = finite_dot(vs, tl.trans(gs), None, PRECISION)
         ds = dp * kept - deltas[None, :]
         dropped = p
@@ -288,18 +288,18 @@ def attention_backward_keys(
         bias += ((z // bias_group) * heads + h) * rows * columns + first
     dks = tl.zeros((BN, BD), tl.float32)
     dvs = tl.zeros((BN, BD), tl.float32)
-    # The first query's place, counted from the first key of the tile: where the last query has the last key's.
-    place = count - partners - first
+    # The first query's position, counted from the tile's first key; the last query has the last key's position.
+    position = count - partners - first
     begin = partners * 0
     end = tl.maximum(partners, BM) if FULL_M else partners
     whole_begin = begin
     whole_end = partners // BM * BM
     if RIGHT:
-        begin = tl.maximum(-place - w_right, 0) // BM * BM
-        whole_begin = tl.cdiv(tl.maximum(BN - 1 - place - w_right, 0), BM) * BM
+        begin = tl.maximum(-position - w_right, 0) // BM * BM
+        whole_begin = tl.cdiv(tl.maximum(BN - 1 - position - w_right, 0), BM) * BM
     if LEFT:
-        end = tl.minimum(partners, tl.maximum(BN - place + w_left, 0))
-        whole_end = tl.minimum(whole_end, tl.maximum(1 - place + w_left, 0) // BM * BM)
+        end = tl.minimum(partners, tl.maximum(BN - position + w_left, 0))
+        whole_end = tl.minimum(whole_end, tl.maximum(1 - position + w_left, 0) // BM * BM)
     whole_end = tl.maximum(whole_end, begin)
     whole_begin = tl.minimum(whole_begin, whole_end)
     options = (threshold, w_left, w_right, scale, kept)
@@ -310,35 +310,35 @@ def attention_backward_keys(
         queries = q + z * q_z + head * q_h + start_q * q_m
         gradients = dout + z * g_z + head * g_h + start_q * g_m
         outputs = out + z * o_z + head * o_h + start_q * o_m
-        place_of_row = z * s_z + head * s_h + start_q
+        row_offset = z * s_z + head * s_h + start_q
         head_key = tl.cast(0, tl.uint32)
         if DROPS:
             head_key = key_of_head(seed, z * heads + head)
         row_delta = statistics  # not read with STORES; Triton 3.6 takes no variable that is None into a tuple
         if not STORES:
-            row_delta = delta + place_of_row
-        pointers = (queries, outputs, gradients, bias, statistics + place_of_row, row_delta, dlogits)
+            row_delta = delta + row_offset
+        pointers = (queries, outputs, gradients, bias, statistics + row_offset, row_delta, dlogits)
         if LEFT or RIGHT or (PACKED and not FULL_M):
             if LEFT or RIGHT:
                 dks, dvs = _keys_tiles(
-                    dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_begin, partners, left, first, place,
+                    dks, dvs, ks, vs, terms, pointers, head_key, begin, whole_begin, partners, left, first, position,
                     options, sizes, strides,
                     HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
                 )  # fmt: skip
             dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, whole_begin, whole_end, partners, left, first, place,
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_begin, whole_end, partners, left, first, position,
                 options, sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, True, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
             dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, place, options,
+                dks, dvs, ks, vs, terms, pointers, head_key, whole_end, end, partners, left, first, position, options,
                 sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, False, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
         else:
             dks, dvs = _keys_tiles(
-                dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, place, options, sizes,
-                strides,
+                dks, dvs, ks, vs, terms, pointers, head_key, begin, end, partners, left, first, position, options,
+                sizes, strides,
                 HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, STORES, FULL_M, FULL_D, PRECISION, BM, BN, BD,
             )  # fmt: skip
     store_tile(dk + z * dk_z + h * dk_h + column * dk_n, dks * scale, left, dk_n, head_dim, BN, BD)

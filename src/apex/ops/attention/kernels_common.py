@@ -8,10 +8,10 @@ same element.
     out = dropout(probabilities) v
 
 `q_z, q_h, q_m` are strides of q, in elements, for each letter; the innermost dimension of every tensor has stride 1.
-`cu` holds the first row of each packed sequence of queries and, last, their end; `cu_k` does for keys, and is None if
-queries and keys have the same bounds. GROUP heads of the queries share a head of keys and values. With RIGHT, a query
-sees keys up to `w_right` after its own place, with LEFT from `w_left` before it on; the last query of a sequence has
-the place of its last key, so that causal attention is RIGHT with `w_right` 0.
+`cu` holds the first row of each packed sequence of queries, then the end of the last one. `cu_k` holds the rows of
+keys, or is None if queries and keys have the same bounds. GROUP heads of the queries share a head of keys and values.
+The last query of a sequence has the position of its last key. With RIGHT, a query sees keys up to `w_right` after its
+own position, so that causal attention is RIGHT with `w_right` 0. With LEFT, it sees keys from `w_left` before it on.
 
 Logits are kept in units of log 2. With a mask or bias, `statistics` holds the largest logit of each row and the
 reciprocal of its sum of exponentials. Without both it holds the natural logarithm of a row's sum of exponentials, as
@@ -99,9 +99,9 @@ def is_kept(row_keys, n, threshold):
 
 @triton.jit
 def _bounds(cu, z, batch, total):
-    """Return first row and number of rows of packed sequence z; beyond the last one, of the rows that are left over.
+    """Return the first row and the number of rows of packed sequence z; past the last sequence, of the remaining rows.
 
-    Clamped, so that nothing outside of the rows is read or written, whatever the values of `cu` are.
+    Both are clamped, so that no value of `cu` makes a kernel read or write outside of the rows.
     """
     start = tl.minimum(tl.maximum(tl.load(cu + z), 0), total).to(tl.int32)
     end = tl.minimum(tl.load(cu + z + 1, mask=z < batch, other=total), total).to(tl.int32)
@@ -113,9 +113,9 @@ def locate(
     program, cu, cu_other, batch, heads, rows, columns, total, total_other,
     PACKED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's tile: batch, head, first row of the tile, and of its sequence start, rows, start of the
-    partners and partners. Partners are the keys of queries, or the queries of keys.
+    """Return a program's tile (batch, head, first row) and its sequence (start, rows, start of partners, partners).
 
+    Partners are the keys of queries, or the queries of keys.
     With TAIL, tiles of rows without partners follow the last packed sequence: their results are zeros. A tile beyond
     the end of its sequence also has 0 partners, and so nothing to do.
     """
@@ -147,36 +147,36 @@ def locate(
 
 @triton.jit
 def keys_in_sight(
-    place, partners, w_left, w_right,
+    position, partners, w_left, w_right,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Return where the keys of a tile of queries begin, where its whole tiles begin and end, and where keys end.
 
-    All but the last are multiples of BN. `place` is the place of the tile's first query among the keys. A tile of keys
-    is whole if every query of the tile sees every key of it.
+    All but the last are multiples of BN. `position` is the first query's position among the keys. A tile of keys is
+    whole if every query of the tile sees every key of it.
     """
     begin = partners * 0
     end = partners
     whole_end = partners // BN * BN
     if RIGHT:
-        end = tl.minimum(partners, tl.maximum(place + BM + w_right, 0))
-        whole_end = tl.minimum(whole_end, tl.maximum(place + w_right + 1, 0) // BN * BN)
+        end = tl.minimum(partners, tl.maximum(position + BM + w_right, 0))
+        whole_end = tl.minimum(whole_end, tl.maximum(position + w_right + 1, 0) // BN * BN)
     whole_begin = begin
     if LEFT:
-        begin = tl.maximum(place - w_left, 0) // BN * BN
+        begin = tl.maximum(position - w_left, 0) // BN * BN
         whole_end = tl.maximum(whole_end, begin)
-        whole_begin = tl.minimum(tl.cdiv(tl.maximum(place + BM - 1 - w_left, 0), BN) * BN, whole_end)
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(position + BM - 1 - w_left, 0), BN) * BN, whole_end)
     return begin, whole_begin, whole_end, end
 
 
 @triton.jit
-def sees(place, n, left, w_left, w_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Return whether queries at `place` see keys `n`; `left` keys exist, and `place` and `n` broadcast."""
+def sees(position, n, left, w_left, w_right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Return whether queries at `position` see keys `n`; `left` keys exist, and `position` and `n` broadcast."""
     inside = n < left
     if RIGHT:
-        inside = inside & (n <= place + w_right)
+        inside = inside & (n <= position + w_right)
     if LEFT:
-        inside = inside & (n >= place - w_left)
+        inside = inside & (n >= position - w_left)
     return inside
 
 

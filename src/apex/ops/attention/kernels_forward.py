@@ -25,7 +25,7 @@ from .kernels_common import (
 
 @triton.jit
 def _forward_tiles(
-    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, place, options, head_dim, k_n,
+    result, largest, norm, qs, k, v, mask, bias, keys, begin, end, partners, m_left, position, options, head_dim, k_n,
     v_n,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, DROPS: tl.constexpr,
     WHOLE_M: tl.constexpr, WHOLE_N: tl.constexpr, FULL_D: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
@@ -59,7 +59,7 @@ def _forward_tiles(
             correction = tl.exp2(largest - new)
         else:
             if not WHOLE_N:
-                inside = sees((place - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
+                inside = sees((position - column + r)[:, None], n[None, :], left, w_left, w_right, LEFT, RIGHT)
                 products = tl.where(inside, products, float("-inf"))
             # The scale is positive, so the maximum may be taken first; one instruction then multiplies and subtracts.
             new = tl.maximum(largest, tl.max(products, 1) * (scale * LOG2E))
@@ -112,25 +112,25 @@ def _forward_program(
     largest = tl.full((BM,), float("-inf"), tl.float32)
     norm = tl.zeros((BM,), tl.float32)
     result = tl.zeros((BM, BD), tl.float32)
-    place = first + partners - count
-    begin, whole_begin, whole_end, end = keys_in_sight(place, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
+    position = first + partners - count
+    begin, whole_begin, whole_end, end = keys_in_sight(position, partners, w_left, w_right, LEFT, RIGHT, BM, BN)
     if FULL_N:
         # At least one tile: if the loop might be empty, the compiler makes the matrix units wait for each product.
         whole_end = tl.maximum(whole_end, BN)
     if LEFT:
         result, largest, norm = _forward_tiles(
-            result, largest, norm, qs, k, v, mask, bias, keys, begin, whole_begin, partners, left, place, options,
+            result, largest, norm, qs, k, v, mask, bias, keys, begin, whole_begin, partners, left, position, options,
             head_dim, k_n, v_n,
             HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip
     result, largest, norm = _forward_tiles(
-        result, largest, norm, qs, k, v, mask, bias, keys, whole_begin, whole_end, partners, left, place, options,
+        result, largest, norm, qs, k, v, mask, bias, keys, whole_begin, whole_end, partners, left, position, options,
         head_dim, k_n, v_n,
         HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, True, FULL_D, PRECISION, BM, BN, BD,
     )  # fmt: skip
     if not FULL_N:
         result, largest, norm = _forward_tiles(
-            result, largest, norm, qs, k, v, mask, bias, keys, whole_end, end, partners, left, place, options,
+            result, largest, norm, qs, k, v, mask, bias, keys, whole_end, end, partners, left, position, options,
             head_dim, k_n, v_n,
             HAS_MASK, HAS_BIAS, LEFT, RIGHT, DROPS, FULL_M, False, FULL_D, PRECISION, BM, BN, BD,
         )  # fmt: skip

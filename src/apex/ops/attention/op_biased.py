@@ -101,8 +101,8 @@ def _check_added(name: str, added: Tensor, logits: tuple[int, ...], device: torc
     padding = len(logits) - len(shape)
     if added.device != device:
         raise ValueError(f"{name} is on {added.device}, query on {device}")
-    for place, size in enumerate(shape, padding):
-        if padding < 0 or (size != 1 and size != logits[place]):
+    for dim, size in enumerate(shape, padding):
+        if padding < 0 or (size != 1 and size != logits[dim]):
             raise ValueError(f"{name} has shape {list(shape)}, which does not broadcast to {list(logits)}")
 
 
@@ -228,14 +228,14 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     return dquery, dkey, dvalue, dbias
 
 
-def _gradients(dout: Tensor, *given: Any) -> tuple[Tensor | None, ...] | None:
+def _gradients(dout: Tensor, *arguments: Any) -> tuple[Tensor | None, ...] | None:
     """Return the gradients as `launch_backward` does, or None if kernels do not take the tensors as they are.
 
-    `given` ends with the dtype of the gradient of the bias, None if that gradient is not wanted.
+    `arguments` ends with the dtype of the gradient of the bias, None if that gradient is not wanted.
     """
-    query, key, value, mask, bias, output, statistics, inf, dtype = given
+    query, key, value, mask, bias, output, statistics, inf, dtype = arguments
     device, of_query = query.device, query.dtype
-    # Shapes and dtypes of these three follow: value is like the key, output and its gradient are like the query.
+    # Only strides: value has the key's shape and dtype, output and its gradient have the query's.
     strides = (value.stride(), output.stride(), dout.stride())
     launches = _backward_launches(_forms(query, key, mask, bias), strides, (dtype, dout.dtype), device)
     if launches is None:
@@ -336,7 +336,7 @@ def _group(added: Form | None, lead: list[int], inner: tuple[int, int, int]) -> 
     outer = _outer_sizes(sizes, lead)
     padded = (*(1,) * (len(lead) + 3 - len(sizes)), *sizes)
     dense = contiguous_strides(sizes)
-    contiguous = all(size == 1 or strides[place] == dense[place] for place, size in enumerate(sizes))
+    contiguous = all(size == 1 or strides[dim] == dense[dim] for dim, size in enumerate(sizes))
     if padded != (*outer, *inner) or not contiguous or dtype not in _library.TRITON_DTYPES:
         return None
     return math.prod(lead) // math.prod(outer)
@@ -382,8 +382,8 @@ def _strides(sizes: Sequence[int], strides: Sequence[int], *_: torch.dtype) -> S
     if (strides[-1] != 1 and sizes[-1] != 1) or row >= LARGEST_ROW_STRIDE:
         return None
     batch = next_stride = None
-    for place in range(len(sizes) - 4, -1, -1):
-        size, stride = sizes[place], strides[place]
+    for dim in range(len(sizes) - 4, -1, -1):
+        size, stride = sizes[dim], strides[dim]
         if size == 1:
             continue
         if batch is None:
@@ -395,7 +395,7 @@ def _strides(sizes: Sequence[int], strides: Sequence[int], *_: torch.dtype) -> S
 
 
 def _like(form: Form) -> tuple[Layout, Strides]:
-    """Return the layout and strides of a result: like `form` if kernels can write such a tensor, else contiguous."""
+    """Return the layout and strides of a result: as in `form` if kernels can write such a tensor, else contiguous."""
     sizes, strides, dtype = form
     strides = torch.empty_like(torch.empty_strided(sizes, strides, dtype=dtype, device="meta")).stride()
     if _strides(sizes, strides) is None:

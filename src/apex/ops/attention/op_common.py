@@ -53,7 +53,7 @@ class Problem(NamedTuple):
     zeros. `cudnn_first` says that cuDNN has computed an attention of sequences of `rows` each; its result is right if
     they all have that length and fill all rows. `total_keys` is the number of packed rows of keys if they have bounds
     of their own. `group` heads of queries share a head of keys. A query sees keys from `window[0]` before its own
-    place to `window[1]` after it, -1 for all.
+    position to `window[1]` after it, -1 for all.
     """
 
     batch: int
@@ -188,10 +188,10 @@ def dquery_dbias_launch(
     group, plane = min(count, problem.bias_group), problem.heads * problem.columns * config.pitch(problem.rows)
     block = config.sum_block(plane, group, device)
     sum_programs = count // group * -(-plane // block[1]) if sums else 0
-    place = (first, programs, group, first // problem.bias_group)
+    batch_sizes = (first, programs, group, first // problem.bias_group)
     return kernels_backward.attention_backward_stored.prepare(
         (programs + sum_programs,),
-        (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, *place),
+        (problem.heads, problem.rows, problem.columns, problem.head_dim, *strides, *batch_sizes),
         SUMS=sums,
         ADDS=first % problem.bias_group > 0,
         ALIGN_S=math.gcd(16, *strides),

@@ -42,10 +42,10 @@ def varlen_attention(
     """Return softmax(scale * q k^T) v within every sequence, shaped like the query.
 
     The keys have the bounds of the queries unless `cu_seqlens_k` is given. `max_seqlen_q` and `max_seqlen_k` are at
-    least the lengths of the longest sequences. Consecutive heads of the query share a head of keys and values if there
-    are fewer of these. The last query of a sequence has the place of its last key. With `causal`, a query sees no key
-    after its own place; with `window_size=(left, right)` it sees at most `left` keys before it and `right` after it, -1
-    for all. `scale` is 1 / sqrt(D) by default. Probabilities are dropped with probability `dropout_p`.
+    least the lengths of the longest sequences. If keys and values have fewer heads, consecutive heads of the query
+    share one. The last query of a sequence has the position of its last key. With `causal`, a query sees no key after
+    its own position. With `window_size=(left, right)` it sees at most `left` keys before its position and `right` after
+    it, -1 for all. `scale` is 1 / sqrt(D) by default. Probabilities are dropped with probability `dropout_p`.
 
     Bounds may be on the CPU while the other tensors are on a GPU. Half-precision sequences of equal lengths then go
     through PyTorch's `scaled_dot_product_attention`, as a batch.
@@ -103,7 +103,7 @@ class _WithLse(torch.autograd.Function):
 
 
 def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
-    """Return how many keys before and after its own place a query sees, -1 for all."""
+    """Return how many keys before and after its own position a query sees, -1 for all."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size={window_size!r} must be (left, right), -1 for all keys")
     left, right = (integer("window_size", each) for each in window_size)
@@ -174,7 +174,7 @@ def _batch_size(
         if bounds != list(range(0, tensor.shape[0] + 1, bounds[1])):
             return 0
         lengths.append(bounds[1])
-    # PyTorch's causal mask begins in the other corner, which is the same if the lengths are.
+    # PyTorch aligns its causal mask to the first query and key; for equal lengths that makes no difference.
     takes = window == (-1, -1) or (window == (-1, 0) and lengths[0] == lengths[1])
     return tensors[0].shape[0] // lengths[0] if takes else 0
 
@@ -215,7 +215,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value of packed attention from its output and logs of sums.
 
-    If output and logs belong to an attention that has this one as a part, the gradients of its parts add up.
+    Output and logs may belong to a whole attention with these keys as a part; the gradients of all parts then add up.
     """
     settings = (longest, longest_k, scale, left, right, 0.0, True)
     saved = (query, key, value, bounds, bounds_k, None, output, lse)
@@ -237,7 +237,7 @@ def _takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *oth
 
 
 def _form(tensors: tuple[Tensor, ...], bounds: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
-    """Return everything that launches depend on, of contiguous tensors."""
+    """Return everything that launches for contiguous tensors depend on."""
     query, key = tensors[:2]
     kinds = tuple(None if each is None else each.dtype for each in bounds)
     return query.shape, key.shape, query.dtype, kinds, bounds[0].shape[0], settings, query.device  # type: ignore[union-attr]

@@ -104,8 +104,8 @@ def sdpa_attention(
     """Return `attention`, by scaled_dot_product_attention if its gradients are accurate."""
     dtype = query.dtype
     if mask is not None and not _host.on_host(query):
-        # For a row whose keys are all masked, PyTorch's fused gradient on a GPU knows only the log of a sum, where
-        # `inf` leaves no digits for the number of keys.
+        # For a row whose keys are all masked, PyTorch's fused gradient on a GPU uses the log of a sum, and `inf`
+        # leaves no digits in it for the number of keys.
         with autocast_off(query):
             return attention(query, key, value, mask, bias, inf)
     if dtype == torch.float16 and mask is not None:
@@ -213,8 +213,8 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return attention within packed sequences, and the log of each row's sum of exponentials [H, total].
 
-    `bounds` are the edges of the sequences of queries and of keys. A query sees keys from `left` before its own place
-    to `right` after it, -1 for all; the last query of a sequence has the place of its last key.
+    `bounds` are the edges of the sequences of queries and of keys. The last query of a sequence has the position of its
+    last key. A query sees keys from `left` before its own position to `right` after it, -1 for all.
     """
     heads, outputs, sums = query.shape[1], [], []
     compute = compute_dtype(query, key)
@@ -244,7 +244,10 @@ def varlen_attention_backward(
     left: int,
     right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `varlen_attention` from its own or a whole attention's output and logs of sums."""
+    """Return the gradients of `varlen_attention` from its output and logs of sums.
+
+    Both may belong to a whole attention with these keys as a part; the gradients of all parts then add up.
+    """
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     dquery, dkey, dvalue = (torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value))
     delta = (dout.to(lse.dtype) * output.to(lse.dtype)).sum(-1).transpose(0, 1)
@@ -269,12 +272,12 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
 
 def _sees(rows: int, columns: int, left: int, right: int, device: torch.device) -> Tensor:
     """Return whether each of the queries sees each key, bool [rows, columns]."""
-    place = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + (columns - rows)
-    return _in_window(torch.arange(columns, dtype=torch.int64, device=device) - place, left, right)
+    position = torch.arange(rows, dtype=torch.int64, device=device)[:, None] + (columns - rows)
+    return _in_window(torch.arange(columns, dtype=torch.int64, device=device) - position, left, right)
 
 
 def _in_window(distance: Tensor, left: int, right: int) -> Tensor:
-    """Return whether a key at this distance behind a query's place is seen."""
+    """Return whether a key at this distance behind a query's position is seen."""
     inside = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         inside = inside & (distance >= -left)
@@ -294,7 +297,7 @@ def _softmax_or_zeros(logits: Tensor) -> Tensor:
 def sdpa_varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, ...], masks: tuple[Any, ...], with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return `varlen_attention` and, with `with_lse`, the logs of sums; PyTorch's attention where lengths are at hand.
+    """Return `varlen_attention`, by PyTorch's attention if possible, and the logs of sums if `with_lse`.
 
     `lengths` are the bounds of queries and keys and the greatest lengths of both; `masks` are scale, `left`, `right`,
     dropout's probability and seed. Sequences are padded if reading the bounds would wait for a device.
@@ -356,9 +359,9 @@ def padded_varlen_attention(
     output = _dropped(_softmax_or_zeros(logits), keep, dropout_p) @ v.to(compute)
     sums = logits.detach().logsumexp(-1) if longest_keys else logits.new_zeros(logits.shape[:3])
     flat, flat_sums = output.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1)
-    places = rows.reshape(-1)
-    padded = flat.new_zeros(query.shape[0] + 1, *flat.shape[1:]).index_add(0, places, flat)[:-1]
-    all_sums = flat_sums.new_full((query.shape[0] + 1, heads), -torch.inf).index_copy(0, places, flat_sums)[:-1]
+    positions = rows.reshape(-1)
+    padded = flat.new_zeros(query.shape[0] + 1, *flat.shape[1:]).index_add(0, positions, flat)[:-1]
+    all_sums = flat_sums.new_full((query.shape[0] + 1, heads), -torch.inf).index_copy(0, positions, flat_sums)[:-1]
     return padded.to(query.dtype), all_sums.transpose(0, 1)
 
 

@@ -18,11 +18,11 @@ NATIVE_BELOW = 1 << 22
 # norms of a ResNet-50, at 64 images, lie between the limits. With kernels they take 0.08 ms less of a captured step
 # than with Inductor's code, and the four norms of its shortcuts, which nothing follows, 0.07 less.
 COMPILED_BELOW = 1 << 20
-# Positions of an image from which on kernels are quicker for an eager, contiguous norm with nothing behind it: in half
-# precision 32 x 256 x 56 x 56 take 49 and 81 us beside 110 and 173, but 32 x 512 x 28 x 28 32 and 52 beside 27 and
-# 38. If channels are contiguous both are about as quick. In float16 cuDNN keeps every multiprocessor busy if there are
-# many channels: 10 x 512 x 48 x 48 take 22 and 33 beside 29 and 40 of ours, 33 x 128 x 64 x 64 92 and 203 beside 36 and
-# 52.
+# Smallest number of positions of an image for which kernels are quicker for an eager, contiguous norm with nothing
+# behind it: in half precision 32 x 256 x 56 x 56 take 49 and 81 us beside 110 and 173, but 32 x 512 x 28 x 28 32 and 52
+# beside 27 and 38. If channels are contiguous both are about as quick. In float16 cuDNN keeps every multiprocessor busy
+# if there are many channels: 10 x 512 x 48 x 48 take 22 and 33 beside 29 and 40 of ours, 33 x 128 x 64 x 64 92 and 203
+# beside 36 and 52.
 PLAIN_POSITIONS = 2048
 PLAIN_CHANNELS = 384
 

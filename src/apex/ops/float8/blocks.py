@@ -1,7 +1,8 @@
 """float8 matrices with a scale per block of 128 numbers of a row, or per block of 128 x 128, and their products.
 
-Inverse scales of blocks of a row are float32 [rows, columns / 128] with strides (1, rows). Those of square blocks are
-[rows / 128, columns / 128], in memory whose rows have a multiple of 4 elements. cuBLASLt reads both as they are.
+Inverse scales of blocks of a row are float32 [rows, columns / 128] with strides (1, rows). Inverse scales of square
+blocks are [rows / 128, columns / 128], and their rows in memory are padded to a multiple of 4 elements. cuBLASLt reads
+both as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def cast_blocks(
 ) -> tuple[Tensor, ...]:
     """Return a float8 copy of a contiguous matrix, the transposed copy, and the inverse scales of both.
 
-    Each block of 128 numbers of a row of a copy has a scale or, if `square`, each block of 128 x 128. Sizes are
+    A scale belongs to 128 numbers of a row of a copy or, if `square`, to 128 x 128 numbers. Sizes are
     multiples of 128. `power_of_2` rounds inverse scales up to powers of two. While `compiling`, this is one operator.
     """
     return (torch.ops.apex.float8_cast_blocks if compiling else _cast)(input, square, power_of_2, dtype)

@@ -37,8 +37,8 @@ def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.int32)
     for block in range(program, tl.cdiv(elements, BLOCK), programs):
-        place = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, _magnitude(tl.load(input + place, mask=place < elements, other=0.0)))
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, _magnitude(tl.load(input + index, mask=index < elements, other=0.0)))
     tl.store(partials + program, tl.max(largest, 0))
 
 

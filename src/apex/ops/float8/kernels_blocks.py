@@ -40,7 +40,7 @@ def float8_cast_blocks(
     """Cast a tile of 128 x 128 numbers, for the copy and for the transposed copy.
 
     With `SQUARE` the tile has one scale, at [tile row, tile column] of `inverse`, whose rows have `padded` elements.
-    Otherwise each row of the copy's tile has a scale, at [tile column, row], and each row of the transposed one.
+    Otherwise each row of a copy's tile has a scale, at [tile column, row]; this holds for the transposed copy too.
 
     The tile is read from the cache again for the transposed copy, `SLICE` rows or columns at a time: a whole tile in
     registers leaves room for one program on a multiprocessor. No number is clamped: times its scale it is at most
@@ -114,5 +114,5 @@ def float8_block_product(
         total += product * row_scale[:, None] * column_scale[None, :]
         left_place += BLOCK
         right_place += BLOCK
-    place = output + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, total.to(output.dtype.element_ty))
+    pointers = output + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(pointers, total.to(output.dtype.element_ty))

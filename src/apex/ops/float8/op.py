@@ -43,7 +43,7 @@ def cast_both(
 
 
 def formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """Return the formats of numbers and of gradients that the device multiplies; MI300 has formats without infinity."""
+    """Return the device's float8 formats of numbers and of gradients; MI300 has formats without infinity."""
     if device.type == "cuda" and torch.version.hip and "gfx94" in _architecture(device):
         return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
     return torch.float8_e4m3fn, torch.float8_e5m2
@@ -126,9 +126,9 @@ def has_amax_kernel(input: Tensor) -> bool:
 
 
 def write_amax(input: Tensor, partials: Tensor) -> None:
-    """Write the largest magnitudes of parts that cover a tensor to `partials`, contiguous int32, all of its elements.
+    """Fill `partials`, contiguous int32, with the largest magnitudes of parts that together cover a tensor.
 
-    They are bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch.
+    Magnitudes are the bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch.
     """
     _amax_launch(input.numel(), partials.numel())((input, partials))
 

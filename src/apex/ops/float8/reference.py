@@ -48,7 +48,7 @@ def product(left: Tensor, right: Tensor, left_inverse: Tensor, right_inverse: Te
     return (exact * left_inverse * right_inverse.reshape(1, -1)).to(dtype)
 
 
-# Numbers of a row, or rows and columns of a square, that share a scale; the same for MXFP8.
+# Numbers of a row, or rows and columns of a square, that share a scale; then the numbers of a row in MXFP8.
 BLOCK, MX_BLOCK = 128, 32
 
 
@@ -63,7 +63,7 @@ def empty_scales(rows: int, columns: int, square: bool, device: torch.device) ->
 
 
 def block_scales(amax: Tensor, dtype: torch.dtype, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """Return the inverse scale and the scale for largest magnitudes; `power_of_2` rounds the inverse up to one."""
+    """Return the inverse scale and the scale for largest magnitudes; `power_of_2` rounds the inverse up to a power."""
     inverse, scale = scales_of(amax, dtype)
     if not power_of_2:
         return amax.clamp(min=SMALLEST_AMAX) * (1 / torch.finfo(dtype).max), scale

@@ -97,7 +97,7 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(positions: int, channels: int, elements: int, last: bool) -> TileConfig:
-    """Return tiles of at most `elements`, long where memory is contiguous: along the channels if those are `last`."""
+    """Return tiles of at most `elements`, long in the contiguous dimension: the channels if they are `last`."""
     if last:
         # A width that divides the channels, because lanes beyond them would be idle.
         block = next((width for width in (128, 64) if channels % width == 0), min(64, next_power_of_2(channels)))

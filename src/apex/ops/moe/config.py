@@ -8,10 +8,10 @@ import torch
 
 from .._device import DeviceFacts, next_power_of_2
 
-# Rows that one program of the sort counts and ranks: it compares each with each.
+# Rows that one program of the sort counts and ranks, by comparing each pair of them.
 SORT_CHUNK, SORT_WARPS = 128, 4
 SCAN_BLOCK = 1024
-PLAN_ELEMENTS = 8192  # tiles x experts that one program of the plan looks at
+PLAN_ELEMENTS = 8192  # tiles x experts that one program of `moe_plan` compares
 
 GROUP = 8  # tiles of rows that go through the columns together
 BAND = 8
@@ -51,8 +51,8 @@ def product_tile(rows: int, inner: int, columns: int, operands: int, dtype: torc
     """Return the tile of a product whose tiles have `rows` rows.
 
     `operands` is the number of columns of the matrix for each column of the result: 2 before a gated unit. `ops/dense`
-    measured tiles of 128 x 256 to be the best. The derivative of the unit says 2, too: behind a product of 128 columns
-    ptxas spills a kilobyte per thread, behind one of 64 nothing, but that product reads half as much again.
+    measured tiles of 128 x 256 to be the best. A product with the unit's derivative behind it passes 2, too: with 128
+    columns ptxas spills a kilobyte per thread, with 64 nothing, but that product reads half as much again.
     """
     if device.backend == "interpreter":
         return Tile(rows, 32, 32, 4, 1)

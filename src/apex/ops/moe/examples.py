@@ -43,7 +43,7 @@ def _torch(
     interleaved: bool,
     transposed: bool,
 ) -> Tensor:
-    """Give every expert all tokens, with weight zero for those that did not choose it."""
+    """Compute all experts for all tokens; a token's weight is zero for experts that it did not choose."""
     output = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         first, second = (each[expert] if transposed else each[expert].t() for each in (gate_up, down))

@@ -1,7 +1,7 @@
-"""Products of sorted rows by PyTorch's `grouped_mm`, where it is quicker than our kernels.
+"""Products of sorted rows by PyTorch's `grouped_mm`, if it is quicker than our kernels.
 
-`grouped_mm` takes rows in the order of experts, so tokens are gathered first. Rows of nobody come after the last
-offset: their results are garbage, which no kernel after it reads.
+`grouped_mm` takes rows in the order of experts, so tokens are gathered first. Rows without an expert come after the
+last offset: their results are garbage, which no later kernel reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _grouped_mm: Any = getattr(functional, "grouped_mm", None) or getattr(torch, "_g
 
 
 class Route(NamedTuple):
-    """Products that `grouped_mm` computes: gradients of the matrices, and the products by matrices."""
+    """A choice of the products that `grouped_mm` computes: gradients of the matrices, and products by matrices."""
 
     gradients: bool
     products: bool
@@ -31,9 +31,9 @@ OURS = Route(False, False)
 
 
 def route(x: Tensor, matrices: tuple[Tensor, ...], rows: int, sizes: tuple[int, int, int], plain: bool) -> Route:
-    """Return which products `grouped_mm` computes for sorted rows, and E, H and F in `sizes`.
+    """Return which products `grouped_mm` computes for a number of sorted rows; `sizes` are E, H and F.
 
-    `plain`: there is no bias, and the unit is one of `ops.glu`; only then may the products by matrices be PyTorch's.
+    `plain` means that there is no bias, and that the unit is one of `ops.glu`: other calls need our products.
     """
     if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
         return OURS

@@ -1,10 +1,10 @@
 """Functions that the kernels of a mixture's experts share, and the letters of all of them.
 
 Letters: T tokens, E experts, K experts per token (`chosen`), H hidden size, F width, N = T K rows. `order` holds the
-rows by expert, `place` where each row is among them; expert e has the sorted rows `offsets[e]` to `offsets[e + 1]`.
-Token and weight of a row n are n // K and `weight[n]`. `tiles` [2, bound] cuts the sorted rows into tiles of ROWS rows
-of one expert. OUT_FIRST: neighbours in an expert's matrix belong to neighbouring columns of a product, otherwise to
-neighbouring terms of its sums.
+rows by expert, and `inverse` the position of each row in `order`. Expert e has the sorted rows `offsets[e]` to
+`offsets[e + 1]`. Token and weight of a row n are n // K and `weight[n]`. `tiles` [2, bound] cuts the sorted rows into
+tiles of ROWS rows of one expert. OUT_FIRST: neighbours in an expert's matrix belong to neighbouring columns of a
+product, otherwise to neighbouring terms of its sums.
 
 ALIGN, a power of two up to 16, divides all sizes, which tells Triton how wide loads may be. WHOLE: the inner dimension
 is a multiple of INNER; FULL: the columns are a multiple of COLUMNS. Otherwise masks are needed.
@@ -42,8 +42,8 @@ def multiply(
 ):  # fmt: skip
     """Return rows of `left` [., inner] times columns of `right` and, if PAIR, times columns of `second`.
 
-    An expert's matrix has `outs` columns in all, `columns` of them from `right` on. `left_row` are valid rows: where a
-    tile has fewer, one is repeated. Results outside of the tile or the columns are unspecified.
+    An expert's matrix has `outs` columns in all, `columns` of them from `right` on. `left_row` are valid rows; a tile
+    with fewer rows repeats one. Results outside of the tile or the columns are unspecified.
     """
     depth = tl.arange(0, INNER)
     left_place = left + left_row.to(tl.int64)[:, None] * inner + depth[None, :]
@@ -74,7 +74,7 @@ def multiply(
 def gated(gate, value, ACTIVATION: tl.constexpr):
     """Return the gated unit and its derivatives by gate and value; the compiler drops unused results."""
     if ACTIVATION == "clamped":
-        # Comparisons are false for NaN, which so stays NaN.
+        # Comparisons with NaN are false, so NaN stays NaN.
         low = tl.where(gate > 7.0, 7.0, gate)
         bounded = tl.where(value > 7.0, 7.0, tl.where(value < -7.0, -7.0, value))
         s = tl.sigmoid(1.702 * low)

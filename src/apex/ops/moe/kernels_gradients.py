@@ -24,29 +24,29 @@ def _store_unit_backward(
     inside = mask[:, None] & (column < width)[None, :]
     if INTERLEAVED:
         both = block * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
-        place = wide * (2 * width) + both[None, :]
+        offset = wide * (2 * width) + both[None, :]
         both_mask = mask[:, None] & (both < 2 * width)[None, :]
-        values = tl.load(pre + place, mask=both_mask, other=0.0)
+        values = tl.load(pre + offset, mask=both_mask, other=0.0)
         gate, value = tl.split(tl.reshape(values, (ROWS, COLUMNS, 2)))
     else:
-        place = wide * (2 * width) + column[None, :]
-        gate = tl.load(pre + place, mask=inside, other=0.0)
-        value = tl.load(pre + place + width, mask=inside, other=0.0)
+        offset = wide * (2 * width) + column[None, :]
+        gate = tl.load(pre + offset, mask=inside, other=0.0)
+        value = tl.load(pre + offset + width, mask=inside, other=0.0)
     unit, by_gate, by_value = gated(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
     part = tl.sum(tl.where(inside, unit * dactive, 0.0), 1)
     tl.store(partials + tl.cast(block, tl.int64) * count + row, part, mask=mask)
     if scaled is not None:
         target = scaled + wide * width + column[None, :]
         tl.store(target, (p[:, None] * unit).to(scaled.dtype.element_ty), mask=inside)
-    given = dactive * p[:, None]
+    dunit = dactive * p[:, None]
     element = dpre.dtype.element_ty
-    dgate = (given * by_gate).to(element)
-    dvalue = (given * by_value).to(element)
+    dgate = (dunit * by_gate).to(element)
+    dvalue = (dunit * by_value).to(element)
     if INTERLEAVED:
-        tl.store(dpre + place, tl.reshape(tl.join(dgate, dvalue), (ROWS, 2 * COLUMNS)), mask=both_mask)
+        tl.store(dpre + offset, tl.reshape(tl.join(dgate, dvalue), (ROWS, 2 * COLUMNS)), mask=both_mask)
     else:
-        tl.store(dpre + place, dgate, mask=inside)
-        tl.store(dpre + place + width, dvalue, mask=inside)
+        tl.store(dpre + offset, dgate, mask=inside)
+        tl.store(dpre + offset + width, dvalue, mask=inside)
 
 
 @kernel
@@ -92,27 +92,27 @@ def moe_unit_backward(
     row = first + tl.arange(0, ROWS)
     mask = row < tl.load(offsets + experts)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    place = dactive + row.to(tl.int64)[:, None] * width + column[None, :]
-    given = tl.load(place, mask=mask[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    pointers = dactive + row.to(tl.int64)[:, None] * width + column[None, :]
+    da = tl.load(pointers, mask=mask[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
     p = tl.load(weight + tl.load(order + row, mask=mask, other=0), mask=mask, other=0.0).to(tl.float32)
     _store_unit_backward(
-        given, pre, dpre, scaled, partials, p, first, mask, block, count, width, ACTIVATION, INTERLEAVED, ROWS, COLUMNS
+        da, pre, dpre, scaled, partials, p, first, mask, block, count, width, ACTIVATION, INTERLEAVED, ROWS, COLUMNS
     )
 
 
 @kernel
 @triton.jit
 def moe_router_gradient(
-    partials, index, place, dy, bias, dweight,
+    partials, index, inverse, dy, bias, dweight,
     count, experts, chosen, hidden, column_blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of dp, and the product of the second bias with dy; zero for rows of nobody."""
+    """Add up the parts of dp, and the product of the second bias with dy; zero for rows without an expert."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < count
     expert = tl.load(index + row, mask=inside, other=-1)
     mask = inside & (expert >= 0) & (expert < experts)
-    position = tl.load(place + row, mask=mask, other=0).to(tl.int64)
+    position = tl.load(inverse + row, mask=mask, other=0).to(tl.int64)
     total = tl.zeros([ROWS], tl.float32)
     for block in tl.range(0, column_blocks):
         total += tl.load(partials + tl.cast(block, tl.int64) * count + position, mask=mask, other=0.0)
@@ -138,8 +138,8 @@ def moe_matrix_gradient(
 ):  # fmt: skip
     """Compute a tile of left^T right over an expert's rows: `output` [E, outs, ins].
 
-    Rows are sorted ones, or, with LEFT_TOKENS or RIGHT_TOKENS, the tokens of these. ACCUMULATE adds to `output`, and
-    leaves an expert without rows alone.
+    `left` and `right` have sorted rows or, with LEFT_TOKENS or RIGHT_TOKENS, one row per token. ACCUMULATE adds to
+    `output`, and leaves the matrix of an expert without rows unchanged.
     """
     outs = outs // ALIGN * ALIGN
     ins = ins // ALIGN * ALIGN
@@ -171,11 +171,11 @@ def moe_matrix_gradient(
         b = tl.load(right + right_row * ins + column[None, :], mask=right_mask, other=0.0)
         product = dot(tl.trans(a), b, product, PRECISION)
     matrix = output + expert.to(tl.int64) * outs * ins
-    place = matrix + out[:, None] * ins + column[None, :]
+    pointers = matrix + out[:, None] * ins + column[None, :]
     tile_mask = (out < outs)[:, None] & (column < ins)[None, :]
     if ACCUMULATE:
-        product += tl.load(place, mask=tile_mask, other=0.0).to(tl.float32)
-    tl.store(place, product.to(output.dtype.element_ty), mask=tile_mask)
+        product += tl.load(pointers, mask=tile_mask, other=0.0).to(tl.float32)
+    tl.store(pointers, product.to(output.dtype.element_ty), mask=tile_mask)
 
 
 @kernel
@@ -197,8 +197,8 @@ def moe_bias_gradient(
             flat = tl.load(order + row, mask=mask, other=0)
             scale = tl.load(weight + flat, mask=mask, other=0.0).to(tl.float32)
             row = flat // chosen
-        place = values + row.to(tl.int64)[:, None] * columns + column[None, :]
-        found = tl.load(place, mask=mask[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
-        total += found if weight is None else found * scale[:, None]
+        pointers = values + row.to(tl.int64)[:, None] * columns + column[None, :]
+        block = tl.load(pointers, mask=mask[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+        total += block if weight is None else block * scale[:, None]
     sums = tl.sum(total, 0).to(dbias.dtype.element_ty)
     tl.store(dbias + expert.to(tl.int64) * columns + column, sums, mask=column < columns)

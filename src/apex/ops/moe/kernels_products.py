@@ -18,7 +18,7 @@ def moe_gate_up(
 ):  # fmt: skip
     """Gather tokens, multiply them by their expert's matrix, apply the gated unit: ROWS x COLUMNS of `active`.
 
-    Stores the values before the unit, too, rounded; the unit takes the rounded ones, as the backward pass does.
+    Stores the values before the unit, too, rounded. The unit takes the rounded values, as the backward pass does.
     """
     hidden = hidden // ALIGN * ALIGN
     width = width // ALIGN * ALIGN
@@ -43,8 +43,8 @@ def moe_gate_up(
             offset = expert.to(tl.int64) * (2 * width)
             total += tl.load(bias + offset + both, mask=both < 2 * width, other=0.0).to(tl.float32)[None, :]
         rounded = total.to(element)
-        place = pre + row[:, None] * (2 * width) + both[None, :]
-        tl.store(place, rounded, mask=mask[:, None] & (both < 2 * width)[None, :])
+        pointers = pre + row[:, None] * (2 * width) + both[None, :]
+        tl.store(pointers, rounded, mask=mask[:, None] & (both < 2 * width)[None, :])
         gate, value = tl.split(tl.reshape(rounded, (ROWS, COLUMNS, 2)))
     else:
         second = matrix + (width if OUT_FIRST else tl.cast(width, tl.int64) * hidden)
@@ -58,12 +58,12 @@ def moe_gate_up(
             value += tl.load(offset + width, mask=column_mask, other=0.0).to(tl.float32)[None, :]
         gate = gate.to(element)
         value = value.to(element)
-        place = pre + row[:, None] * (2 * width) + column[None, :]
-        tl.store(place, gate, mask=mask[:, None] & column_mask[None, :])
-        tl.store(place + width, value, mask=mask[:, None] & column_mask[None, :])
+        pointers = pre + row[:, None] * (2 * width) + column[None, :]
+        tl.store(pointers, gate, mask=mask[:, None] & column_mask[None, :])
+        tl.store(pointers + width, value, mask=mask[:, None] & column_mask[None, :])
     unit, _, _ = gated(gate.to(tl.float32), value.to(tl.float32), ACTIVATION)
-    place = active + row[:, None] * width + column[None, :]
-    tl.store(place, unit.to(element), mask=mask[:, None] & column_mask[None, :])
+    pointers = active + row[:, None] * width + column[None, :]
+    tl.store(pointers, unit.to(element), mask=mask[:, None] & column_mask[None, :])
 
 
 @kernel
@@ -91,20 +91,20 @@ def moe_product(
     if bias is not None:
         vector = bias + expert.to(tl.int64) * columns
         total += tl.load(vector + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    place = output + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(place, total.to(output.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
+    pointers = output + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(pointers, total.to(output.dtype.element_ty), mask=mask[:, None] & column_mask[None, :])
 
 
 @kernel
 @triton.jit
 def moe_combine(
-    rows, place, offsets, weight, output, pre,
+    rows, inverse, offsets, weight, output, pre,
     experts, chosen, hidden, column_blocks, pre_columns,
     ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum a token's K sorted rows, times their weights if there are any, in a fixed order.
 
-    Rows of nobody of `pre` [N, pre_columns], if it is given, become zero: products do not write them.
+    Rows of `pre` [N, pre_columns] without an expert become zero, because products do not write them.
     """
     hidden = hidden // ALIGN * ALIGN
     token = (tl.program_id(0) // column_blocks).to(tl.int64)
@@ -112,8 +112,8 @@ def moe_combine(
     end = tl.load(offsets + experts)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.range(0, chosen):
-        position = tl.load(place + token * chosen + k)
-        # Rows of nobody are past the end, where nothing was stored.
+        position = tl.load(inverse + token * chosen + k)
+        # Rows without an expert are past the end, where nothing was stored.
         mask = column < tl.where(position < end, hidden, 0)
         value = tl.load(rows + position.to(tl.int64) * hidden + column, mask=mask, other=0.0).to(tl.float32)
         if weight is not None:

@@ -1,6 +1,6 @@
 """Triton kernels that sort rows by expert, stably and without atomics: counts, prefix sums, a scatter.
 
-Row n of `index` has an expert from 0 to `experts` - 1; any other value means nobody, and is taken as `experts`. Rows
+Row n of `index` has an expert from 0 to `experts` - 1; any other value means no expert, and is taken as `experts`. Rows
 are counted in chunks of CHUNK. `counts` is [experts + 1, chunks], int32. EXPERTS is a power of two of at least
 `experts` + 2: the last bin holds rows past the end.
 """
@@ -14,7 +14,7 @@ from .._launch import kernel
 
 @triton.jit
 def _experts_of(index, row, rows, experts):
-    """Return the expert of each row as int32: `experts` for nobody, one more past the end."""
+    """Return the expert of each row as int32: `experts` for none, one more past the end."""
     expert = tl.load(index + row, mask=row < rows, other=0)
     expert = tl.where((expert >= 0) & (expert < experts), expert, experts).to(tl.int32)
     return tl.where(row < rows, expert, experts + 1)
@@ -72,17 +72,17 @@ def moe_plan(
     pieces = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
     ends = tl.cumsum(pieces, 0)
     tile = program * TILES + tl.arange(0, TILES)
-    found = tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1)
-    first = tl.where(expert[None, :] == found[:, None], (start - (ends - pieces) * BLOCK_ROWS)[None, :], 0)
+    owner = tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1)
+    first = tl.where(expert[None, :] == owner[:, None], (start - (ends - pieces) * BLOCK_ROWS)[None, :], 0)
     row = tl.sum(first, 1) + tile * BLOCK_ROWS
-    tl.store(tiles + tile, tl.where(found < experts, found, -1), mask=tile < bound)
+    tl.store(tiles + tile, tl.where(owner < experts, owner, -1), mask=tile < bound)
     tl.store(tiles + bound + tile, row, mask=tile < bound)
 
 
 @kernel
 @triton.jit
-def moe_scatter(index, counts, offsets, order, place, rows, experts, chunks, CHUNK: tl.constexpr):
-    """Store where the rows of one chunk are in the order of experts, and the reverse."""
+def moe_scatter(index, counts, offsets, order, inverse, rows, experts, chunks, CHUNK: tl.constexpr):
+    """Store the parts of `order` and `inverse` for the rows of one chunk."""
     chunk = tl.program_id(0)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
     other = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -92,5 +92,5 @@ def moe_scatter(index, counts, offsets, order, place, rows, experts, chunks, CHU
     rank = tl.sum((same & (other[None, :] < row[:, None])).to(tl.int32), 1)
     before = tl.load(counts + expert.to(tl.int64) * chunks + chunk, mask=inside, other=0)
     position = tl.load(offsets + expert, mask=inside, other=0) + before + rank
-    tl.store(place + row, position, mask=inside)
+    tl.store(inverse + row, position, mask=inside)
     tl.store(order + position, row, mask=inside)

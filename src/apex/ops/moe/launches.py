@@ -16,11 +16,11 @@ product_kernels = _library.LazyModule(f"{__package__}.kernels_products")
 
 
 def launch_sort(index: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return `order`, `place`, `offsets` and the table of tiles."""
+    """Return `order`, `inverse`, `offsets` and the table of tiles."""
     rows, experts = problem.rows, problem.experts
     chunk, bins = config.SORT_CHUNK, next_power_of_2(experts + 2)
     chunks = -(-rows // chunk)
-    order, place, offsets, totals, counts = (
+    order, inverse, offsets, totals, counts = (
         torch.empty(size, dtype=torch.int32, device=index.device)
         for size in (rows, rows, experts + 1, experts + 1, (experts + 1) * chunks)
     )
@@ -31,9 +31,9 @@ def launch_sort(index: Tensor, problem: Problem) -> tuple[Tensor, Tensor, Tensor
     sort_kernels.moe_scan((experts + 1,), (counts, totals), (chunks,), BLOCK=config.SCAN_BLOCK, num_warps=warps)
     tiles = launch_plan(totals, offsets, problem)
     sort_kernels.moe_scatter(
-        (chunks,), (index, counts, offsets, order, place), (rows, experts, chunks), CHUNK=chunk, num_warps=warps
+        (chunks,), (index, counts, offsets, order, inverse), (rows, experts, chunks), CHUNK=chunk, num_warps=warps
     )
-    return order, place, offsets, tiles
+    return order, inverse, offsets, tiles
 
 
 def launch_plan(totals: Tensor | None, offsets: Tensor, problem: Problem) -> Tensor:
@@ -56,7 +56,7 @@ def launch_plan(totals: Tensor | None, offsets: Tensor, problem: Problem) -> Ten
 def launch_product(
     left: Tensor, right: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor], problem: Problem, out_first: bool
 ) -> Tensor:
-    """Return sorted rows [N, columns]: `left` [N, inner] times each expert's matrix. Rows of nobody are not written."""
+    """Return sorted rows `left` [N, inner] times their expert's matrix, [N, columns]; skip rows without an expert."""
     inner = left.shape[1]
     columns = right[0].numel() // inner
     output = left.new_empty(left.shape[0], columns)
@@ -67,15 +67,15 @@ def launch_product(
 
 
 def launch_combine(
-    rows: Tensor, place: Tensor, offsets: Tensor, weight: Tensor | None, problem: Problem, pre: Tensor | None = None
+    rows: Tensor, inverse: Tensor, offsets: Tensor, weight: Tensor | None, problem: Problem, pre: Tensor | None = None
 ) -> Tensor:
-    """Return the sum of each token's rows, times their weights if there are any; zero the rows of nobody of `pre`."""
+    """Return the sum of each token's rows, times their weights if given; zero rows of `pre` without an expert."""
     output = rows.new_empty(problem.tokens, problem.hidden)
     block = min(config.COMBINE_BLOCK, max(16, next_power_of_2(problem.hidden)))
     blocks = -(-problem.hidden // block)
     product_kernels.moe_combine(
         (problem.tokens * blocks,),
-        (rows, place, offsets, weight, output, pre),
+        (rows, inverse, offsets, weight, output, pre),
         (problem.experts, problem.chosen, problem.hidden, blocks, 2 * problem.width),
         ALIGN=problem.align,
         BLOCK=block,
@@ -96,12 +96,12 @@ def launch_forward(
     interleaved: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what `reference.forward` returns."""
+    """Return the results of `reference.forward`, computed by kernels."""
     if not takes(gate_up, down, index):
         settings = (activation, interleaved, transposed)
         return reference.forward(x, gate_up, down, index, weight, gate_up_bias, down_bias, *settings)
     problem = problem_of(x, gate_up, index, activation, interleaved, transposed)
-    order, place, offsets, tiles = launch_sort(index, problem)
+    order, inverse, offsets, tiles = launch_sort(index, problem)
     if problem.route(x, gate_up, down, gate_up_bias, down_bias).products:
         first, second = (each if transposed else each.transpose(1, 2) for each in (gate_up, down))
         pre = grouped.multiply(x.index_select(0, order // problem.chosen), first, offsets)
@@ -109,7 +109,7 @@ def launch_forward(
     else:
         pre, active = launch_gate_up(x, gate_up, gate_up_bias, order, (tiles, offsets), problem)
         rows = launch_product(active, down, down_bias, (tiles, offsets), problem, transposed)
-    return launch_combine(rows, place, offsets, weight, problem, pre), pre, order, place, offsets
+    return launch_combine(rows, inverse, offsets, weight, problem, pre), pre, order, inverse, offsets
 
 
 def launch_gate_up(

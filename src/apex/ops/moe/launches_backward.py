@@ -28,7 +28,7 @@ def launch_backward(
     down_bias: Tensor | None,
     pre: Tensor,
     order: Tensor,
-    place: Tensor,
+    inverse: Tensor,
     offsets: Tensor,
     activation: str,
     interleaved: bool,
@@ -36,9 +36,9 @@ def launch_backward(
     wanted: Sequence[bool],
     into: Sequence[Tensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """Return what `reference.backward` returns; gradients of the matrices are added to tensors in `into` instead."""
+    """Return the results of `reference.backward`; add the matrices' gradients to tensors in `into`, if given."""
     if not takes(gate_up, down, index):
-        tensors = (x, gate_up, down, index, weight, gate_up_bias, down_bias, pre, order, place, offsets)
+        tensors = (x, gate_up, down, index, weight, gate_up_bias, down_bias, pre, order, inverse, offsets)
         return reference.backward(dy, *tensors, activation, interleaved, transposed, wanted)
     problem = problem_of(x, gate_up, index, activation, interleaved, transposed)
     want_x, want_gate_up, want_down, want_weight, want_bias, want_down_bias = wanted
@@ -46,9 +46,9 @@ def launch_backward(
     tiles = launch_plan(None, offsets, problem)
     # Tokens in the order of experts are read by PyTorch's products only.
     token = order // problem.chosen if by_torch.gradients else None
-    given = None if token is None else dy.index_select(0, token)
-    if by_torch.products and given is not None:
-        dactive = grouped.multiply(given, down.transpose(1, 2) if transposed else down, offsets)
+    dy_rows = None if token is None else dy.index_select(0, token)
+    if by_torch.products and dy_rows is not None:
+        dactive = grouped.multiply(dy_rows, down.transpose(1, 2) if transposed else down, offsets)
         dpre, scaled, partials = launch_unit_backward(dactive, pre, weight, order, offsets, problem, want_down)
     else:
         dpre, scaled, partials = launch_down_backward(
@@ -56,15 +56,15 @@ def launch_backward(
         )
     dx = dgate_up = ddown = dweight = dbias = ddown_bias = None
     if want_weight:
-        dweight = launch_router_gradient(partials, index, place, dy, down_bias, torch.empty_like(weight), problem)
+        dweight = launch_router_gradient(partials, index, inverse, dy, down_bias, torch.empty_like(weight), problem)
     if want_down and scaled is not None:
         if into[1] is not None:
             launch_matrix_gradient(dy, scaled, order, offsets, into[1], problem, (True, False), accumulate=True)
-        elif given is not None:
-            ddown = grouped.matrix_gradient(given, scaled, offsets, transposed)
+        elif dy_rows is not None:
+            ddown = grouped.matrix_gradient(dy_rows, scaled, offsets, transposed)
         else:
             ddown = launch_matrix_gradient(dy, scaled, order, offsets, torch.empty_like(down), problem, (True, False))
-    del given, scaled
+    del dy_rows, scaled
     if want_down_bias and down_bias is not None:
         ddown_bias = launch_bias_gradient(dy, weight, order, offsets, torch.empty_like(down_bias), problem)
     if want_x:
@@ -72,7 +72,7 @@ def launch_backward(
             rows = grouped.multiply(dpre, gate_up.transpose(1, 2) if transposed else gate_up, offsets)
         else:
             rows = launch_product(dpre, gate_up, None, (tiles, offsets), problem, not transposed)
-        dx = launch_combine(rows, place, offsets, None, problem)
+        dx = launch_combine(rows, inverse, offsets, None, problem)
         del rows
     if want_gate_up:
         if into[0] is not None:
@@ -144,7 +144,7 @@ def launch_down_backward(
 def launch_router_gradient(
     partials: Tensor,
     index: Tensor,
-    place: Tensor,
+    inverse: Tensor,
     dy: Tensor,
     down_bias: Tensor | None,
     dweight: Tensor,
@@ -153,7 +153,7 @@ def launch_router_gradient(
     """Fill and return the gradient of the rows' weights."""
     gradient_kernels.moe_router_gradient(
         (-(-problem.rows // config.ROUTER_ROWS),),
-        (partials, index, place, dy, down_bias, dweight),
+        (partials, index, inverse, dy, down_bias, dweight),
         (problem.rows, problem.experts, problem.chosen, problem.hidden, partials.shape[0]),
         ROWS=config.ROUTER_ROWS,
         COLUMNS=config.ROUTER_COLUMNS,
@@ -174,7 +174,8 @@ def launch_matrix_gradient(
 ) -> Tensor:
     """Fill and return the gradient of the experts' matrices, left^T right over each expert's rows, or add it.
 
-    `tokens` says which of the two are rows of tokens instead of sorted rows. If matrices are transposed, so is this.
+    `tokens` says for `left` and for `right` whether its rows are tokens instead of sorted rows. The result is
+    transposed if the matrices are.
     """
     if problem.transposed:
         left, right, tokens = right, left, tokens[::-1]

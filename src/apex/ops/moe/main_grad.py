@@ -30,9 +30,9 @@ def moe_experts_main_grad(
 ) -> Tensor:
     """Return `moe_experts`; the backward pass adds to `gate_up.main_grad` and `down.main_grad` and sets no `grad`.
 
-    Sums are added in float32 before they are rounded to the dtype of `main_grad`. The matrix of an expert without rows
-    is left alone. `wanted(input, *parameters)` says which gradients to compute in the current part of a split backward
-    pass, as `apex.transformer.tensor_parallel.backward_part.wanted` does.
+    Sums are added in float32 before they are rounded to the dtype of `main_grad`. The `main_grad` of an expert without
+    rows does not change. `wanted(input, *parameters)` says which gradients to compute in the current part of a split
+    backward pass, as `apex.transformer.tensor_parallel.backward_part.wanted` does.
     """
     for name, parameter in (("gate_up", gate_up), ("down", down)):
         main_grad = getattr(parameter, "main_grad", None)
@@ -49,8 +49,8 @@ class _AddedToMainGrad(torch.autograd.Function):
     """The autograd node of `moe_experts_main_grad`."""
 
     @staticmethod
-    def forward(ctx, *given):  # type: ignore[no-untyped-def, override]
-        *arguments, gate_up, down, wanted = given
+    def forward(ctx, *values):  # type: ignore[no-untyped-def, override]
+        *arguments, gate_up, down, wanted = values
         ctx.main_grads, ctx.wanted = (gate_up, down), wanted
         return MOE_EXPERTS.forward_and_save(ctx, *arguments)
 
@@ -69,13 +69,13 @@ class _AddedToMainGrad(torch.autograd.Function):
 def accumulate(
     dy: Tensor, saved: Sequence[Any], settings: Sequence[Any], wanted: Sequence[bool], into: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Add the matrices' gradients to `into`, where not None; return the other gradients that are wanted."""
+    """Add the matrices' gradients to the tensors in `into`; return the other wanted gradients."""
     arguments: list[Any] = [dy.contiguous(), *saved, *settings, wanted]
     if takes(*saved[1:4]) and _library.runs_triton_now(FAMILY, saved[0]):
         return launch_backward(*[*arguments, into])
-    found = list(reference.backward(*arguments))
-    for place, target in enumerate(into, 1):
+    gradients = list(reference.backward(*arguments))
+    for index, target in enumerate(into, 1):
         if target is not None:
-            target.add_(found[place])  # type: ignore[arg-type]
-        found[place] = None
-    return tuple(found)
+            target.add_(gradients[index])  # type: ignore[arg-type]
+        gradients[index] = None
+    return tuple(gradients)

@@ -31,15 +31,15 @@ def moe_experts(
 
     - `x` is [T, H], `gate_up` [E, 2F, H], `down` [E, H, F], all of one dtype; `transposed`: [E, H, 2F] and [E, F, H].
     - `index` [T, K] names the experts of each token, `weight` [T, K] their weights in any floating dtype. The index E
-      means nobody: it adds nothing, and the gradient of its weight is zero.
+      means no expert: it adds nothing, and the gradient of its weight is zero.
     - `bias` is a pair for both products, [E, 2F] and [E, H]; either may be None.
     - The unit is activation(gate) * value with "silu", "gelu", "gelu_tanh" or "relu". "clamped" is the unit of
       gpt-oss: (v + 1) * g * sigmoid(1.702 g) with g = min(gate, 7) and v the value between -7 and 7.
     - Of the 2F columns the first F are the gate; if `interleaved`, gate and value alternate.
 
     The backward pass keeps `x`, the values before the unit [T K, 2F] and integers. Results have the same bits each
-    time. On a GPU with Triton, nothing waits for the device; an index outside of 0 to E means nobody there, and
-    is an error on a CPU.
+    time. On a GPU with Triton, nothing waits for the device: an index outside of 0 to E means no expert. On a CPU it
+    is an error.
     """
     arguments = prepare(x, gate_up, down, index, weight, bias, activation, interleaved, transposed)
     if torch.compiler.is_compiling():  # one operator on every device: the reference's loop depends on values
@@ -114,7 +114,7 @@ def _check(
     if at_hand(index) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) <= experts:
         raise ValueError(
             f"index has values from {int(index.min())} to {int(index.max())}; they must be experts, 0 to "
-            f"{experts - 1}, or {experts} for nobody"
+            f"{experts - 1}, or {experts} for none"
         )
 
 
@@ -140,10 +140,10 @@ MOE_EXPERTS = Op(
     FAMILY,
     "moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weight, Tensor? gate_up_bias, "
     "Tensor? down_bias, str activation, bool interleaved, bool transposed) -> "
-    "(Tensor output, Tensor pre, Tensor order, Tensor place, Tensor offsets)",
+    "(Tensor output, Tensor pre, Tensor order, Tensor inverse, Tensor offsets)",
     reference=reference.forward,
     kernels=Kernels(launch_forward, launch_backward),
     shapes=_shapes,
-    saved=Saved(*_TENSORS, "pre", "order", "place", "offsets"),
+    saved=Saved(*_TENSORS, "pre", "order", "inverse", "offsets"),
     derivative=Derivative(of=[name for name in _TENSORS if name != "index"], backward=reference.backward),
 )

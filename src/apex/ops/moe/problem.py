@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """An upper bound of the tiles that all experts need, whatever rows they have: nothing waits for the device."""
+        """An upper bound of the tiles of all experts, for any routing, because the host does not read the routing."""
         return -(-self.rows // self.tile_rows) + self.experts
 
     @property

@@ -1,8 +1,8 @@
 """Experts of a mixture in PyTorch operators: the definition, and the implementation when no kernel runs.
 
 Letters: T tokens, E experts, K experts per token, H hidden size, F width of an expert, N = T K rows. Row n = t K + k is
-token t at its k-th expert. Rows sorted by expert are in `order`, row n is at `place[n]` among them, and expert e has
-the sorted rows `offsets[e]` to `offsets[e + 1]`. Rows of nobody, whose index is E, come after all others.
+token t at its k-th expert. `order` has the rows sorted by expert, and row n is at position `inverse[n]` in it. Expert e
+has the sorted rows `offsets[e]` to `offsets[e + 1]`. Rows without an expert, whose index is E, come after all others.
 
 Runs on any device in any floating dtype. Products are in the dtype of the tensors; gated unit and sum over a token's
 experts in float32 for half precision. The loop over experts asks the device for their numbers of rows.
@@ -24,7 +24,7 @@ LIMIT, RATE = 7.0, 1.702  # of the clamped unit
 
 
 def sort_rows(index: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `order` [N], `place` [N] and `offsets` [E + 1], all int32; a stable sort by expert."""
+    """Return `order` [N], `inverse` [N] and `offsets` [E + 1], all int32; a stable sort by expert."""
     flat = index.reshape(-1)
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     ordered, order = flat.sort(stable=True)
@@ -53,14 +53,14 @@ def unit_backward(dactive: Tensor, pre: Tensor, activation: str, interleaved: bo
         dvalue = dactive * low * s * (value.abs() <= LIMIT)
     else:
         dvalue = dactive * glu.activated(gate, activation)
-        given = dactive * value
+        dactivated = dactive * value
         if activation == "silu":
-            dgate = torch.ops.aten.silu_backward(given, gate)
+            dgate = torch.ops.aten.silu_backward(dactivated, gate)
         elif activation == "relu":
-            dgate = torch.ops.aten.threshold_backward(given, gate, 0)
+            dgate = torch.ops.aten.threshold_backward(dactivated, gate, 0)
         else:
             form = "tanh" if activation == "gelu_tanh" else "none"
-            dgate = torch.ops.aten.gelu_backward(given, gate, approximate=form)
+            dgate = torch.ops.aten.gelu_backward(dactivated, gate, approximate=form)
     return torch.stack((dgate, dvalue), -1).flatten(-2) if interleaved else torch.cat((dgate, dvalue), -1)
 
 
@@ -72,7 +72,7 @@ def _halves(pre: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _bounds(offsets: Tensor, rows: int) -> list[int]:
-    """Return where the rows of each expert begin and end; meta tensors have no values, so the first one gets all."""
+    """Return the bounds of each expert's rows; for meta tensors, which have no values, the first has all rows."""
     return [0, *[rows] * (offsets.numel() - 1)] if offsets.is_meta else offsets.tolist()
 
 
@@ -91,12 +91,12 @@ def forward(
     """Return the output [T, H], the values before the gated unit [N, 2F] and the three results of `sort_rows`."""
     (tokens, chosen), wide = index.shape, compute_dtype(x)
     width = gate_up.shape[2 if transposed else 1] // 2
-    order, place, offsets = sort_rows(index, gate_up.shape[0])
+    order, inverse, offsets = sort_rows(index, gate_up.shape[0])
     bounds = _bounds(offsets, tokens * chosen)
     rows = x[order.long() // max(1, chosen)]
 
     def product(values: Tensor, weights: Tensor, biases: Tensor | None, columns: int) -> Tensor:
-        """Multiply each expert's rows by its matrix; rows of nobody are zeros."""
+        """Multiply each expert's rows by its matrix; rows without an expert are zeros."""
         matrices = weights.unbind() if transposed else weights.transpose(1, 2).unbind()
         vectors = None if biases is None else biases.unbind()
         parts = []
@@ -109,9 +109,9 @@ def forward(
 
     pre = product(rows, gate_up, gate_up_bias, 2 * width)
     active = unit(pre.to(wide), activation, interleaved).to(x.dtype)
-    results = product(active, down, down_bias, x.shape[1])[place.long()].view(tokens, chosen, x.shape[1])
+    results = product(active, down, down_bias, x.shape[1])[inverse.long()].view(tokens, chosen, x.shape[1])
     output = (results.to(wide) * weight.to(wide)[:, :, None]).sum(1).to(x.dtype)
-    return output, pre, order, place, offsets
+    return output, pre, order, inverse, offsets
 
 
 def backward(
@@ -125,14 +125,14 @@ def backward(
     down_bias: Tensor | None,
     pre: Tensor,
     order: Tensor,
-    place: Tensor,
+    inverse: Tensor,
     offsets: Tensor,
     activation: str,
     interleaved: bool,
     transposed: bool,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, gate_up, down, weight and both biases; None for those not `wanted`.
+    """Return the gradients of x, gate_up, down, weight and both biases; None for gradients that are not `wanted`.
 
     With a the gated unit, p the weight of a row and dy its token's gradient: da = W2^T dy, dp = <a, da> + <b2, dy>,
     dW2 = sum of p dy a^T, dz the gradient of the unit for p da, dW1 = sum of dz x^T, dx = sum of W1^T dz.
@@ -146,9 +146,9 @@ def backward(
             if bounds[expert] < bounds[expert + 1]:
                 function(expert, slice(bounds[expert], bounds[expert + 1]))
 
-    given, p = dy[token], weight.reshape(-1)[order.long()].to(wide)[:, None]
+    dy_rows, p = dy[token], weight.reshape(-1)[order.long()].to(wide)[:, None]
     active = unit(pre.to(wide), activation, interleaved)
-    dactive, dx_rows = pre.new_zeros(active.shape, dtype=wide), torch.zeros_like(given)
+    dactive, dx_rows = pre.new_zeros(active.shape, dtype=wide), torch.zeros_like(dy_rows)
     dp = p.new_zeros(p.shape[0])
     dgate_up = torch.zeros_like(gate_up) if want_gate_up else None
     ddown = torch.zeros_like(down) if want_down else None
@@ -156,15 +156,15 @@ def backward(
     ddown_bias = torch.zeros_like(down_bias) if want_down_bias and down_bias is not None else None
 
     def before_unit(expert: int, rows: slice) -> None:
-        dactive[rows] = (given[rows] @ (down[expert].t() if transposed else down[expert])).to(wide)
+        dactive[rows] = (dy_rows[rows] @ (down[expert].t() if transposed else down[expert])).to(wide)
         dp[rows] = (active[rows] * dactive[rows]).sum(1)
         if down_bias is not None:
-            dp[rows] += given[rows].to(wide) @ down_bias[expert].to(wide)
+            dp[rows] += dy_rows[rows].to(wide) @ down_bias[expert].to(wide)
         if ddown is not None:
-            product = given[rows].t() @ (p[rows] * active[rows]).to(x.dtype)
+            product = dy_rows[rows].t() @ (p[rows] * active[rows]).to(x.dtype)
             ddown[expert] = product.t() if transposed else product
         if ddown_bias is not None:
-            ddown_bias[expert] = (p[rows] * given[rows].to(wide)).sum(0)
+            ddown_bias[expert] = (p[rows] * dy_rows[rows].to(wide)).sum(0)
 
     by_expert(before_unit)
     dpre = unit_backward(p * dactive, pre.to(wide), activation, interleaved)
@@ -180,7 +180,7 @@ def backward(
             dbias[expert] = dpre[rows].sum(0)
 
     by_expert(after_unit)
-    at = place.long()
+    at = inverse.long()
     return (
         dx_rows[at].view(tokens, chosen, x.shape[1]).sum(1, dtype=wide).to(x.dtype) if want_x else None,
         dgate_up,

@@ -29,15 +29,15 @@ SMALLEST = 2.0**-126
 
 _DTYPES = {"signed8": torch.int8, "root8": torch.uint8, "float8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16}
 REMAINDERS = {"remainder8": torch.int8, "remainder16": torch.int16}
-# The numbers that kernels know codecs by; 0 is none.
+# The number of each codec in kernels; 0 means no codec.
 NUMBERS = {codec: number for number, codec in enumerate((*_DTYPES, *REMAINDERS), 1)}
 STOCHASTIC = frozenset({"root8", "bfloat16"})
-# Added to the seed's hash, so that slots have different noise; slot 0 keeps the noise of stochastic rounding.
+# A slot's number times this is added to the seed's hash, so that slots have different noise; slot 0 adds nothing.
 SALT = 0x27D4EB2F
 
 
 class Encoded(NamedTuple):
-    """The codec of a slot, and its list of companions; None for a codec without."""
+    """The codec of a slot, and its list of companions, or None if the codec has none."""
 
     codec: str
     companions: Sequence[Tensor] | None
@@ -47,7 +47,7 @@ Encodings = Mapping[int, Encoded]  # by slot
 
 
 class NoisePlace(NamedTuple):
-    """The place of a shard in its tensor, so that noise of stochastic rounding does not depend on how it is cut.
+    """The position of a shard in its tensor, so that the noise of an element does not depend on the sharding.
 
     Element i of the shard is element start + (i // run) * stride + i % run of tensor (or row) `number`.
     """
@@ -69,7 +69,7 @@ def new_codes(codec: str, param: Tensor) -> Tensor:
 
 
 def new_companions(codec: str, param: Tensor) -> Tensor | None:
-    """Return the companions of zeros (scales), or of numbers that the parameter holds exactly (remainders), or None."""
+    """Return new companions: scales of zeros, remainders of numbers that bfloat16 holds exactly, or None."""
     if codec in REMAINDERS:
         return torch.zeros_like(
             param, dtype=REMAINDERS[codec], memory_format=torch.preserve_format, requires_grad=False
@@ -137,8 +137,8 @@ def encode(codec: str, values: Tensor, bits_of_noise: Tensor | None = None) -> t
 def join(params: Tensor, remainders: Tensor) -> Tensor:
     """Return the float32 numbers that bfloat16 `params` and their remainders make up.
 
-    A float32's bits, read as a number, are 65536 times the bits of the bfloat16, plus the remainder: times 256, if it
-    has 8 bits.
+    The bits of a float32, read as an integer, are 65536 times the bits of the bfloat16, plus the remainder. A remainder
+    of 8 bits is multiplied by 256 first.
     """
     factor = 256 if remainders.dtype == torch.int8 else 1
     bits = remainders.to(torch.int32) * factor
@@ -161,7 +161,7 @@ def split(values: Tensor, codec: str) -> tuple[Tensor, Tensor]:
 
 
 def remainders_of(masters: Tensor, params: Tensor, codec: str) -> Tensor:
-    """Return the remainders of float32 masters whose bfloat16 parameters were rounded in any way."""
+    """Return the remainders of float32 masters for bfloat16 parameters that were rounded up or down."""
     difference = masters.contiguous().view(torch.int32) - (params.detach().contiguous().view(torch.int16).int() << 16)
     if codec == "remainder8":
         return ((difference + 128) >> 8).clamp(-128, 127).to(torch.int8)

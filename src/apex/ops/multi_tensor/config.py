@@ -32,8 +32,8 @@ REDUCE_WARPS = 4
 def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
     """Return the elements of each of the `lists` that one program handles.
 
-    They are twice as many if one program then covers the `largest` tensor: if each tensor has one program, no table of
-    programs is read, which takes one tensor of 948 elements 4.4 us in place of 4.9.
+    The number is doubled if one program then covers the `largest` tensor. If each tensor has one program, no table of
+    programs is read: one tensor of 948 elements takes 4.4 us instead of 4.9.
     """
     usual = SINGLE_LIST_BLOCK if lists == 1 else BLOCK
     if facts.backend == "interpreter":

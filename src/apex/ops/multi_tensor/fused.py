@@ -55,7 +55,7 @@ def adam_lists(slots: Sequence[Any], scalars: Sequence[float], flags: Sequence[b
 
 
 def sgd(values: Sequence[Any], scalars: Sequence[float], flags: Sequence[bool]) -> bool:
-    """Run PyTorch's SGD, telling it whether this is the first step, whose momentum buffer keeps nothing."""
+    """Run PyTorch's SGD; the first step, which replaces the momentum buffer, is passed as such."""
     p, g, buffer, _a, _b = values
     lr, keep, rest, decay, momentum, *_ = scalars
     nesterov, decays_late, half_buffers = flags

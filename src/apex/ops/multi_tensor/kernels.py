@@ -11,7 +11,7 @@ whole       float32 [tensors, 2]             the two numbers of each tensor
 partials    float32 [programs, QUANTITIES]   results of a measuring rule in each block
 overflow    number [1]                       becomes 1 if a checked value is infinite or NaN
 nonfinite_counts  int32 [tensors, 2]         how many elements of checked slots 0 and 1 are infinite, and how many NaN
-noise_places  int64 [tensors, 4]             places of shards in whole tensors, see `codecs.NoisePlace`; or None
+noise_places  int64 [tensors, 4]             positions of shards in whole tensors, see `codecs.NoisePlace`; or None
 bounds      int32 [tensors + 1]              the programs of each tensor
 tickets     int32 [tensors] or [1]           0; they count the programs that have stored their measurements
 out         float32 [tensors, COLUMNS]       the sums of the measurements
@@ -97,7 +97,7 @@ def _load(pointer, offset, mask, MASKED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _slot(
-    table, place, offset, size, mask,
+    table, entry, offset, size, mask,
     TYPE: tl.constexpr, CODEC: tl.constexpr, READS: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -105,32 +105,32 @@ def _slot(
 
     Values of a slot that is not read, or has no list, are 0; no rule uses them.
     """
-    pointer = place
-    companions = place
+    pointer = entry
+    companions = entry
     x = 0.0
     if TYPE is not None:
         if CODEC == PLAIN:
-            pointer = _pointer(table + place, TYPE, ALIGNED)
-            place += 1
+            pointer = _pointer(table + entry, TYPE, ALIGNED)
+            entry += 1
             if READS:
                 x = _load(pointer, offset, mask, MASKED, BLOCK)
         else:
             if CODEC == REMAINDER8:
-                pointer = _pointer(table + place, tl.int16, ALIGNED)
-                companions = _pointer(table + place + 1, tl.int8, ALIGNED)
+                pointer = _pointer(table + entry, tl.int16, ALIGNED)
+                companions = _pointer(table + entry + 1, tl.int8, ALIGNED)
             elif CODEC == REMAINDER16:
-                pointer = _pointer(table + place, tl.int16, ALIGNED)
-                companions = _pointer(table + place + 1, tl.int16, ALIGNED)
+                pointer = _pointer(table + entry, tl.int16, ALIGNED)
+                companions = _pointer(table + entry + 1, tl.int16, ALIGNED)
             else:
-                pointer = _pointer(table + place, TYPE, ALIGNED)
+                pointer = _pointer(table + entry, TYPE, ALIGNED)
                 if CODEC != BFLOAT16:
-                    companions = _pointer(table + place + 1, tl.float32, ALIGNED)
-            place += 1
+                    companions = _pointer(table + entry + 1, tl.float32, ALIGNED)
+            entry += 1
             if CODEC != BFLOAT16:
-                place += 1
+                entry += 1
             if READS:
                 x = decoded(pointer, companions, offset, size, mask, CODEC, MASKED, BLOCK)
-    return pointer, companions, x, place
+    return pointer, companions, x, entry
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _number(value, scalars, POSITION: tl.constexpr):
 
 @triton.jit
 def _noise_place(noise_places, tensor, index):
-    """Return the number of the tensor, and the places of its elements in the whole tensor, that choose the noise."""
+    """Return the inputs of the noise: the tensor's number, and the index of each element in the whole tensor."""
     number = tensor
     if noise_places is not None:
         at = noise_places + 4 * tensor
@@ -215,10 +215,10 @@ def _measure(terms, before, mask, WANTED: tl.constexpr, MAXIMUM: tl.constexpr, M
 
 @triton.jit
 def _block(
-    tensors, numbers, seed, tensor, offset, size, found,
+    tensors, numbers, seed, tensor, offset, size, measured,
     RULE: tl.constexpr, TYPES: tl.constexpr, CONSTANTS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Apply the rule to one block; return the measurements `found` before, updated with the block's."""
+    """Apply the rule to one block; return the measurements `measured`, updated with the block's."""
     FLAGS: tl.constexpr = CONSTANTS[0]
     ON_DEVICE: tl.constexpr = CONSTANTS[1]
     READS: tl.constexpr = CONSTANTS[2]
@@ -248,12 +248,12 @@ def _block(
         w1 = tl.load(whole + 2 * tensor + 1)
 
     mask = tl.arange(0, BLOCK) < size - offset
-    place = tensor * ROWS + 1
-    p0, c0, x0, place = _slot(table, place, offset, size, mask, TYPES[0], CODECS[0], READS[0], ALIGNED, MASKED, BLOCK)
+    entry = tensor * ROWS + 1
+    p0, c0, x0, entry = _slot(table, entry, offset, size, mask, TYPES[0], CODECS[0], READS[0], ALIGNED, MASKED, BLOCK)
     p1, _, x1, _ = _slot(moving, tensor, offset, size, mask, TYPES[1], 0, READS[1], ALIGNED, MASKED, BLOCK)
-    p2, c2, x2, place = _slot(table, place, offset, size, mask, TYPES[2], CODECS[2], READS[2], ALIGNED, MASKED, BLOCK)
-    p3, c3, x3, place = _slot(table, place, offset, size, mask, TYPES[3], CODECS[3], READS[3], ALIGNED, MASKED, BLOCK)
-    p4, c4, x4, place = _slot(table, place, offset, size, mask, TYPES[4], CODECS[4], READS[4], ALIGNED, MASKED, BLOCK)
+    p2, c2, x2, entry = _slot(table, entry, offset, size, mask, TYPES[2], CODECS[2], READS[2], ALIGNED, MASKED, BLOCK)
+    p3, c3, x3, entry = _slot(table, entry, offset, size, mask, TYPES[3], CODECS[3], READS[3], ALIGNED, MASKED, BLOCK)
+    p4, c4, x4, entry = _slot(table, entry, offset, size, mask, TYPES[4], CODECS[4], READS[4], ALIGNED, MASKED, BLOCK)
 
     if CHECKS[1]:
         _flag_nonfinite(x1, overflow, nonfinite_counts, tensor)
@@ -267,7 +267,7 @@ def _block(
 
     values = (x0, x1, x2, x3, x4)
     numbers = (s0, s1, s2, s3, s4, s5, s6, s7)
-    q0, q1, q2, q3 = found
+    q0, q1, q2, q3 = measured
     if QUANTITIES > 0:
         values, terms = RULE(values, (w0, w1), numbers, FLAGS)
         q0 = _measure(terms[0], q0, mask, True, MAXIMUM, MASKED)
@@ -282,7 +282,7 @@ def _block(
         _flag_nonfinite(tl.where(known, x0.to(TYPES[0]).to(tl.float32), 0.0), overflow, nonfinite_counts, tensor)
     if WRITES[0]:
         if TYPES[5] is not None:
-            p5 = _pointer(table + place, TYPES[5], ALIGNED)
+            p5 = _pointer(table + entry, TYPES[5], ALIGNED)
             _store(p5, offset, x0, mask, TYPES[5], True, MASKED, BLOCK)
         if STOCHASTIC:
             number, index = _noise_place(noise_places, tensor, offset + tl.arange(0, BLOCK))
@@ -314,21 +314,21 @@ def _block_or_end(
 
 
 @triton.jit
-def _store_sums(partials, program, found, overflow, CONSTANTS: tl.constexpr):
+def _store_sums(partials, program, measured, overflow, CONSTANTS: tl.constexpr):
     """Store the measurements of this program."""
     CHECKS: tl.constexpr = CONSTANTS[4]
     QUANTITIES: tl.constexpr = CONSTANTS[5]
     at = partials + program * QUANTITIES
-    tl.store(at, found[0])
+    tl.store(at, measured[0])
     if CHECKS[0]:
-        if not (tl.abs(found[0]) < float("inf")):
+        if not (tl.abs(measured[0]) < float("inf")):
             tl.store(overflow, 1)
     if QUANTITIES > 1:
-        tl.store(at + 1, found[1])
+        tl.store(at + 1, measured[1])
     if QUANTITIES > 2:
-        tl.store(at + 2, found[2])
+        tl.store(at + 2, measured[2])
     if QUANTITIES > 3:
-        tl.store(at + 3, found[3])
+        tl.store(at + 3, measured[3])
 
 
 @kernel

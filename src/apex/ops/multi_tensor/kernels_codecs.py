@@ -1,7 +1,7 @@
 """Codecs of slots as Triton functions: see `codecs.py`, which has the formulas.
 
-`pointer` and `companions` are of one tensor; `offset` is a block's first element, a multiple of the block size and so
-of a group. Scales are computed for groups of 64 elements of the block.
+`pointer` and `companions` belong to one tensor. `offset` is a block's first element, a multiple of the block size and
+so of a group. Scales are computed for groups of 64 elements of the block.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from .codecs import NUMBERS
 PLAIN = tl.constexpr(0)
 SIGNED8 = tl.constexpr(NUMBERS["signed8"])
 ROOT8 = tl.constexpr(NUMBERS["root8"])
-FLOAT8 = tl.constexpr(NUMBERS["float8"])
 BFLOAT16 = tl.constexpr(NUMBERS["bfloat16"])
 REMAINDER8 = tl.constexpr(NUMBERS["remainder8"])
 REMAINDER16 = tl.constexpr(NUMBERS["remainder16"])
@@ -34,7 +33,7 @@ def noise_bits(seed, tensor, index, SLOT: tl.constexpr):
 
 @triton.jit
 def round_stochastically(x, noise):
-    """Round to a float32 that bfloat16 can hold, up or down with the probability that makes it right on average."""
+    """Round to a float32 that bfloat16 can hold, up or down at random, so that the mean error is zero."""
     bits = (x.to(tl.uint32, bitcast=True) + noise) & 0xFFFF0000
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 

@@ -39,17 +39,17 @@ def reduce_rows(
         else:
             total += value
     if MAXIMUM:
-        found = _largest(total)
+        result = _largest(total)
     else:
-        found = tl.sum(total, axis=0)
+        result = tl.sum(total, axis=0)
     if ROOT:
-        found = tl.sqrt(found)
+        result = tl.sqrt(result)
     if AVERAGE:
         before = tl.load(at)
-        found = tl.where(before < 0, found, before + share * (found - before))
-    tl.store(at, found)
+        result = tl.where(before < 0, result, before + share * (result - before))
+    tl.store(at, result)
     if factor is not None:
-        shorter = limit / (found + margin)
+        shorter = limit / (result + margin)
         by = tl.where(shorter >= 1.0, 1.0, shorter)  # NaN stays NaN
         if grad_scale is not None:
             by = by * tl.load(grad_scale)

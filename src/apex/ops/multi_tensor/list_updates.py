@@ -117,7 +117,7 @@ def lamb(
     noop: Tensor | None = None,
     grad_scale: float | Tensor = 1.0,
 ) -> None:
-    """Take a step of LAMB, or, unless it `adapts` its length to the parameter's, of Adam.
+    """Take a step of LAMB, or of Adam if not `adapts`: its length does not adapt to the parameter's.
 
     Half-precision moments are too coarse for computing the step twice: the gradients are then overwritten by the steps.
     """
@@ -174,7 +174,7 @@ def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor
 
 
 def per_tensor(tensors: Sequence[Tensor], **named: Tensor) -> Tensor:
-    """Return the vectors given by name, one or two numbers for each tensor, as [tensors, 2]."""
+    """Return one or two vectors of a number per tensor as columns, [tensors, 2]; a single vector fills both."""
     for name, values in named.items():
         if values.numel() != len(tensors):
             raise ValueError(f"{name} has {values.numel()} elements; there are {len(tensors)} tensors")

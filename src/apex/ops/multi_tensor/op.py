@@ -110,7 +110,7 @@ def axpby(
 ) -> None:
     """Compute `outputs[i] = a * x[i] + b * y[i]`; `checks` names the checked inputs, `nonfinite_counts` counts in `x`.
 
-    `checks_sum` is for outputs of few bits: a sum that is not finite although `x` and `y` are counts like one in `x`.
+    `checks_sum` is for outputs of few bits: if a sum overflows although `x` and `y` are finite, it counts in `x`.
     """
     wanted = ((0, checks_sum), (1, "x" in checks), (2, "y" in checks))
     slots = tuple(slot for slot, is_checked in wanted if overflow is not None and is_checked)
@@ -192,7 +192,7 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     groups = groups_of((outputs, inputs), names)
     device = inputs[0].device if inputs else torch.device("cpu")
-    each = torch.zeros(len(inputs), dtype=torch.float32, device=device) if per_tensor else _nothing(device)
+    per_tensor_norms = torch.zeros(len(inputs), dtype=torch.float32, device=device) if per_tensor else _nothing(device)
     root = len(groups) == 1 and not rule.maximum
     totals = []
     for indices, lists in groups:
@@ -210,16 +210,16 @@ def _norm(
         assert measured is not None
         values = measured[:, 0] if rule.maximum else measured[:, 0].sqrt()
         if len(groups) == 1:
-            each = values
+            per_tensor_norms = values
         else:
-            each[upload(indices, torch.int64, device)] = values.to(device)
+            per_tensor_norms[upload(indices, torch.int64, device)] = values.to(device)
         totals.append(lists.total(measured, rule, root=root))
     if len(totals) == 1:
-        return totals[0], each
+        return totals[0], per_tensor_norms
     if not totals:
-        return torch.zeros(1, dtype=torch.float32, device=device), each
+        return torch.zeros(1, dtype=torch.float32, device=device), per_tensor_norms
     stacked = torch.cat([total.to(device) for total in totals])
-    return (stacked.amax() if rule.maximum else stacked.sum().sqrt()).reshape(1), each
+    return (stacked.amax() if rule.maximum else stacked.sum().sqrt()).reshape(1), per_tensor_norms
 
 
 def flag_on(flag: Tensor | None, device: torch.device) -> Tensor | None:

@@ -109,13 +109,13 @@ class TritonRowLists(TritonLists):
         return total.out
 
     def project(
-        self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
+        self, row_sums: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
     ) -> Tensor:
-        """Decide between AdamP's two passes which tensors are projected, and along what; return float32 [rows, 2].
+        """Decide between AdamP's two passes which tensors are projected; return float32 [rows, 2].
 
-        These are, for each row, how much of the parameter is taken out of the step, and by how much it shrinks. `found`
-        has for each row the sums of p * g, g * g, p * p and p * step; `limits` are the `projection_thresholds`. Rows
-        shrink by `decay`, rows of projected parameters by `ratio` times that.
+        The first column is the multiple of each row that the step loses, and the second is the row's weight decay.
+        `row_sums` has the sums of p * g, g * g, p * p and p * step over each row; `limits` are the
+        `projection_thresholds`. The decay is `decay`, times `ratio` for projected parameters.
         """
         whole, on_device, decay = self._empty(len(self.sizes), 2), None, self._here(decay)
         if isinstance(decay, Tensor):
@@ -123,7 +123,7 @@ class TritonRowLists(TritonLists):
         keep_if_captured(self.device, self._tensor_bounds, limits)
         reductions.project_rows(
             (limits.shape[1],),
-            (found, self._tensor_bounds, limits, on_device, whole),
+            (row_sums, self._tensor_bounds, limits, on_device, whole),
             (),
             (float(eps), float(delta), float(decay), float(ratio)),
             BLOCK=config.REDUCE_BLOCK,
@@ -142,14 +142,14 @@ class TorchRowLists(TorchLists):
         return super()._by_address(tensors) and rows_are_stretches(tensors[0])
 
     def project(
-        self, found: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
+        self, row_sums: Tensor, limits: Tensor, eps: float, delta: float, decay: float | Tensor, ratio: float
     ) -> Tensor:
         """Decide which tensors AdamP projects, as `TritonRowLists.project` does."""
         whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
         on_device = [each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio)]
         decay, ratio = on_device  # type: ignore[assignment]
         for index, (sums, out) in enumerate(
-            zip(found.split(self.row_counts), whole.split(self.row_counts), strict=True)
+            zip(row_sums.split(self.row_counts), whole.split(self.row_counts), strict=True)
         ):
             if not len(sums):
                 continue
@@ -165,8 +165,8 @@ class TorchRowLists(TorchLists):
 class ShardedRows:
     """Rows of tensors that are shards: sums over the parts of a row, and over the rows of a whole tensor.
 
-    `add_columns` adds up values over the processes that hold other parts of the same rows, `add_rows` over those that
-    hold other rows of the same tensors, and `largest_of_rows` returns maxima over the latter.
+    `add_columns` adds up values over the processes that hold parts of the same rows, `add_rows` over the processes that
+    hold other rows of the same tensors. `largest_of_rows` returns maxima over the processes of `add_rows`.
     """
 
     def __init__(
@@ -192,15 +192,15 @@ class ShardedRows:
 
 
 def project_shards(
-    found: Tensor, limits: Tensor, rows: ShardedRows, eps: float, delta: float, decay: Any, ratio: Any
+    row_sums: Tensor, limits: Tensor, rows: ShardedRows, eps: float, delta: float, decay: Any, ratio: Any
 ) -> Tensor:
     """Decide which tensors AdamP projects, as `TritonRowLists.project` does, if the tensors are shards."""
-    sums = torch.zeros((len(rows.owner), 4), dtype=torch.float32, device=found.device)
-    sums[rows.present] = found[:, :4]
+    sums = torch.zeros((len(rows.owner), 4), dtype=torch.float32, device=row_sums.device)
+    sums[rows.present] = row_sums[:, :4]
     sums = rows.add_columns(sums)
     total = rows.add_rows(rows.of_tensors(sums, "sum"))
     largest = rows.largest_of_rows(rows.of_tensors(_cosine(sums, eps), "max"))
-    decay, ratio = (each.on(found.device) if isinstance(each, Number) else each for each in (decay, ratio))
+    decay, ratio = (each.on(row_sums.device) if isinstance(each, Number) else each for each in (decay, ratio))
     by_row, at_once = largest < limits[0] * delta, _cosine(total, eps) < limits[1] * delta
     whole = torch.where(at_once, _parallel(total, eps), 0.0)[rows.owner]
     share = torch.where(by_row[rows.owner], _parallel(sums, eps), whole)

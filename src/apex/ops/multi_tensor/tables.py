@@ -29,9 +29,9 @@ _recordings = itertools.count(-1, -1)
 
 
 def _comparison() -> Any:
-    """Return PyTorch's test, made for CUDA graphs, whether tensors have the addresses of a list, by indices.
+    """Return PyTorch's function that compares addresses of tensors, at some indices, with a list of addresses.
 
-    Return None if PyTorch has no such test (on CPUs), or one that behaves differently.
+    Return None if PyTorch has no such function (on CPUs), or one that behaves differently.
     """
     have_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if have_addresses is None:
@@ -74,8 +74,8 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     else:
         host = torch.tensor(values, dtype=dtype, device=HOST, pin_memory=True)
     capture = _graph_numbers.current
-    if capture is not None and (place := capture.memory(host.numel(), dtype)) is not None:
-        result = place.view(host.shape)
+    if capture is not None and (kept := capture.memory(host.numel(), dtype)) is not None:
+        result = kept.view(host.shape)
         capture.once.append(lambda: result.copy_(host, non_blocking=True))  # not in every replay: 6 us each
         return result
     result = host.to(device, non_blocking=True)
@@ -85,7 +85,7 @@ def upload(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def current_stream(device: torch.device) -> int:
-    """Return the handle of the stream that work on `device` goes to; lists are usable while it stays the same.
+    """Return the handle of the stream that work on `device` goes to; pointer tables are valid on one stream only.
 
     Returns 0 on the CPU, and a new negative number at each call during the capture of a CUDA graph: data uploaded then
     exists only when that graph is replayed, neither before nor in another graph.
@@ -109,7 +109,7 @@ def _keep(*tensors: Tensor | None) -> None:
 
 
 def _low_bits(addresses: Sequence[int]) -> int:
-    """Return the low four bits that any address has: 0 if every address is a multiple of 16."""
+    """Return the bitwise or of all addresses' low four bits: 0 if every address is a multiple of 16."""
     return functools.reduce(operator.or_, addresses, 0) & 15
 
 
@@ -149,7 +149,7 @@ class PointerTable:
         self._fixed_addresses: list[list[int]] | None = None
         self._moving_addresses: list[int] | None = None
         self._fixed_aligned = self._moving_aligned = True
-        # Whether the gradients are also the only other list, so that only one list must be compared.
+        # Whether the only other list is the gradients' own list, so that one comparison is enough.
         self._in_place = False
 
     def update_fixed(self, addresses: list[list[int]]) -> None:

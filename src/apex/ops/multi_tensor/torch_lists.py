@@ -23,7 +23,7 @@ SLICE = 1 << 22
 
 
 class _Piece(NamedTuple):
-    """A tensor, or a slice of one, of every list (None for absent lists)."""
+    """Tensors of one index, or equal slices of them, from every list (None for absent lists)."""
 
     index: int  # type: ignore[assignment]
     rows: slice  # rows of the measurements and of `whole`
@@ -257,9 +257,9 @@ class TorchLists:
         codes, companions = encode(codec, value.reshape(-1), bits)
         pairs = [(stored, codes.view(stored.shape))]
         if companions is not None:
-            place = self._companions(piece, slot)
-            assert place is not None
-            pairs.append((place[: companions.numel()], companions))
+            stored_companions = self._companions(piece, slot)
+            assert stored_companions is not None
+            pairs.append((stored_companions[: companions.numel()], companions))
         for target, source in pairs:
             if skip is None:
                 target.copy_(source)

@@ -25,12 +25,12 @@ reductions = _library.LazyModule(f"{__package__}.kernels_reductions")
 _NUMBERS = frozenset((float, int, bool))
 _ON_HOST = (-1,) * (SCALARS + 1)
 _NO_CODECS = (0,) * SLOTS
-# Types that kernels see for types that not every GPU has.
+# Types that replace, in kernels, types that not every GPU has.
 _STAND_INS = {"float8_e4m3fn": "uint8"}
 
 
 class Sum(NamedTuple):
-    """Target and kind of a sum of measurements: of each tensor into a row of `out` [tensors, columns], or of all.
+    """A sum of measurements: of each tensor into its row of `out` [tensors, columns], or of all tensors.
 
     See `kernels_reductions.reduce_partials` for the other fields.
     """
@@ -205,13 +205,13 @@ class TritonLists:
             at_once = config.sum_block(layout.most if per_tensor else layout.count)
             finishing = (per_tensor, root, average, out.shape[-1], at_once, factor is None)
         places = self.noise_places if rounds else None
-        given = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts, places)
-        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in given])
+        inputs = (noop, grad_scale, scalars, whole, overflow, nonfinite_counts, places)
+        dtypes = tuple([None if tensor is None else tensor.dtype for tensor in inputs])
         rounds = rounds and not self._has_remainders
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
         shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program)
         _rule_launch(rule, *shape, *settings, finishing)(
-            (table.fixed, table.moving, layout.programs, *given, partials, bounds, tickets, out, factor),
+            (table.fixed, table.moving, layout.programs, *inputs, partials, bounds, tickets, out, factor),
             (*numbers, *by),
         )
         return partials, layout
@@ -272,9 +272,9 @@ class TritonLists:
     def _numbers(
         self, rule: Rule, hyper: dict[str, Any], seed: Any
     ) -> tuple[tuple[Any, ...], Tensor | None, tuple[int, ...]]:
-        """Return a rule's numbers and the seed (0 for those on the device), a tensor of the latter, and their indices.
+        """Return the rule's numbers and the seed, 0 if on the device; a tensor of the ones on the device; its indices.
 
-        An index is -1 for a number that the host knows.
+        A number that the host knows has the index -1.
         """
         numbers = tuple(hyper.values()) if rule.scalars is None else rule.scalars(**hyper)
         numbers = (*numbers, *ZEROS[len(numbers) :], 0 if seed is None else seed)
@@ -283,10 +283,10 @@ class TritonLists:
         here = [self._here(value) for value in numbers]
         tensors = [value.double().reshape(()) for value in here if isinstance(value, Tensor)]
         positions = iter(range(SCALARS + 1))
-        places = [next(positions) if isinstance(value, Tensor) else -1 for value in here]
+        indices = [next(positions) if isinstance(value, Tensor) else -1 for value in here]
         known = tuple(0.0 if isinstance(value, Tensor) else value for value in here)
         on_device = torch.stack(tensors).float() if tensors else None
-        return known, on_device, tuple(places)
+        return known, on_device, tuple(indices)
 
     def _here(self, value: Any) -> Any:
         """Return a number, or a tensor on this device. Reads a CPU tensor, which waits for nothing."""

@@ -127,7 +127,7 @@ def _loss_example(name: str, full: bool, packed: bool, **others: Any) -> Example
         return {**arguments, "max_f_len": frames, "blank_idx": 0}
 
     def moved(dtype: torch.dtype, *sizes: int) -> tuple[int, int]:
-        """Return the bytes of the logits, and of these with their gradient: to trace all diagonals takes seconds."""
+        """Return the bytes of the logits, and of logits and gradient. Tracing all diagonals would take seconds."""
         logits = math.prod(sizes) * dtype.itemsize
         return logits, 2 * logits
 

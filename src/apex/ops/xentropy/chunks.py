@@ -2,7 +2,7 @@
 
 `walk` computes a chunk's logits, has them visited and multiplies their gradient with weight and input. Three operators
 use it: `linear_xentropy` (losses and gradients in one pass), `linear_rows` (statistics of rows) and
-`linear_rows_backward` (gradients from those of the statistics).
+`linear_rows_backward` (gradients of the head from the statistics' gradients).
 
 Letters: N rows, H features, V classes of this rank.
 """
@@ -19,8 +19,8 @@ from .. import _library
 from . import config, rows
 from .op import FAMILY, launch_rows
 
-# Given a chunk's logits, the memory of their gradient and the rows, starts an exchange at most; the returned function
-# waits for it, writes the gradient and returns whether there is one.
+# A function of a chunk's logits, the memory for their gradient, and the chunk's rows. It may start an exchange between
+# ranks. The function that it returns waits for the exchange, writes the gradient and returns whether it wrote one.
 Visit = Callable[[Tensor, Tensor, slice], Callable[[], Any]]
 
 
@@ -36,11 +36,11 @@ def walk(
     filled: bool = False,
     overlapped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the wanted gradients of input (N x H), weight (V x H) and bias (V); the others have no elements.
+    """Return the wanted gradients of input (N x H), weight (V x H) and bias (V); unwanted ones have no elements.
 
-    Input, weight and bias have one dtype; the gradients of the last two have `accumulation_dtype`. `kept` is memory for
-    all logits; `filled`: they are there. `overlapped`: the next chunk's product is queued before the function that
-    `visit` returned is called, so that an exchange runs beside it.
+    Input, weight and bias have one dtype; the gradients of weight and bias have `accumulation_dtype`. `kept` is memory
+    for all logits; `filled` means that it already holds them. With `overlapped`, the next chunk's product is queued
+    before the function that `visit` returned is called, so that an exchange runs beside the product.
     """
     count, features = input.shape
     classes, device = weight.shape[0], input.device
@@ -129,7 +129,7 @@ def _whole_input(input: Tensor, exchange: rows.Exchange | None, sequence_paralle
 
 
 def input_gradient(gradient: Tensor, exchange: rows.Exchange | None, sequence_parallel: bool) -> Tensor:
-    """Return the sum over the ranks that share the classes; its part if they share the rows of the input, too."""
+    """Return the sum over the ranks that share the classes, or this rank's rows of it if `sequence_parallel`."""
     if exchange is None or not gradient.numel():
         return gradient
     return exchange.sum_of_part(gradient) if sequence_parallel else exchange.sum(gradient)
@@ -196,9 +196,9 @@ def linear_xentropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return losses (N), the gradients of their sum for input, weight and bias, statistics of rows and top classes.
 
-    Runs without autograd. The gradients are multiplied by the number `scale`. `settings` are those of
-    `rows.cross_entropy`. `outputs` names further statistics, separated by spaces, with "top" for the top classes;
-    statistics come in the order of `statistic_names`.
+    Runs without autograd. The gradients are multiplied by the number `scale`. `rows.cross_entropy` explains `settings`.
+    `outputs` names further statistics, separated by spaces, with "top" for the top classes; statistics come in the
+    order of `statistic_names`.
     """
     exchange = rows.exchange_of(group)
     input = _whole_input(input, exchange, sequence_parallel)
@@ -245,7 +245,7 @@ def linear_xentropy(
 
 
 def statistic_names(smoothing: float, class_weight: Tensor | None, outputs: str) -> tuple[str, ...]:
-    """Return the names of the statistics that a cross-entropy computes: its own first, then those of `outputs`."""
+    """Return the names of the statistics that a cross-entropy computes: its own first, then `outputs`."""
     own = rows.loss_statistics(smoothing, class_weight)
     return *own, *(name for name in outputs.split() if name not in (*own, "top"))
 
@@ -306,7 +306,7 @@ def linear_rows_backward(
     group: str,
     sequence_parallel: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias from those of the statistics; see `linear_rows`."""
+    """Return the gradients of input, weight and bias from the statistics' gradients; see `linear_rows`."""
     exchange = rows.exchange_of(group)
     input = _whole_input(input, exchange, sequence_parallel)
     classes = rows.own_classes(labels, class_weight, weight.shape[0], ignore_index, exchange)

@@ -17,12 +17,11 @@ ALIGNMENT = 16
 # Rows up to this length are held in registers, several per program.
 SHORT_ROW = 1024
 
-# From this many bytes per row on, the gradient that overwrites a row is not kept in the cache, which is left to rows
-# that are read again: bfloat16 768x128256 in 142, else 158, 1664x50257 in 113, else 119, but 2816x32000 in 121, else
-# 118.
+# For rows of at least this many bytes, the gradient that overwrites a row bypasses the cache, which keeps the rows that
+# are read again: bfloat16 768x128256 in 142, else 158, 1664x50257 in 113, else 119, but 2816x32000 in 121, else 118.
 STREAMED_ROW = 3 << 15
 
-# Limits of the logits of a chunk, which are half of all otherwise, in elements (192 and 512 MiB in half precision).
+# A chunk has half of all logits, but at least and at most this many (192 and 512 MiB in half precision).
 # Every chunk reads and writes the weight's gradient, and smaller ones make slower matrix products: 4096x4096x128256 in
 # 23.2 ms in chunks of 704 rows, 21.6 of 1024, 20.7 of 2048, 20.3 in one; 8192x4096x50257 in 16.7 of 2752, 15.4 of 2048,
 # 15.6 of 4096; 16384x2048x131072 in 44.6 of 1536, 44.3 of 2048, 43.3 of 4096.

@@ -21,8 +21,8 @@ KEPT_BYTES = 2 << 30
 class Head(NamedTuple):
     """Settings of a linear head; `compute` is the dtype of input and weight in matrix products.
 
-    `transform` is the scale of the logits, their cap (0: none) and the temperature; `group` the name of the process
-    group that shares the classes, or empty; `kept_bytes` the most that logits may take that are kept.
+    `transform` is the scale of the logits, their cap (0: none) and the temperature. `group` is the name of the process
+    group that shares the classes, or empty. Logits are kept for the backward pass if they take at most `kept_bytes`.
     """
 
     transform: tuple[float, float, float]
@@ -44,10 +44,10 @@ class Head(NamedTuple):
 class TokenOutputs(NamedTuple):
     """Values of each row of a linear head, in float32 (float64 for float64 inputs); zero for ignored rows.
 
-    `log_probs` is that of the target, `entropy` that of the softmax, `log_sum_sq_probs` the log of the sum of squared
-    probabilities, `mean_logits` the mean over the classes, `is_top1` one if no class has a greater logit than the
-    target and no earlier one an equal one, `argmax` (int64) the first class with the greatest logit, `lse` the log of
-    the sum of exponentials. Values that were not asked for are None.
+    `log_probs` is the log-probability of the target, `entropy` the entropy of the softmax, `log_sum_sq_probs` the log
+    of the sum of squared probabilities, `mean_logits` the mean over the classes, `lse` the log of the sum of
+    exponentials. `argmax` (int64) is the first class with the greatest logit, and `is_top1` is one if the target is
+    that class. Values that were not requested are None.
     """
 
     log_probs: Tensor | None = None
@@ -195,8 +195,8 @@ def check_head(
 def localised(input: Any, weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor, Tensor | None, Any]:
     """Return plain tensors and the process group for a head that is a DTensor; other heads as they are.
 
-    If the input is a DTensor too, or a group is given, the ranks share the classes and compute with their own
-    (tensor parallelism). Otherwise their rows differ (FSDP): each gathers the whole head, and the gradients are summed.
+    If the input is a DTensor too, or a group is given, each rank computes with its own classes (tensor parallelism).
+    Otherwise ranks have different rows (FSDP): each gathers the whole head, and the gradients are summed.
     """
     if type(weight).__name__ != "DTensor":
         return input, weight, bias, group

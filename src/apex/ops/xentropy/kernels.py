@@ -52,8 +52,9 @@ def _edges(head, length, classes):
 def _tanh(x, APPROXIMATE: tl.constexpr):
     """Return tanh(x): a polynomial near zero, where the quotient of exponentials would cancel.
 
-    APPROXIMATE: by NVIDIA's instruction, whose relative error of 2^-11 is a quarter of that of bfloat16 logits. Two
-    special functions less per element: with both, a step of 8192x2304x256000 took 1.06 times as long as without a cap.
+    APPROXIMATE: by NVIDIA's instruction, whose relative error of 2^-11 is a quarter of the error of bfloat16 logits. It
+    saves two special functions per element: with them, a step of 8192x2304x256000 took 1.06 times as long as without a
+    cap.
     """
     if APPROXIMATE:
         return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -79,10 +80,10 @@ def _accumulate(
 ):  # fmt: skip
     """Add one block to each lane's statistics, and return these.
 
-    They are the greatest element, with TOP its `index`, and over e = 2^(x' - greatest), where x' is x in units of
-    log 2: the sum of e, with ENTROPY of e * (x' - greatest'), with SQUARES of e * e; with TOTAL the sum of x, and that
-    of x * weights if there are weights. The maximum is taken over a lane's part of the block first, so that an element
-    costs one exponential.
+    Statistics are the greatest element and, with TOP, its `index`. With e = 2^(x' - greatest'), where x' is x in units
+    of log 2, they are also the sum of e, with ENTROPY the sum of e * (x' - greatest'), with SQUARES the sum of e * e.
+    With TOTAL they are the sum of x, and the sum of x * weights if there are weights. The maximum is taken over a
+    lane's part of the block first, so that an element costs one exponential.
     """
     highest = tl.max(tl.max(x, 2), 0)
     peak = tl.maximum(greatest, highest)
@@ -146,10 +147,9 @@ def _write_gradient(
 ):  # fmt: skip
     """Write a row's gradient: the blocks `first`, `first + step`, ... and with block 0 the edges.
 
-    Only `counted` rows are read; the gradient of the others, padding, is zero for any logits. EVICT: the cache policy
-    of these reads and writes. REVERSE: counts blocks from the end of the row, which a program that has just read the
-    row finds in the cache: bfloat16 2048x131072 in 363 us, else 383, 4096x50257 in 329, else 369. `_slope` explains the
-    coefficients.
+    Only `counted` rows are read; the gradient of padding is zero for any logits. EVICT: the cache policy of these reads
+    and writes. REVERSE: counts blocks from the end of the row, which is still in the cache if the program has just read
+    the row: bfloat16 2048x131072 in 363 us, else 383, 4096x50257 in 329, else 369. `_slope` explains the coefficients.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     label = tl.where((label >= 0) & (label < classes), label, -1).to(tl.int32)
@@ -211,12 +211,12 @@ def xentropy_forward(
     SMOOTHED: tl.constexpr, TRANSFORM: tl.constexpr, EDGES: tl.constexpr, GRADIENT: tl.constexpr,
     STREAM: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Compute statistics of each row: the log of its sum of exponentials, and those with a tensor; one program per row.
+    """Compute the log of each row's sum of exponentials, and the statistics whose tensors are given; a program per row.
 
-    They are the loss, the label's logit, the sum of the logits, that of the logits times `class_weight`, the entropy,
-    the sum of squared probabilities, the greatest logit and its first index. All are zero for padding, which is not
-    read, and of the logits that `_transform` returns. GRADIENT: overwrites the logits with the gradient of the loss,
-    times the number `scale` if there is one. STREAM: leaves the cache to rows that are read again.
+    Statistics are the loss, the label's logit, the sum of the logits, the sum of the logits times `class_weight`, the
+    entropy, the sum of squared probabilities, the greatest logit and its first index. They belong to the logits that
+    `_transform` returns, and are zero for padding, which is not read. GRADIENT: overwrites the logits with the gradient
+    of the loss, times the number `scale` if there is one. STREAM: leaves the cache to rows that are read again.
     """
     BLOCK: tl.constexpr = GROUPS * LANES * VECTOR
     TOTAL: tl.constexpr = SMOOTHED or totals is not None

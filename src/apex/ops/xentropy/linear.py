@@ -57,10 +57,10 @@ def linear_cross_entropy(
     float32 (float64 for float64 inputs): a mean over the rows that are not ignored, a sum, or with "none" the loss of
     each row, zero if it is ignored. Under autocast the matrix products are in autocast's dtype.
 
-    The softmax is that of softcap * tanh(logit_scale * logits / softcap) / temperature. `class_weight` (V) is that of
-    `torch.nn.functional.cross_entropy`. `z_loss` adds z_loss * logsumexp^2 to each row's loss. `token_scaling`
-    multiplies each row's loss by the probability of its target, as a constant. `smoothing="megatron"` spreads the
-    smoothing over the classes other than the target.
+    The softmax is taken of softcap * tanh(logit_scale * logits / softcap) / temperature. `class_weight` (V) is the
+    `weight` of `torch.nn.functional.cross_entropy`. `z_loss` adds z_loss * logsumexp^2 to each row's loss.
+    `token_scaling` multiplies each row's loss by the probability of its target, as a constant. `smoothing="megatron"`
+    spreads the smoothing over the classes other than the target.
 
     With `outputs`, names of fields of `TokenOutputs`, the result is the loss and a `TokenOutputs` without gradients.
     `keep_logits` matters for "none" alone; see `linear_log_probs`.

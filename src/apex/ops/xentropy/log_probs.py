@@ -32,7 +32,7 @@ def linear_log_probs(
 ) -> TokenOutputs:
     """Return log-probabilities of the targets, and other values of each row, of a linear head.
 
-    The arguments are those of `linear_cross_entropy`. `outputs` names fields of `TokenOutputs`; the others are None.
+    `linear_cross_entropy` describes the arguments. `outputs` names fields of `TokenOutputs`; other fields are None.
     `log_probs` and `entropy` are differentiable.
 
     The backward pass needs the logits again. They are kept in the dtype of the matrix products if they take at most

@@ -86,8 +86,8 @@ def statistics(
     """Return the named statistics of each row as [names, rows]; zero for padding. Differentiable twice.
 
     "lse" is the log of the sum of exponentials, "own" the label's logit (NaN if the label is no class), "mean" the sum
-    of the logits, "weighted" their sum times `class_weight`, "entropy" that of the softmax, "squares" the sum of its
-    squares, "peak" the greatest logit.
+    of the logits, "weighted" the sum of the logits times `class_weight`, "entropy" the entropy of the softmax,
+    "squares" the sum of its squares, "peak" the greatest logit.
     """
     padding = labels == padding_idx
     x = logits.to(compute_dtype(logits))
@@ -129,9 +129,9 @@ def row_gradient(
 ) -> Tensor:
     """Return the gradient of the logits from four coefficients per row, [4, rows].
 
-    Over the transformed logits z and p = softmax(z), the first is the factor of p, the second that of p * z, the third
-    that of `class_weight` (or of one), the fourth is added for the label. The second counts if `names` has "entropy",
-    the third if it has "mean" or "weighted".
+    With the transformed logits z and p = softmax(z), the first coefficient multiplies p, the second p * z, the third
+    `class_weight` (or 1), and the fourth is added for the label. The second is used if `names` has "entropy", the third
+    if it has "mean" or "weighted".
     """
     scale, cap, temperature = transform
     compute, classes = compute_dtype(logits), logits.shape[-1]

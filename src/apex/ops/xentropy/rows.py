@@ -2,7 +2,7 @@
 
 Every loss of a linear head here is a function of a few statistics per row (`reference.statistics`), so that its
 gradient needs four coefficients per row and one more pass over the logits. Statistics are tables of shape
-[names, rows]. If ranks share the classes, each computes those of its own classes and one exchange joins them.
+[names, rows]. If ranks share the classes, each computes statistics of its own classes, and one exchange joins them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .op import FAMILY, launch_row_gradient, launch_rows
 
 # Labels of ignored rows on ranks that have a part of the classes; no label minus an offset has this value.
 IGNORED = reference.NO_PADDING
-NEUTRAL = (1.0, 0.0, 1.0)
 
 
 class Exchange(Protocol):
@@ -38,7 +37,7 @@ class Exchange(Protocol):
         """Return this rank's part, along the first dimension, of the sum over the ranks."""
 
 
-# Makes an exchange of the name of a process group. Set by `apex.contrib.xentropy`: this layer knows no processes.
+# Makes an exchange from the name of a process group. Set by `apex.contrib.xentropy`: this layer knows no processes.
 make_exchange: list[Callable[[str], Exchange]] = []
 
 
@@ -92,7 +91,7 @@ def own_classes(
 def start_statistics(
     logits: Tensor, classes: Classes, transform: Sequence[float], names: Sequence[str], table: Tensor, top: Tensor
 ) -> Callable[[], None]:
-    """Compute statistics; the returned function waits for those of other ranks and fills `table` and `top`.
+    """Compute statistics; return a function that waits for other ranks' statistics and fills `table` and `top`.
 
     `top`, if it has elements, is the first class with the greatest logit; ranks that share classes need "peak" for it.
     """

@@ -87,11 +87,11 @@ def chunked_logits_loss(
     factors: Sequence[float],
     chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of factors times losses over all rows of a linear head, and each loss's sum without gradient.
+    """Return the sum over all rows of a linear head of factors times losses; also the sum of each loss, detached.
 
     `input` is (N, H). `function(logits, part)` returns several losses of each row `part` of the float32 logits,
-    [factors, rows]. It is called and differentiated once per chunk: only one chunk of logits is there at a time.
-    Under torch.compile it is called once for all of them. Has a first derivative only.
+    [factors, rows]. It is called and differentiated once per chunk, so that memory holds one chunk of logits at a time.
+    Under torch.compile it is called once for all logits. Has a first derivative only.
     """
     head = make_head(input, -100, 1.0, None, 1.0, None, chunk_rows, None, False, False)
     check_head(input, weight, input.new_empty(input.shape[:1], dtype=torch.int64), bias, None, (), head)

@@ -67,7 +67,7 @@ def get_expert_data_parallel_world_size() -> int:
 
 
 def get_expert_data_parallel_rank() -> int:
-    """Return this process's rank among those with the same experts."""
+    """Return this process's rank among the processes with the same experts."""
     return dist.get_rank(get_expert_data_parallel_group())
 
 
@@ -87,5 +87,5 @@ def get_expert_tensor_and_model_parallel_world_size() -> int:
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this process's rank among those that together hold one copy of the experts of a layer."""
+    """Return this process's rank among the processes that together hold one copy of a layer's experts."""
     return dist.get_rank(get_expert_tensor_and_model_parallel_group())

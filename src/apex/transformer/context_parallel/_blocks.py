@@ -1,7 +1,7 @@
-"""Attention of some queries with some keys, for results that are put together of several such blocks.
+"""Attention of some queries with some keys: blocks that are merged into a whole attention.
 
-A block returns its output and the logarithm of each row's sum of exponentials. Its backward pass takes these of the
-whole attention: probabilities are then those of the whole, and gradients of blocks add up.
+A block returns its output and the logarithm of each row's sum of exponentials. Its backward pass takes the output and
+the logarithms of the whole attention, which give the probabilities of the whole. So gradients of blocks add up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...ops.attention.op_varlen import block_backward, block_forward
 
 
 class Block(NamedTuple):
-    """Bounds of the sequences of queries and keys, their greatest lengths, scale, and how far a query sees."""
+    """Settings of a block: bounds and greatest lengths of queries and keys, scale, and the window of a query."""
 
     bounds: Tensor
     bounds_k: Tensor
@@ -36,7 +36,7 @@ class Block(NamedTuple):
 
 
 class Merged:
-    """The sum of blocks, in float32 or wider: outputs weighted by each block's share of the sum of exponentials."""
+    """The merged blocks, in float32 or wider: a sum of outputs, weighted by each block's share of exponentials."""
 
     def __init__(self, output: Tensor, lse: Tensor) -> None:
         self.dtype = output.dtype
@@ -44,7 +44,7 @@ class Merged:
         self.lse = lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # [rows, H]
 
     def add(self, output: Tensor, lse: Tensor, rows: Tensor | None = None) -> None:
-        """Add a block of all rows, or of those with the indices `rows`."""
+        """Add a block of all rows, or of the rows with the indices `rows`."""
         other = lse.transpose(0, 1)
         here = self.lse if rows is None else self.lse.index_select(0, rows)
         mine = self.output if rows is None else self.output.index_select(0, rows)

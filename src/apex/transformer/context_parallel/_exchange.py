@@ -16,7 +16,7 @@ from ._rows import rows_of_all_ranks, rows_of_chunks
 
 
 def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
-    """Return the parts of the first dimension that the ranks have for this one, by rank."""
+    """Send part r of the first dimension to rank r; return the received parts in the order of ranks."""
     through_host = dist.get_backend(group) == dist.Backend.GLOO and not on_host(tensor)
     sent = (tensor.to(HOST) if through_host else tensor).contiguous()
     received = torch.empty_like(sent)
@@ -26,7 +26,7 @@ def _all_to_all(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """An all-to-all of equal parts of the first dimension; its backward pass is another one."""
+    """An all-to-all of equal parts of the first dimension; its backward pass is an all-to-all, too."""
 
     @staticmethod
     def forward(ctx, tensor, group):  # type: ignore[no-untyped-def, override]
@@ -60,7 +60,7 @@ def all_to_all_attention(
     masks: dict[str, Any],
     group: Any,
 ) -> Tensor:
-    """Return attention by ranks that each have some of the heads of whole sequences.
+    """Return attention after an exchange that gives each rank some of the heads of whole sequences.
 
     `layout` is bounds, rows and greatest length of the whole sequences. Keys with fewer heads than ranks are repeated.
     """
@@ -108,7 +108,7 @@ def all_gather_attention(
     half, shorter = bounds // (2 * ranks), -(-longest // (2 * ranks))
     for index, chunk in enumerate((rank, 2 * ranks - 1 - rank)):
         mine = rows_of_chunks(own, rows, 2, index, index + 1)
-        # Keys up to the end of the chunk: the last query then has the place of the last key.
+        # Keys up to the end of the chunk: the last query then has the position of the last key.
         seen = rows_of_chunks(bounds, total, 2 * ranks, 0, chunk + 1)
         lengths = (half, shorter, half * (chunk + 1), shorter * (chunk + 1))
         parts = (query.index_select(0, mine), key.index_select(0, seen), value.index_select(0, seen))

@@ -1,4 +1,4 @@
-"""The chunks of a dimension that a context-parallel rank has, and the check that there are such."""
+"""The chunks of a dimension that a context-parallel rank has, and the check that a document can be cut into chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .. import parallel_state
 
 
 def size_and_rank(group: Any) -> tuple[int, int]:
-    """Return the size of a context-parallel group and this process's rank in it; None is the group of the model."""
+    """Return the size of a context-parallel group and this process's rank in it; None means the model's group."""
     if group is None:
         if parallel_state.is_unitialized():
             return 1, 0

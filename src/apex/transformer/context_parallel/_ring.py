@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel from rank to rank while each rank computes with those it has.
+"""Ring attention: ranks pass keys and values on while each rank computes with the keys it has.
 
-In step i a rank has the keys of the rank i places before it. Of a causal attention, queries see all of the first chunk
-of an earlier rank and none of its second; of a later rank the second chunk of queries sees everything and the first
-nothing. So every step computes half of the square.
+In step i rank r has the keys of rank r - i. With a causal mask, all queries see the first chunk of an earlier rank's
+keys, and none sees the second. Keys of a later rank are seen by the second chunk of queries only. So every step
+computes half of the square.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ._rows import rows_of_chunks
 
 
 class Passing:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+    """An exchange in progress: a tensor is sent to the next rank, and one is received from the previous rank."""
 
     def __init__(self, tensor: Tensor, group: Any) -> None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.to, self.source = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
         self.device, self.shape, self.dtype = tensor.device, tensor.shape, tensor.dtype
         through_host = dist.get_backend(group) == dist.Backend.GLOO and not on_host(tensor)
-        # Kept until the message is gone.
+        # Kept until the message has been sent.
         self.sent = (tensor.to(HOST) if through_host else tensor).contiguous()
         self.arrival = torch.empty_like(self.sent)
         # Sent as bytes, because Gloo has no bfloat16.
@@ -42,7 +42,7 @@ class Passing:
         return f"ring attention's exchange with ranks {self.source} and {self.to}"
 
     def wait(self) -> Tensor:
-        """Return the previous rank's tensor."""
+        """Wait for the exchange, and return the previous rank's tensor."""
         with explained(self._what()):
             for work in self.work:
                 work.wait()
@@ -50,7 +50,7 @@ class Passing:
 
 
 class Plan:
-    """The blocks of one rank: for each step the block, and the rows of queries and of keys that take part."""
+    """The blocks of one rank: for each step a block, and its rows of queries and of keys."""
 
     def __init__(
         self, bounds: Tensor, total: int, longest: int, scale: float, causal: bool, ranks: int, rank: int
@@ -87,8 +87,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, bounds, total, longest, scale, causal, group):  # type: ignore[no-untyped-def, override]
-        place = (dist.get_world_size(group), dist.get_rank(group))
-        plan = Plan(bounds, total, longest, scale, causal, *place)
+        plan = Plan(bounds, total, longest, scale, causal, dist.get_world_size(group), dist.get_rank(group))
         travelling = torch.stack((key, value))
         merged: Any = None
         for number in range(plan.ranks):
@@ -120,11 +119,11 @@ class RingAttention(torch.autograd.Function):
             block, queries, keys = plan.step(number)
             parts = (_taken(query, queries), *(_taken(each, keys) for each in travelling))
             sums = lse if queries is None else lse.index_select(1, queries).contiguous()
-            found = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
+            block_gradients = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
             if queries is None:
-                dquery += found[0]
+                dquery += block_gradients[0]
             else:
-                dquery.index_add_(0, queries, found[0].to(wide))
+                dquery.index_add_(0, queries, block_gradients[0].to(wide))
             # The gradients of keys travel with the keys: the ones for this step's keys arrive here now.
             if passing_gradients is None:
                 dkeys = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
@@ -132,11 +131,11 @@ class RingAttention(torch.autograd.Function):
                 dkeys = passing_gradients.wait()
             for index in range(2):
                 if keys is None:
-                    dkeys[index] += found[1 + index]
+                    dkeys[index] += block_gradients[1 + index]
                 else:
-                    dkeys[index].index_add_(0, keys, found[1 + index].to(wide))
+                    dkeys[index].index_add_(0, keys, block_gradients[1 + index].to(wide))
             passing_gradients = Passing(dkeys, group)
             if passing is not None:
                 travelling = passing.wait()
-        dkey, dvalue = passing_gradients.wait()  # one hop more, back to the rank whose keys they are
+        dkey, dvalue = passing_gradients.wait()  # one more hop, back to the rank that holds these keys
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), *(None,) * 6

@@ -21,14 +21,14 @@ def rows_of_chunks(bounds: Tensor, total: int, chunks: int, first: int, last: in
     `total` is the number of rows of all sequences together.
     """
     taken = last - first
-    document, offset = _place(bounds * taken // chunks, total * taken // chunks)
+    document, offset = _sequence_and_number(bounds * taken // chunks, total * taken // chunks)
     lengths = bounds.diff()
     return bounds[document] + lengths[document] * first // chunks + offset
 
 
 def rows_of_rank(bounds: Tensor, total: int, ranks: int, rank: int) -> Tensor:
     """Return the rows of chunks `rank` and 2 * `ranks` - 1 - `rank` of every sequence, in the order a rank has them."""
-    document, offset = _place(bounds // ranks, total // ranks)
+    document, offset = _sequence_and_number(bounds // ranks, total // ranks)
     chunk = bounds.diff()[document] // (2 * ranks)
     second = offset >= chunk
     number = torch.where(second, 2 * ranks - 1 - rank, rank)
@@ -40,12 +40,12 @@ def rows_of_all_ranks(bounds: Tensor, total: int, ranks: int) -> Tensor:
     return torch.cat([rows_of_rank(bounds, total, ranks, rank) for rank in range(ranks)])
 
 
-def _place(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
+def _sequence_and_number(bounds: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence of each of `total` rows, and the row's number within its sequence."""
     rows = torch.arange(total, dtype=bounds.dtype, device=bounds.device)
-    document = torch.searchsorted(bounds, rows, right=True) - 1
-    document = document.clamp(0, max(0, bounds.shape[0] - 2))
-    return document, rows - bounds[document]
+    sequence = torch.searchsorted(bounds, rows, right=True) - 1
+    sequence = sequence.clamp(0, max(0, bounds.shape[0] - 2))
+    return sequence, rows - bounds[sequence]
 
 
 def positions(bounds: Tensor, rows: Tensor) -> Tensor:

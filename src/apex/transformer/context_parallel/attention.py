@@ -40,10 +40,10 @@ def context_attention(
     are [rows, heads, head size] as `get_thd_batch_on_this_cp_rank` returns them. Key and value may have fewer heads.
     `group` is the context-parallel group of the model by default.
 
-    `comm` says what ranks exchange: "p2p" passes keys around a ring while computing, "all_gather" collects all keys
-    first, "a2a" exchanges heads for whole sequences. `window`, the keys before its own place that a query sees, needs a
-    causal mask and "all_gather" or "a2a". `max_seqlen`, at least the length of the longest document, saves time with
-    `cu_seqlens`.
+    `comm` is the exchange between ranks: "p2p" passes keys around a ring while computing, "all_gather" collects all
+    keys first, "a2a" exchanges heads for whole sequences. `window` is the number of keys before its own position that a
+    query sees; it needs a causal mask and "all_gather" or "a2a". `max_seqlen`, at least the length of the longest
+    document, saves time with `cu_seqlens`.
     """
     if comm not in COMMUNICATIONS:
         raise ValueError(f"comm={comm!r} must be one of {', '.join(map(repr, COMMUNICATIONS))}")

@@ -17,7 +17,7 @@ from ._rows import rows_of_rank
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, Any], is_hybrid_cp: bool = False, cp_group: Any = None
 ) -> dict[str, Any]:
-    """Return this rank's part of each tensor of a batch: of dimension 1, of "attention_mask" dimension 2.
+    """Return this rank's part of each tensor of a batch: a part of dimension 1, or 2 for "attention_mask".
 
     Values other than tensors, and tensors with a single dimension, are returned as they are. Broadcast the batch over
     tensor-parallel ranks before. `is_hybrid_cp` must be False.
@@ -54,8 +54,8 @@ def get_thd_batch_on_this_cp_rank(
     """Return this rank's part of packed documents [1, rows], and their bounds for the model.
 
     Each document is cut into 2 * cp chunks by itself; with padding its length must be a multiple of 2 * cp.
-    `cu_seqlens_padded` are the bounds with padding, None if there is none. The bounds that are returned are those of
-    the whole rows, as every rank needs them.
+    `cu_seqlens_padded` are the bounds with padding, None if there is none. The returned bounds belong to the whole
+    rows, because every rank needs them.
     """
     ranks, rank = size_and_rank(None)
     ranks = ranks if cp_size is None else cp_size

@@ -43,7 +43,7 @@ class _SumOfPart(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """An exchange of rows, `sent[r]` of them to rank r and `received[r]` from it; backward in the other direction."""
+    """An exchange of rows: `sent[r]` rows go to rank r, and `received[r]` come from it. Gradients go back."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -74,12 +74,12 @@ def sum_of_part(tensor: Tensor, group: Any) -> Tensor:
 
 
 def all_to_all(rows: Tensor, group: Any, received: list[int], sent: list[int]) -> Tensor:
-    """Return the rows that the ranks have for this one, by rank, if each has sent its rows in the order of ranks."""
+    """Send rows, ordered by their target rank, and return the rows that other ranks sent, ordered by source rank."""
     return rows if size_of(group) == 1 else _AllToAll.apply(rows, group, received, sent)
 
 
 def gather_uneven(rows: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """Return the rows of all ranks, `sizes[r]` of rank r; they travel in messages of the largest size."""
+    """Return the rows of all ranks, `sizes[r]` from rank r; messages are padded to the largest size."""
     longest = max(sizes)
     if size_of(group) == 1 or not longest:
         return rows

@@ -1,4 +1,4 @@
-"""Losses of a router, and their way into the backward pass."""
+"""Losses of a router, and the autograd function that adds them to the backward pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def z_loss_func(logits: Tensor, z_loss_coeff: float) -> Tensor:
 
 
 class MoEAuxLossAutoScaler(torch.autograd.Function):
-    """A tensor passed on unchanged, whose backward pass also starts the backward pass of a loss.
+    """The autograd node of a tensor that stays unchanged; its backward pass also starts the one of a loss.
 
     The gradient of the loss is the scale of the main loss. Pipeline schedules set it, and `amp.scale_loss` and the
     Booster multiply it by the loss scale in their backward passes, unless `set_loss_scale` was called.
@@ -58,10 +58,10 @@ class MoEAuxLossAutoScaler(torch.autograd.Function):
 
     @staticmethod
     def set_loss_scale(scale: Tensor | None) -> None:
-        """Set the factor of the main loss in the backward pass; None is the loss scale of amp or the Booster, or 1."""
+        """Set the factor of the main loss in the backward pass; None means amp's or the Booster's, or 1."""
         router_loss_scale.explicit = scale
 
     @staticmethod
     def loss_scale() -> Tensor | None:
-        """Return the factor that `set_loss_scale` has set; None if it has set none."""
+        """Return the factor that `set_loss_scale` has set, or None."""
         return router_loss_scale.explicit

@@ -21,8 +21,8 @@ def permute(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the rows of tokens [T, H] sorted by expert, their `probs`, and the token of each row.
 
-    `routing_map` is a bool [T, E]. `num_out_tokens`, the number of rows, spares the host from asking the device; with
-    `drop_and_pad` it is needed, and each expert has the same number of rows. There is one implementation, for either
+    `routing_map` is a bool [T, E]. With `num_out_tokens`, the number of rows, the host need not ask the device for it.
+    `drop_and_pad` needs it, and gives each expert the same number of rows. There is one implementation, for either
     value of `fused`.
     """
     experts_first = routing_map.t().reshape(-1)
@@ -86,7 +86,7 @@ def sort_chunks_by_idxs(
 
 
 def count_rows(index: Tensor, experts: int) -> Tensor:
-    """Return the number of rows of each expert, int64; the index E means nobody."""
+    """Return the number of rows of each expert, int64; the index E means no expert."""
     flat = index.reshape(-1)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
     return counts.index_add(0, flat, torch.ones_like(flat))[:experts]
@@ -95,13 +95,13 @@ def count_rows(index: Tensor, experts: int) -> Tensor:
 class RowsOfTokens(torch.autograd.Function):
     """Rows of tokens: row r is token `token[r]`, or zeros if that is T.
 
-    `place` [T, K] are the rows of each token, or the number of rows for none. The backward pass sums them in this
-    order, without atomic additions.
+    `rows_of` [T, K] are the rows of each token; the number of rows stands for no row. The backward pass sums them in
+    this order, without atomic additions.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, token: Tensor, place: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(token, place)
+    def forward(ctx: Any, tokens: Tensor, token: Tensor, rows_of: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(token, rows_of)
         return _or_zeros(tokens, token)
 
     @staticmethod
@@ -113,10 +113,10 @@ class TokensOfRows(torch.autograd.Function):
     """Sums over each token's rows, in float32 for half precision; the reverse of `RowsOfTokens`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token: Tensor, place: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(token, place)
-        found = _or_zeros(rows, place.reshape(-1)).view(*place.shape, rows.shape[1])
-        return found.sum(1, dtype=compute_dtype(rows)).to(rows.dtype)
+    def forward(ctx: Any, rows: Tensor, token: Tensor, rows_of: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(token, rows_of)
+        own_rows = _or_zeros(rows, rows_of.reshape(-1)).view(*rows_of.shape, rows.shape[1])
+        return own_rows.sum(1, dtype=compute_dtype(rows)).to(rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

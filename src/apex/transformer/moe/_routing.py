@@ -71,7 +71,7 @@ def choose(
 
 
 def dense(index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return weights [T, E] and the map of chosen experts, a bool [T, E]; the index E means nobody."""
+    """Return weights [T, E] and the map of chosen experts, a bool [T, E]; the index E means no expert."""
     shape = (index.shape[0], num_experts + 1)
     probs = torch.zeros(shape, dtype=weight.dtype, device=weight.device).scatter(1, index, weight)
     chosen = torch.zeros(shape, dtype=torch.bool, device=weight.device).scatter(1, index, True)

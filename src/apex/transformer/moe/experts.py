@@ -79,7 +79,7 @@ class GroupedMLP(nn.Module):
         return self.routed(rows, index[:, None], probs.reshape(-1, 1)), None
 
     def routed(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        """Return the weighted sum [T, H] of the experts `index` [T, K] of each token; the index E means nobody."""
+        """Return the weighted sum [T, H] of the experts `index` [T, K] of each token; the index E means no expert."""
         arguments = (x, self.weight1, self.weight2, index, weight)
         if self.config.gradient_accumulation_fusion and torch.is_grad_enabled():
             return moe_experts_main_grad(*arguments, wanted=backward_part.wanted)

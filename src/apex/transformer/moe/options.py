@@ -29,15 +29,16 @@ class MoEOptions:
     """Options of layers with experts; a model has none if `num_moe_experts` is None.
 
     - `moe_ffn_hidden_size`: width of an expert, by default `ffn_hidden_size`. Experts are gated (SwiGLU).
-    - `moe_layer_freq`: every how many layers one has experts, or a list with 1 for each layer that has them.
+    - `moe_layer_freq`: n if every n-th layer has experts, or a list with 1 for layers with experts and 0 for others.
     - `moe_shared_expert_intermediate_size`: width of an expert that all tokens use; `moe_shared_expert_gate` multiplies
       its output by a sigmoid of the token.
     - `moe_token_dispatcher_type`: "allgather" or "alltoall"; see `apex.transformer.moe.token_dispatcher`.
     - `moe_router_*`: the choice of experts; see `apex.transformer.moe.TopKRouter`.
     - `moe_aux_loss_coeff`, `moe_z_loss_coeff`: factors of the losses that balance experts and keep logits small.
     - `moe_expert_capacity_factor`: an expert takes at most ceil(tokens * topk / experts * factor) tokens of a rank, and
-      the others are dropped, by `moe_token_drop_policy` the least probable or the last. By default none is dropped.
-      `moe_pad_expert_input_to_capacity` exchanges as many rows for each expert, so that no count reaches the host.
+      the others are dropped: the least probable or the last ones, by `moe_token_drop_policy`. By default none is
+      dropped. `moe_pad_expert_input_to_capacity` exchanges as many rows for each expert, so that the host needs no
+      counts.
     """
 
     num_moe_experts: int | None = None

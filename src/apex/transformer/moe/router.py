@@ -24,7 +24,7 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class _CountInBackward(torch.autograd.Function):
-    """Weights passed on unchanged; the backward pass counts the router's tokens.
+    """The autograd node of weights that stay unchanged; its backward pass counts the router's tokens.
 
     A forward pass may run twice (recomputation) or without training; a backward pass runs once.
     """
@@ -48,7 +48,7 @@ class TopKRouter(nn.Module):
     - `score_function`: "softmax" weighs the chosen experts by the softmax of their logits, or with `pre_softmax` by
       the softmax over all experts; "sigmoid" by their sigmoids, divided by their sum. `topk_scaling_factor` multiplies
       the weights.
-    - `num_groups`, `group_topk`: experts are chosen from the best `group_topk` of as many groups of experts.
+    - `num_groups`, `group_topk`: experts are chosen from the best `group_topk` of `num_groups` groups of experts.
     - `dtype`: "fp32" or "fp64" for the logits, by default the input's dtype. Scores are at least float32.
     - `enable_expert_bias`: experts are chosen by sigmoid + `expert_bias`, a float32 buffer that
       `finalize_model_grads` moves by `bias_update_rate` towards experts with fewer tokens than the mean.
@@ -56,7 +56,7 @@ class TopKRouter(nn.Module):
       ("seq_aux_loss"), or over the replicas' batches and the microbatches since the last step ("global_aux_loss").
     - moe_z_loss_coeff: factor of the mean of logsumexp(logits)^2. Losses enter the backward pass of the weights.
     - moe_input_jitter_eps: in training, inputs are multiplied by random numbers from 1 - eps to 1 + eps.
-    - moe_expert_capacity_factor, moe_token_drop_policy: the tokens that an expert does not take.
+    - moe_expert_capacity_factor, moe_token_drop_policy: the most tokens of an expert, and which ones are dropped.
     """
 
     float32_buffers = ("expert_bias",)  # for apex.amp
@@ -98,7 +98,7 @@ class TopKRouter(nn.Module):
         return probs.to(logits.dtype), routing_map
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts and their weights [tokens, topk] of x [..., hidden]; the index E means nobody."""
+        """Return the experts and their weights [tokens, topk] of x [..., hidden]; the index E means no expert."""
         weight, index, _ = self._choose(x)
         if self.config.moe_expert_capacity_factor is not None:
             probs, routing_map = dense(index, weight.detach(), self.num_experts)
@@ -155,7 +155,7 @@ class TopKRouter(nn.Module):
             return F.linear(rows.to(dtype), self.weight.to(dtype))
 
     def _balance_loss(self, logits: Tensor, batch: int) -> Tensor:
-        """Return this rank's part of the loss that balances experts; parts of sequences add up to the whole's."""
+        """Return this rank's part of the balance loss; parts of ranks that share sequences add up to the whole loss."""
         config, experts = self.config, self.num_experts
         kind, coefficient = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, config.moe_router_score_function)
@@ -177,7 +177,7 @@ class TopKRouter(nn.Module):
         return switch_load_balancing_loss_func(scores, counts, tokens * parts, self.topk, experts, coefficient)
 
     def finish_step(self) -> None:
-        """Forget the tokens that were counted; `finalize_model_grads` calls it after the bias is updated."""
+        """Set the counts of tokens to zero; `finalize_model_grads` calls it after the bias is updated."""
         self.local_tokens_per_expert = self._global_tokens = 0.0
 
 

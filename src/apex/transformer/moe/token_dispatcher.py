@@ -1,12 +1,12 @@
-"""Ways of tokens to the ranks that hold their experts, and of results back.
+"""Dispatchers, which send tokens to the ranks that hold their experts, and results back.
 
 Letters: T tokens, K experts of a token, H hidden size. `ep` ranks hold different experts, and `expt_tp` ranks parts of
 the same experts. The steps of a dispatcher are called in the order of `MoETokenDispatcher`'s methods.
 
 - `MoEAllGatherTokenDispatcher`: every rank gets all tokens and computes its own experts. Nothing waits for
   the device. It sends all tokens to all ranks, so it is for few ranks or many experts per token.
-- `MoEAlltoAllTokenDispatcher`: each token travels to the ranks of its experts only. The host must know how many, one
-  copy from the device for each layer, unless all experts take the same number of rows (padding to capacity).
+- `MoEAlltoAllTokenDispatcher`: each token is sent to the ranks of its experts only. The host must know the number of
+  rows for each rank: one copy from the device per layer, unless all experts take the same number (padding to capacity).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class MoETokenDispatcher(ABC):
         self._rows: tuple[Tensor, Tensor]  # the token of each row, and the rows of each token
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepare tokens [..., H] and their weights, both results of the router [T, E], for the exchange."""
+        """Prepare tokens [..., H] and the router's two results [T, E] for the exchange."""
         return self.prepare(hidden_states, *sparse(routing_map, probs, self.topk))
 
     @abstractmethod
     def prepare(self, hidden_states: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Prepare tokens [..., H] with the experts `index` and weights [T, K]; the index E means nobody."""
+        """Prepare tokens [..., H] with the experts `index` and weights [T, K]; the index E means no expert."""
 
     @abstractmethod
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class MoETokenDispatcher(ABC):
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """Return the place of each element in `order`, a permutation."""
+    """Return the position of each element in `order`, a permutation."""
     numbers = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
     return torch.empty_like(order).index_copy(0, order, numbers)
 
@@ -118,16 +118,16 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.config.moe_pad_expert_input_to_capacity:
             self._pad(tokens.shape[0], index)
-            rows, place = self._rows
-            probs = weight.new_zeros(rows.shape[0] + 1).scatter(0, place.reshape(-1), weight.reshape(-1))[:-1]
-            return RowsOfTokens.apply(tokens, rows, place), probs
+            rows, rows_of = self._rows
+            probs = weight.new_zeros(rows.shape[0] + 1).scatter(0, rows_of.reshape(-1), weight.reshape(-1))[:-1]
+            return RowsOfTokens.apply(tokens, rows, rows_of), probs
         counts = _Counts(index, self.config.num_moe_experts, self.groups.tp_ep)
         order = index.reshape(-1).sort(stable=True).indices
-        place = _inverse(order).view_as(index)
+        rows_of = _inverse(order).view_as(index)
         if self.config.moe_expert_capacity_factor is not None:  # fewer rows, and the host must know how many
             kept = sum(counts.on_host()[rank_in(self.groups.tp_ep)])
-            order, place = order[:kept], place.clamp(max=kept)
-        self._rows = order // index.shape[1], place
+            order, rows_of = order[:kept], rows_of.clamp(max=kept)
+        self._rows = order // index.shape[1], rows_of
         rows, probs = RowsOfTokens.apply(tokens, *self._rows), weight.reshape(-1)[order]
         self._plan(counts.on_host())
         self._counts = counts.everywhere[:, self.first_expert : self.first_expert + self.num_local_experts].sum(0)
@@ -141,12 +141,12 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         order = index.reshape(-1).sort(stable=True).indices
         expert = index.reshape(-1)[order]
         counts = count_rows(index, experts)
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))  # the last one is where rows of nobody begin
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))  # the last: rows without an expert
         numbers = torch.arange(order.shape[0], dtype=torch.int64, device=index.device)
         slot = (expert * capacity + numbers - starts[expert]).where(expert < experts, experts * capacity)
-        place = torch.empty_like(order).index_copy(0, order, slot).view_as(index)
+        rows_of = torch.empty_like(order).index_copy(0, order, slot).view_as(index)
         rows = torch.full((experts * capacity + 1,), tokens, dtype=torch.int64, device=index.device)
-        self._rows = rows.scatter(0, slot, order // chosen)[:-1], place
+        self._rows = rows.scatter(0, slot, order // chosen)[:-1], rows_of
         ranks = size_of(self.groups.tp_ep)
         self._plan([[capacity] * experts] * ranks)
         self._counts = torch.full((self.num_local_experts,), capacity * ranks, dtype=torch.int64, device=index.device)
@@ -190,7 +190,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
 
 class _Counts:
-    """The rows of each rank for each expert, on their way to the host while the device goes on."""
+    """The number of rows of each rank for each expert, copied to the host while the device goes on."""
 
     def __init__(self, index: Tensor, experts: int, group: Any) -> None:
         counts = count_rows(index, experts)

@@ -39,15 +39,15 @@ def _passes_encoder_on(model_type: ModelType) -> bool:
     return model_type == ModelType.encoder_and_decoder and parallel_state.is_pipeline_stage_after_split()
 
 
-def _loss_of(found: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return the loss and the value to report, from the two or three results of a loss function.
+def _loss_of(results: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the loss and the value to report, from the two or three `results` of a loss function.
 
     Gradients become means over data-parallel and context-parallel ranks. If context-parallel ranks have different
     numbers of tokens, their sums are divided by the mean number.
     """
-    if len(found) == 2:
-        return found
-    total, tokens, reduced = found
+    if len(results) == 2:
+        return results
+    total, tokens, reduced = results
     ranks, _ = size_and_rank(None)
     wide = torch.float64 if total.dtype == torch.float64 else torch.float32
     count = torch.as_tensor(tokens, dtype=wide, device=total.device)

@@ -164,7 +164,7 @@ class ZeroOptimizer(ShardedOptimizer):
         """Make the state of parameters that have none, in this order, in new buckets.
 
         Without `params` state is made for all parameters that require gradients, the last ones first, because their
-        gradients arrive first. This happens by itself when state is first needed. All processes must call it alike.
+        gradients arrive first. The optimizer does this when it first needs state. All processes must call it alike.
         """
         self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), self.bucket_cap_mb)
 
@@ -175,7 +175,7 @@ class ZeroOptimizer(ShardedOptimizer):
         grad_sync_dtype: torch.dtype | None = None,
         param_sync_dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the state of parameters that have none in one bucket, however large; else like `init_params`."""
+        """Make the state of parameters that have none, in one bucket of any size; otherwise as `init_params` does."""
         self._init(params, Dtypes(*self._or_default(dtype, grad_sync_dtype, param_sync_dtype)), None)
 
     def _or_default(self, *dtypes: torch.dtype | None) -> Iterator[torch.dtype]:

@@ -120,7 +120,7 @@ class SubclassableOptimizer(ZeroOptimizer):
         return hook
 
     def _init_param_state(self, param: Tensor, param_group_id: int, param_id: int, *args: Any, **kwargs: Any) -> None:
-        """Make the state of all parameters that have none; `init_params` says what further arguments are.
+        """Make the state of all parameters that have none; `init_params` describes further arguments.
 
         One parameter alone is not given state here: processes may see their first gradients in different orders.
         """
@@ -128,7 +128,7 @@ class SubclassableOptimizer(ZeroOptimizer):
             self.init_params(None, *args, **kwargs)
 
     def _grad_copy(self, param: Tensor) -> None:
-        """Take the gradient away from a parameter and add it to what will be sent."""
+        """Take the gradient away from a parameter and add it to the gradients that will be sent."""
         with self._lock:
             if param in self._locations:
                 self._gradients.take(*self._locations[param])
@@ -151,7 +151,7 @@ class SubclassableOptimizer(ZeroOptimizer):
             self._gradients.finish()
 
     def _try_start_bucket_param_sync(self, params: Iterable[Tensor] | None = None) -> None:
-        """Send updated parameters, as many buckets as may be under way; the order is the same whatever `params` are."""
+        """Send updated parameters, up to the number of buckets in flight; the order does not depend on `params`."""
         with self._lock:
             self._parameters.start()
 

@@ -10,7 +10,7 @@ from ..rule import Rule, tl
 
 
 def _moments(p, g, m, v, scalars, FLAGS):
-    """Return both moments after this gradient, to which a decay is added unless it is decoupled (FLAGS[0])."""
+    """Return both moments after this gradient; a decay that is not decoupled (FLAGS[0]) is first added to it."""
     rest1, beta2, rest2, decay = scalars[1], scalars[2], scalars[3], scalars[5]
     if not FLAGS[0]:
         g = g + decay * p
@@ -90,7 +90,7 @@ GUARDED_ADAM = Rule(
     _guarded_adam, reads=(0, 1, 2, 3), writes=(0, 2, 3), scalars=_guarded_adam_scalars, helpers=(_moments,)
 )
 
-# As quick as PyTorch's fused optimizer on a CPU, with its rounding errors: see `fused.adam_lists`. On a GPU, ADAM.
+# Adam by PyTorch's fused optimizer on a CPU, with its speed and rounding errors (`fused.adam_lists`); on a GPU, ADAM.
 ADAM_LISTS, ADAM_AMSGRAD_LISTS = (replace(rule, fused_lists=fused.adam_lists) for rule in (ADAM, ADAM_AMSGRAD))
 
 

@@ -14,7 +14,7 @@ from .adam import corrections
 
 
 def _ademamix(values, whole, scalars, FLAGS):
-    """Compute AdEMAMix; slots 2 to 4 are the fast and the slow average, and the squares'. FLAGS: cautious decay."""
+    """Compute AdEMAMix; slots 2 to 4 are the fast average, the slow one and the squares. FLAGS: cautious decay."""
     p, g, fast, slow, v = values
     fast_size, slow_size, rest1, rest2, rest3, eps, decay, root = scalars
     fast = fast + (g - fast) * rest1
@@ -28,7 +28,7 @@ def _ademamix(values, whole, scalars, FLAGS):
 
 
 def _share(step: Any, over: Any) -> Any:
-    """Return how much of a warm-up over so many steps is over, from 0 to 1."""
+    """Return the completed share of a warm-up of `over` steps, from 0 to 1."""
     if not over:
         return 1.0
     if isinstance(step, Tensor):
@@ -72,7 +72,7 @@ def _radam_scalars(*, lr, beta1, beta2, eps, weight_decay, step, decoupled=False
     """Return the step sizes with the rectified deviation and without it; one of them is 0."""
     first, most = lr / (1 - beta1**step), 2 / (1 - beta2) - 1
     power = beta2**step
-    length = most - 2 * step * power / (1 - power)  # of the average that the second moment is
+    length = most - 2 * step * power / (1 - power)  # effective length of the second moment's average
     adaptive: Any = 0.0
     plain: Any = first
     if isinstance(length, Tensor) or length > 5:

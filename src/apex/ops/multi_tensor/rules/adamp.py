@@ -1,7 +1,7 @@
 """AdamP: Adam whose steps do not lengthen weights that a normalisation makes invariant to their length.
 
 There are two passes. The first updates Adam's moments and measures the sums that the projection needs for every row;
-the second takes the step. In between the optimizer decides which tensors are projected, and along what.
+the second takes the step. In between the optimizer decides which tensors are projected.
 """
 
 from ..rule import Rule, tl

@@ -20,7 +20,7 @@ def _axpby(values, whole, scalars, FLAGS):
 
 
 def _mask(values, whole, scalars, FLAGS):
-    """Write zero where the mask is 0, also over NaN."""
+    """Set elements whose mask is 0 to zero, also NaN."""
     x, a, mask, b, c = values
     return tl.where(mask > 0.0, x, 0.0), a, mask, b, c
 
