@@ -11,7 +11,8 @@ PyTorch reserved for the column while it ran steps alone, with its weights, stat
 memory outside and inside of graphs, each as MiB reserved and MiB in use between steps. `first_step_s` is the
 seconds from the model to the end of the first step, and `first_s` to the end of the warm-up: what is compiled, and for
 apex.boost also the measuring. The file has all rounds, the losses of the first steps, the report of apex.boost, and
-the floor of each row (`plain_floor.py`).
+the floor of each row (`plain_floor.py`). Rows of earlier runs stay in it; "run" says when and with which commit a row
+was measured.
 """
 
 from __future__ import annotations
@@ -321,12 +322,13 @@ def main() -> None:
     if arguments.output is None:
         arguments.output = RESULTS / f"{device_stem(device_name(device))}-plain-models.json"
     path, rate = arguments.output, rates(arguments.device)
-    head = {**describe(device), "commit": commit(), "rates": rate}
+    head: dict[str, Any] = describe(device)
     head["versions"] |= {"transformers": str(installed_version("transformers"))}
-    rows: dict[str, Any] = {}
+    run = {"date": head.pop("date"), "commit": commit(), "rates": rate}
+    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
     for number, name in enumerate(arguments.rows):
         print(f"row {number + 1} of {len(arguments.rows)}", flush=True)
-        rows[name] = measure(name, arguments, rate)
+        rows[name] = {"run": run, **measure(name, arguments, rate)}
         gc.collect()
         path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")  # after every row: a run may be stopped
 
