@@ -89,7 +89,7 @@ def rates(device: str) -> dict[str, float]:
     product = _seconds(lambda: one @ other, is_gpu)
     source, target = (torch.empty(length, dtype=torch.uint8, device=device) for _ in range(2))
     copy = _seconds(lambda: target.copy_(source), is_gpu)
-    return {"TFLOP/s": round(2 * side**3 / product / 1e12, 4), "GB/s": round(2 * length / copy / 1e9, 1)}
+    return {"TFLOP/s": round(2 * side**3 / product / 1e12, 6), "GB/s": round(2 * length / copy / 1e9, 1)}
 
 
 def floor(model: nn.Module, loss: Callable[..., Tensor], batch: Any, rate: dict[str, float]) -> dict[str, float]:
