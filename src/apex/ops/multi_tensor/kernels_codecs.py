@@ -96,13 +96,11 @@ def decoded(pointer, companions, offset, size, mask, CODEC: tl.constexpr, MASKED
             root = codes.to(tl.float32) * _spread(scales * (1 / 255), BLOCK)
             x = root * root
         else:
-            # By integers: not every GPU has float8. Exponents of e4m3 are biased by 7; the smallest one has no
-            # leading 1, and steps of 2**-9.
+            # By integers: not every GPU has float8. Exponents of e4m3 are biased by 7, of float32 by 127. The product
+            # is right for the smallest exponent too, which has no leading 1 in either of them.
             bits = codes.to(tl.int32)
-            magnitude = bits & 0x7F
-            normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-            number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-            x = tl.where(bits > 127, -number, number) * _spread(scales * (1 / 448), BLOCK)
+            number = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 2.0**120
+            x = number * _spread(scales * (1 / 448), BLOCK)
     return x
 
 
@@ -114,16 +112,15 @@ def store_encoded(
     """Store a block of float32 numbers in a slot."""
     if CODEC == BFLOAT16:
         _store_codes(pointer, offset, round_stochastically(x, noise).to(tl.bfloat16), mask, MASKED, BLOCK)
-    elif CODEC == REMAINDER8:
+    elif CODEC == REMAINDER8 or CODEC == REMAINDER16:
         bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FC00000)  # NaN of an NVIDIA GPU, 0x7FFFFFFF, would overflow
-        _store_codes(pointer, offset, ((bits + 0x8080) >> 16).to(tl.int16), mask, MASKED, BLOCK)
-        _store_codes(companions, offset, ((bits + 0x80) >> 8).to(tl.int8), mask, MASKED, BLOCK)
-    elif CODEC == REMAINDER16:
-        x = tl.where(x == x, x, float("nan"))
-        bits = x.to(tl.int32, bitcast=True)
-        upper = (bits + 32768) >> 16
-        _store_codes(pointer, offset, upper.to(tl.int16), mask, MASKED, BLOCK)
-        _store_codes(companions, offset, (bits - (upper << 16)).to(tl.int16), mask, MASKED, BLOCK)
+        if CODEC == REMAINDER8:
+            bits += 0x80
+            lower = (bits >> 8).to(tl.int8)
+        else:
+            lower = bits.to(tl.int16)
+        _store_codes(pointer, offset, ((bits + 0x8000) >> 16).to(tl.int16), mask, MASKED, BLOCK)
+        _store_codes(companions, offset, lower, mask, MASKED, BLOCK)
     else:
         magnitudes = x
         if CODEC == ROOT8:
@@ -146,14 +143,10 @@ def store_encoded(
             number = tl.maximum(number, least) + 256.0
             codes = ((number.to(tl.uint32, bitcast=True) + (noise >> 1)) >> 15).to(tl.uint8)
         else:
-            share = x * _spread(inverse, BLOCK)
-            number = tl.minimum(tl.abs(share) * 448.0, 448.0)
-            bits = number.to(tl.int32, bitcast=True)
-            rounded = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # to 3 bits of mantissa, halves to even
-            # Adding 1.5 * 2**23 rounds small numbers to integers, halves to even.
-            small = ((number * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
-            codes = tl.where(number < 0.015625, small, rounded - (120 << 3))
-            codes = (codes + tl.where(share < 0.0, 128, 0)).to(tl.uint8)
+            number = x * _spread(inverse * 448.0, BLOCK)
+            bits = (tl.abs(number) * 2.0**-120).to(tl.int32, bitcast=True)
+            codes = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # to 3 bits of mantissa, halves to even
+            codes = (codes | ((number.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
         _store_codes(pointer, offset, codes, mask, MASKED, BLOCK)
         group = offset // 64 + tl.arange(0, BLOCK // 64)
         if MASKED:
