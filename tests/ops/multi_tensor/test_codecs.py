@@ -143,3 +143,51 @@ def test_kernels_and_operators_give_the_same_codes(codec: str, route: Route) -> 
         assert differ.float().mean() < 0.02
         limit = torch.maximum(truth.abs(), largest(truth).float() / 100)
         assert ((number - truth).abs() <= 0.07 * limit).all()
+
+
+def encoded(codec: str, source: Tensor, route: Route, seed: int = 12345) -> tuple[Tensor, Tensor]:
+    """Return the codes (or bfloat16 parameters) of a vector, and their companions, as a kernel stores them."""
+    source = source.to(route.device)
+    stored = [source.bfloat16() if codec in codecs.REMAINDERS else codecs.new_codes(codec, source)]
+    companions = [codecs.new_companions(codec, stored[0])]
+    with _library.implementation(route.implementation):
+        lists = make_lists([stored, [source], None, None, None], None, {0: Encoded(codec, companions)})
+        lists.apply(rules.SCALE, {"scale": 1.0}, seed=StateSeed(seed))
+    return stored[0].cpu(), companions[0].cpu()
+
+
+@pytest.mark.parametrize("route", routes())
+def test_roots_keep_zeros_and_largest_numbers(route: Route) -> None:
+    """The largest number of a group must not wrap around to code 0, whatever its noise and the error of its inverse."""
+    exact = values(1 << 14, 8.0, 7).square().clamp(min=1e-30)
+    exact[::5] = 0.0
+    exact[::64] = exact.view(-1, 64).amax(1)
+    for seed in range(3):
+        codes, _ = encoded("root8", exact, route, seed)
+        assert (codes[::64] >= 254).all()
+        assert (codes[exact == 0] == 0).all()
+        assert (codes[exact > 0] >= 1).all()
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("codec", ["remainder8", "remainder16"])
+def test_kernels_keep_infinities_and_nan(codec: str, route: Route) -> None:
+    exact = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.3895e38, -3.3895e38, 0.0, -0.0, 1e-44])
+    params, remainders = encoded(codec, exact, route)
+    joined = codecs.join(params, remainders)
+    assert torch.equal(joined[:2], exact[:2])
+    assert joined[2].isnan()
+    assert ((joined[3:] - exact[3:]).abs() <= exact[3:].abs() * 2.0**-16 + 2.0**-142).all()
+
+
+def test_noise_of_neighbours_and_of_steps_is_uncorrelated() -> None:
+    """Elements of one hash differ by multiples of the golden ratio, others by their hash, steps by the seed."""
+    index, row = torch.arange(1 << 12), torch.zeros(1, dtype=torch.int64)
+    steps = range(256)
+    bits = torch.stack([codecs.noise((step * 0x9E3779B1) & 0xFFFFFF, row, index, 3) for step in steps])
+    noise = bits.double() / 65536 - 0.5
+    assert (noise.mean(0).abs() <= 5 * (1 / 12) ** 0.5 / len(steps) ** 0.5).all()
+    assert (noise.mean(1).abs() <= 5 * (1 / 12) ** 0.5 / len(index) ** 0.5).all()
+    for distance in (1, 2, 3, 64, 128):  # of steps; a mean of products of independent numbers has a deviation of 1/12
+        limit = 5 / 12 / ((len(steps) - distance) * len(index)) ** 0.5 * 8  # 64 elements have one hash
+        assert abs(float((noise[distance:] * noise[:-distance]).mean())) <= limit

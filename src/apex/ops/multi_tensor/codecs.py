@@ -82,10 +82,10 @@ def new_companions(codec: str, param: Tensor) -> Tensor | None:
 def noise(seed: int | Tensor, row: Tensor, index: Tensor, slot: int) -> Tensor:
     """Return 16 bits of noise for each element, as int64; the same bits as `kernels_codecs.noise_bits`."""
     word = 0xFFFFFFFF
-    bits = ((index & word) * 0x9E3779B1 + seed * 0x85EBCA6B + row * 0xC2B2AE35 + slot * SALT) & word
+    bits = (((index & word) >> 6) * 0x9E3779B1 + seed * 0x85EBCA6B + row * 0xC2B2AE35 + slot * SALT) & word
     bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & word
     bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & word
-    return (bits ^ (bits >> 16)) & 0xFFFF
+    return (((bits ^ (bits >> 16)) + (index & 63) * 0x9E3779B1) & word) >> 16
 
 
 def to_bfloat16(values: Tensor, bits_of_noise: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def encode(codec: str, values: Tensor, bits_of_noise: Tensor | None = None) -> t
     ]
     x = magnitudes * inverse
     if codec == "signed8":
-        return torch.floor(2.0 * x / (1.0 + x.abs()) * 127.0 + 0.5).clamp(-127, 127).to(torch.int8), scales
+        return torch.round(2.0 * x / (1.0 + x.abs()) * 127.0).clamp(-127, 127).to(torch.int8), scales
     if codec == "root8":
         share = 0.5 if bits_of_noise is None else bits_of_noise * (1 / 65536)
         codes = torch.floor(x * 255.0 + share).clamp(0, 255)

@@ -12,6 +12,10 @@ SINGLE_LIST_BLOCK = 4096
 # Small enough that the interpreter sees tensors of several blocks in tests.
 INTERPRETER_BLOCK = 128
 WARPS = 4
+# Elements per thread of lists with codes of 8 bits, which a thread then loads 16 bytes at a time. Compiled for an H200,
+# AdamW with int8 state takes 64 instructions per element, 72 with 8 elements per thread, because a thread computes
+# addresses and shares a group's largest number with others only once.
+CODES_PER_THREAD = 16
 
 # A measuring program writes one partial sum per quantity. If there would be more programs than this, each walks over
 # several blocks, so that the sums of any model take less than a megabyte.
@@ -39,6 +43,14 @@ def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
     if facts.backend == "interpreter":
         usual = INTERPRETER_BLOCK
     return 2 * usual if usual < largest <= 2 * usual else usual
+
+
+def warps(facts: DeviceFacts, block: int, has_codes: bool) -> int:
+    """Return the warps of a program that updates `block` elements; `has_codes`: a list has codes of 8 bits.
+
+    To compare launches, replace `block` and this function in this module before an optimizer's first step.
+    """
+    return max(1, block // (CODES_PER_THREAD * facts.warp_size)) if has_codes else WARPS
 
 
 def blocks_per_program(facts: DeviceFacts, blocks: int, elements: int) -> int:

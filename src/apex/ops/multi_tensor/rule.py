@@ -65,9 +65,12 @@ class Rule:
 # memory, would have other bits.
 tl = types.SimpleNamespace(
     sqrt=torch.sqrt,
+    rsqrt=torch.rsqrt,
     abs=torch.abs,
     maximum=torch.maximum,
     minimum=torch.minimum,
+    clamp=lambda x, low, high, propagate_nan: torch.clamp(x, low, high),  # NaN stays NaN
+    PropagateNan=types.SimpleNamespace(ALL=None),
     fma=lambda x, y, z: x * y + z,
     where=torch.where,
     float16=torch.float16,

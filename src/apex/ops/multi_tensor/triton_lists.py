@@ -12,7 +12,7 @@ from .. import _device, _library
 from .._graph_numbers import Number
 from .._tickets import TICKETS, tickets_on
 from . import config
-from .codecs import NUMBERS, REMAINDERS, Encodings
+from .codecs import NUMBERS, REMAINDERS, Encodings, has_scales
 from .rule import GRADIENT, OFF, SCALARS, SLOTS, ZEROS, Rule, Slots
 from .tables import Layout, PointerTable, current_stream, keep_if_captured
 from .torch_lists import StateSeed, move_averages
@@ -64,8 +64,9 @@ class TritonLists:
         names = [None if t is None else str(t).removeprefix("torch.") for t in dtypes]
         self._types = tuple(None if name is None else _STAND_INS.get(name, name) for name in names)
         self._columns = 1 + sum(t is not None for slot, t in enumerate(dtypes) if slot != GRADIENT)
-        self._codecs, self._has_remainders = _NO_CODECS, False
+        self._codecs, self._has_remainders, self._has_codes = _NO_CODECS, False, False
         if encodings:
+            self._has_codes = any(has_scales(each.codec) for each in encodings.values())
             self._has_remainders = 0 in encodings and encodings[0].codec in REMAINDERS
             self._columns += sum(each.companions is not None for each in encodings.values())
             self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
@@ -209,7 +210,8 @@ class TritonLists:
         dtypes = tuple([None if tensor is None else tensor.dtype for tensor in inputs])
         rounds = rounds and not self._has_remainders
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
-        shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program)
+        warps = config.warps(_device.facts(self.device), layout.block, self._has_codes)
+        shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program, warps)
         _rule_launch(rule, *shape, *settings, finishing)(
             (table.fixed, table.moving, layout.programs, *inputs, partials, bounds, tickets, out, factor),
             (*numbers, *by),
@@ -304,6 +306,7 @@ def _rule_launch(
     one_each: bool,  # every tensor has one program, so there is no table of programs
     block: int,
     blocks_per_program: int,
+    warps: int,
     flags: tuple[bool, ...],
     on_device: tuple[int, ...],
     checks: tuple[int, ...],
@@ -334,5 +337,5 @@ def _rule_launch(
         FINISH=finishing and finishing[:5],
         BLOCK=block,
         BLOCKS=blocks_per_program,
-        num_warps=config.WARPS,
+        num_warps=warps,
     )

@@ -56,10 +56,10 @@ def _guarded_adam(values, whole, scalars, FLAGS):
     p, g, m, v, peak = values
     step_size, _rest1, _beta2, _rest2, eps, decay, root, limit = scalars
     m, v = _moments(p, g, m, v, scalars, FLAGS)
-    update = step_size * m / (tl.sqrt(v) * root + eps)
+    inverse = tl.rsqrt(tl.sqrt(v) * root + eps)
+    update = step_size * m * (inverse * inverse)
     if FLAGS[2]:
-        update = tl.where(update > limit, limit, update)
-        update = tl.where(update < -limit, -limit, update)
+        update = tl.clamp(update, -limit, limit, tl.PropagateNan.ALL)
     if FLAGS[0]:
         shrink = decay * p
         if FLAGS[1]:
