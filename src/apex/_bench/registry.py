@@ -70,7 +70,7 @@ class Family:
     cases: Callable[[torch.device, bool], Sequence[Case]]
 
 
-# Families that are not made of examples of ops, by name; `selection.known_families` adds those.
+# Families that are not made of examples of ops, by name; `selection.known_families` adds the families of examples.
 REGISTERED: dict[str, Family] = {}
 
 

@@ -162,7 +162,7 @@ def _fuse_module(name: str, module: Any, choose: Callable[[str, nn.Module], bool
 def _obstacle(module: Any, rule: FusionRule) -> str:
     """Return the reason why a module cannot be fused, "" if it can."""
     if "forward" in vars(module):
-        return "its forward was replaced in this instance; fuse before what did that (amp.initialize, say)"
+        return "its forward was replaced in this instance; fuse before that (before amp.initialize, say)"
     if hasattr(module, "parametrizations"):
         return "its parameters are parametrized"
     weight = next(module.parameters(), None)

@@ -26,7 +26,7 @@ _ELEMENTWISE = {
     "square_avg",
     "sum",
 }
-# State of these names that has one value per parameter, by algorithm.
+# State among `_ELEMENTWISE` names that has one value per parameter in an algorithm, by algorithm.
 _NUMBERS = {"NOVOGRAD": {"exp_avg_sq"}}
 # Modules of optimizers whose algorithms are known.
 _OWNERS = ("torch.optim.", "apex.")

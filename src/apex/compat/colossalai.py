@@ -52,8 +52,8 @@ def _counterpart(fullname: str) -> str:
 def install(replace: bool = False) -> None:
     """Make imports of `colossalai` load the modules of apex, in this process and from now on.
 
-    Raise a RuntimeError if the real package is installed or imported, unless `replace` is set. `importlib.metadata`
-    still finds no distribution called colossalai.
+    Raise a RuntimeError if the real package is installed or imported, unless `replace` is set. Package metadata
+    does not change: no distribution called colossalai is added.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

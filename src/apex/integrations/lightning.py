@@ -48,9 +48,9 @@ class ApexPrecision(Precision):
     - "bf16-true": bfloat16 weights, and float32 masters in the state of optimizers that have a fused counterpart;
     - "fp8": "bf16" with float8 products in large linear layers; emulated on a CPU.
 
-    If `fuse` is False, only the precision is set. `report` lists the fused modules and optimizers. Gradients are
-    clipped after they are unscaled. This holds for fused optimizers too, which Lightning's own float16 plugin refuses
-    to clip. With Fabric, optimizers are fused in their first step.
+    If `fuse` is False, only the precision is set. `report` lists fused modules, float8 layers and fused optimizers.
+    Gradients are clipped after they are unscaled. This holds for fused optimizers too, which Lightning's own float16
+    plugin refuses to clip. With Fabric, optimizers are fused in their first step.
     """
 
     def __init__(self, precision: str = "bf16", *, fuse: bool = True, scaler: Any = None) -> None:

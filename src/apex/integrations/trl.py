@@ -157,7 +157,7 @@ def chunked_cross_entropy_loss(
     final_logit_softcapping: float | None = None,
     lm_head_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the next-token loss, the number of correct tokens, the sum of entropies and the number of tokens.
+    """Return the next-token loss, the number of correct tokens, the sum of entropies and the number of counted tokens.
 
     The arguments are as in TRL's function; `chunk_size` has no effect. If no token counts, the loss is zero.
     """

@@ -24,8 +24,8 @@ def torchrun(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # By default PyTorch gives processes that start again the store of those before them, with the addresses that these
-    # had: Gloo then connects to nobody, and waits for half an hour.
+    # By default PyTorch gives restarted processes the store of the earlier processes, with their addresses: Gloo then
+    # reaches no process, and waits for half an hour.
     restarts = any(re.match(r"--max[-_]restarts=[1-9]", argument) for argument in arguments)
     new_store = _env.changed("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1") if restarts else contextlib.nullcontext()
     try:

@@ -41,7 +41,7 @@ REPAIRS_PER_MULTIPROCESSOR = 3
 # Limits for trying cuDNN's attention first: lengths, and elements of the output; larger outputs were not measured.
 # Forward times in float16 with 16 heads, for the kernel alone and for cuDNN with the repairing launch behind it: 56
 # sequences of 512 rows, heads of 64: 192 and 167; 56 of 256: 67 and 56; 112 of 128: 51 and 42; 16 of 512, heads of 128:
-# 112 and 75; 4 of 512: 20 and 22. The launch behind cuDNN takes 3 of these, and the host is busy for 45 more.
+# 112 and 75; 4 of 512: 20 and 22. The launch behind cuDNN takes 3 us of them, and the host is busy for 45 more.
 CUDNN_SHORTEST = 128
 CUDNN_FEWEST_ELEMENTS = 1 << 23
 CUDNN_MOST_ELEMENTS = 1 << 29

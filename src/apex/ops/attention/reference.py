@@ -178,7 +178,7 @@ def padded_attention(
         return zero_rows(qkv, 0)
     starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     rows = starts + torch.arange(max_seqlen, dtype=torch.int64, device=cu_seqlens.device)
-    # [sequences, max_seqlen]; never indexes rows that do not exist, whatever the bounds are.
+    # [sequences, max_seqlen]; no value of the bounds makes this index rows that do not exist.
     inside = (rows < ends) & (rows >= 0) & (rows < total)
     # Padding is read from and written to a row of zeros beyond the last row.
     rows = torch.where(inside, rows, total)

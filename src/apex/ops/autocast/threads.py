@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-# Device types for which PyTorch may have autocast; those available on this machine are used.
+# Device types for which PyTorch may have autocast; only types that this machine has are used.
 _CANDIDATES = ("cuda", "cpu", "npu", "xpu", "mps")
 
 

@@ -84,7 +84,7 @@ def batch_norm_measure(
     squares = tl.zeros((R, C_BLOCK), tl.float32)
     counts = tl.zeros((R,), tl.float32)
     filler = 0.0 if EVEN else tl.broadcast_to(pivot.to(x.dtype.element_ty)[None, :], (R, C_BLOCK))
-    # The last tiles first, because the kernel that wrote the input has left those in the cache.
+    # The last tiles first, because they are still in the cache after the kernel that wrote the input.
     for start in tl.range(program, units, programs, num_stages=STAGES, loop_unroll_factor=UNROLL):
         offset, mask, rows = tile(units - 1 - start, block, positions, channels, chunks, LAST, EVEN, ALIGN, R, C_BLOCK)
         # Masked lanes load the pivot and contribute 0; with tl.where in place of `other` ptxas waits for load after

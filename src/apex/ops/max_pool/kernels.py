@@ -18,7 +18,8 @@ def _tile(positions, channels, R: tl.constexpr, C_BLOCK: tl.constexpr):
     """Return image, positions [R, 1] and channels [1, C_BLOCK] of this program, and their mask."""
     tiles = tl.cdiv(positions, R)
     blocks = tl.cdiv(channels, C_BLOCK)
-    # The last tiles first: the kernel before has left those in the cache, and the next kernel begins at the first.
+    # The last tiles first: they are still in the cache after the kernel before, and the next kernel begins at the
+    # first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     image = (program // (tiles * blocks)).to(tl.int64)
     position = (program // blocks % tiles) * R + tl.arange(0, R)[:, None]

@@ -35,7 +35,7 @@ MOST_ROUNDINGS = 16
 # Rows of logits begin at multiples of this many elements, which makes matrix products and kernels quicker.
 STRIDE_MULTIPLE = 64
 # On a GPU half-precision matrix products take a multiple of this many classes, 16 bytes, and the remainder separately:
-# with 50257 classes and 4096 features cuBLAS's took four times as long as those by torch.compile, which pads them.
+# with 50257 classes and 4096 features cuBLAS's products took four times as long as torch.compile's, which are padded.
 CLASS_MULTIPLE = 8
 # Elements at a time, and programs per multiprocessor, of the kernel that multiplies gradients by one number.
 SCALE_BLOCK, SCALE_PROGRAMS = 8192, 4

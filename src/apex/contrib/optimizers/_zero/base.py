@@ -116,7 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _steps: StepCount
     # The device of parameters and state.
     device: torch.device
-    # Whether the caller has named the processes, which may be those with the same experts.
+    # Whether the caller has named the processes: then they may be the ones that hold the same experts.
     _takes_experts = False
     # The processes that hold the same experts, for experts beside other parameters. Set before the constructor runs.
     # Gradients of experts must be the same in these processes before they are taken.

@@ -197,7 +197,7 @@ class WholeLayout(Layout):
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Return the parameters in each bucket, in the order of their places."""
+        """Return the parameters in each bucket, in the order of their positions."""
         pieces = []
         for number, (bucket, begin) in enumerate(zip(self._members, self.bucket_starts, strict=True)):
             placed = ((self.starts[param], param, self.sizes[param]) for param in bucket)

@@ -28,7 +28,7 @@ def _disable_pre_forward_hook(param: Tensor) -> Iterator[None]:
 def _multi_tensor_copy(
     buffers_in: Sequence[Tensor], buffers_out: Sequence[Tensor], dummy_overflow_buf: Tensor | None = None
 ) -> None:
-    """Copy each tensor of `buffers_in` to the tensor at the same place in `buffers_out`, which may have another dtype.
+    """Copy each tensor of `buffers_in` to the tensor at the same index of `buffers_out`, which may have another dtype.
 
     `dummy_overflow_buf` is not used.
     """
