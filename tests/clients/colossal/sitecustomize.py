@@ -1,7 +1,8 @@
 """Runs at the start of each process of a script of Colossal-AI: a CPU in place of a GPU, tiny models, random data.
 
 Writes each loss of `Booster.backward` to a file. With TWIN=1 the Booster is plain PyTorch: float32 models, gradients
-that the processes average, torch.optim.AdamW. With COLOSSAL_TESTS=1 imports of `colossalai` get apex.
+that the processes average, torch.optim.AdamW. With COLOSSAL_TESTS=1 imports of `colossalai` get apex. With ONEDNN=0
+PyTorch multiplies matrices without oneDNN.
 """
 
 import importlib.abc
@@ -32,6 +33,8 @@ def without_gpu() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     for name in ("max_memory_allocated", "memory_allocated"):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+    if os.environ.get("ONEDNN") == "0":
+        torch.backends.mkldnn.set_flags(False)
 
 
 def watch(kinds: list[type]) -> None:
