@@ -203,3 +203,19 @@ def test_torch_compile() -> None:
     apex.fuse(model, verbose=False)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert_alike(compiled, plain, **batch())
+
+
+@pytest.mark.parametrize("use_cache", [None, False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_positions_that_begin_anew_mean_the_same(name: str, use_cache: bool | None) -> None:
+    """Without a cache, transformers takes them for packed sequences, so that fused models must not drop the cache."""
+    plain = make(name)
+    fused = copy.deepcopy(plain)
+    apex.fuse(fused, verbose=False)
+    inputs: dict[str, Any] = {**batch(), "position_ids": (torch.arange(12) % 6).expand(2, -1)}
+    if use_cache is not None:
+        inputs["use_cache"] = use_cache
+    (wanted, wanted_gradients), (found, found_gradients) = (gradients(each, **inputs) for each in (plain, fused))
+    torch.testing.assert_close(found, wanted)
+    for actual, expected in zip(found_gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)

@@ -203,6 +203,11 @@ def _obstacle(module: Any, makes_loss: bool) -> str:
     return ""
 
 
+# Arguments with which a call keeps the model's own setting of `use_cache`. Without a cache, transformers takes positions
+# that begin anew for those of packed sequences, which do not see each other.
+_KEEP_CACHE = ("use_cache", "past_key_values", "position_ids")
+
+
 def _takes_shifted(module: Any) -> bool:
     """Return whether a model's loss function has `shift_labels`, which older releases of transformers lack."""
     return not _makes_loss(type(module)) and "shift_labels" in inspect.signature(module.loss_function).parameters
@@ -224,7 +229,7 @@ def _head_forward(original: Any) -> Callable[..., Any]:
         if not self.training or labels is None or settings is None or _obstacle(self, makes_loss):
             return method(self, *args, **kwargs)
         arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-        if "use_cache" in names and arguments.get("use_cache") is None and arguments.get("past_key_values") is None:
+        if "use_cache" in names and not any(arguments.get(name) is not None for name in _KEEP_CACHE):
             kwargs["use_cache"] = False  # a training step does not read the cache, which copies all keys and values
         try:
             outputs = changed(_StandIn(self), *args, **kwargs)

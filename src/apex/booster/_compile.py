@@ -35,11 +35,12 @@ class CompiledModel:
         if self._call is None:
             self._call = torch.compile(self._model._call_impl, **self._options)
         attributes = vars(self._model)
+        before = attributes.get("_compiled_call_impl")  # of `model.compile()`, or of a step that called this one
         attributes["_compiled_call_impl"] = self._call
         try:
             yield
         finally:
-            del attributes["_compiled_call_impl"]
+            attributes["_compiled_call_impl"] = before
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from ..optimizers._base import LOW_PRECISION, FusedOptimizer
 from ..optimizers._buckets import MASTER
 from ..optimizers._formats import has_master, master_of, set_master
 from ..transformer.amp import GradScaler
-from .wrappers import ModelWrapper, OptimizerWrapper, unwrapped
+from .wrappers import ModelWrapper, OptimizerWrapper, masters_of, unwrapped
 
 
 class CastModel(ModelWrapper):
@@ -39,6 +40,10 @@ class CastModel(ModelWrapper):
         super().__init__(module)
         self.masters = masters
         self._autocast, self._casts = autocast, ForwardCasts(inputs, outputs=outputs)
+
+    def cast_outputs(self, dtype: torch.dtype) -> None:
+        """Cast outputs to `dtype` from now on."""
+        self._casts = dataclasses.replace(self._casts, outputs=dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._casts.run(self._under_autocast, args, kwargs)
@@ -83,9 +88,20 @@ class Masters:
         """Make master weights for all groups. `exact` has the values of parameters before they were cast."""
         # The optimizer refers to this dict too: ASP looks up a parameter's master there.
         self._master_of: dict[Tensor, Tensor] = {}
+        self._taken: list[tuple[Tensor | None, int]] = []  # the gradients that masters have copies of
         optimizer._master_of = self._master_of
         for group in optimizer.param_groups:
             self.add(optimizer, group, exact)
+        if hasattr(optimizer, "register_step_pre_hook"):
+            optimizer.register_step_pre_hook(functools.partial(_refuse_step_without_gradients, self._master_of))
+        own: Any = weakref.ref(optimizer)  # a reference cycle would keep an unused optimizer in memory
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            """Zero the gradients of the optimizer's parameters, and those of the model's that have masters."""
+            type(own()).zero_grad(own(), set_to_none)
+            self.zero_gradients(set_to_none)
+
+        optimizer.zero_grad = zero_grad
 
     def add(self, optimizer: Any, group: dict[str, Any], exact: dict[Tensor, Tensor]) -> None:
         """Replace the half-precision parameters of a group by masters, which take over their optimizer state."""
@@ -99,16 +115,42 @@ class Masters:
                 optimizer.state[master] = optimizer.state.pop(param)
 
     def take_gradients(self) -> None:
-        """Move gradients from parameters to masters, in float32."""
-        for param, master in self._master_of.items():
-            if param.grad is not None:
-                master.grad = param.grad.float()
-                param.grad = None
+        """Copy gradients from parameters to masters, in float32.
 
-    def forget_gradients(self) -> None:
-        """Set the gradients of parameters and masters to None."""
+        Parameters keep theirs, so that `zero_grad` of the model, and a backward pass without it, act as in PyTorch.
+        """
+        self._taken = self._gradients()
         for param, master in self._master_of.items():
-            param.grad = master.grad = None
+            master.grad = None if param.grad is None else param.grad.float()
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        """Return the gradients of parameters and their version counters."""
+        return [(param.grad, 0 if param.grad is None else param.grad._version) for param in self._master_of]
+
+    def check_taken(self) -> None:
+        """Raise if gradients of parameters have changed since masters took them, because a step would not see it."""
+        pairs = zip(self._taken, self._gradients(), strict=False)
+        if any(before is not now or version != number for (before, version), (now, number) in pairs):
+            raise RuntimeError(
+                "gradients of the model have changed since they were clipped or unscaled, and float32 copies of the "
+                "earlier ones are in the optimizer: clip by optimizer.clip_grad_by_norm or clip_grad_by_value, after "
+                "the last backward pass of a step"
+            )
+
+    def drop_gradients(self) -> None:
+        """Free the gradients of masters after a step."""
+        self._taken = []
+        for master in self._master_of.values():
+            master.grad = None
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """Set the gradients of parameters to None or to zero, and those of masters to None."""
+        self.drop_gradients()
+        for param in self._master_of:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.detach().zero_()
 
     @torch.no_grad()
     def update_model(self) -> None:
@@ -129,6 +171,15 @@ class Masters:
         self.update_model()
 
 
+def _refuse_step_without_gradients(master_of: dict[Tensor, Tensor], *_: Any) -> None:
+    """Raise if an optimizer is stepped itself, so that its masters have not taken the gradients of the model."""
+    if any(param.grad is not None and master.grad is None for param, master in master_of.items()):
+        raise RuntimeError(
+            "this optimizer was given to boost, and its step would update nothing, because the gradients are in the "
+            "half-precision parameters of the model: call step() of the optimizer that boost returned"
+        )
+
+
 class StateMasters:
     """Master weights in the state of a fused optimizer, which updates them and the half-precision parameters at once.
 
@@ -140,7 +191,7 @@ class StateMasters:
 
     def __init__(self, optimizer: FusedOptimizer, exact: dict[Tensor, Tensor]) -> None:
         """Make the optimizer's whole state, so that it can be saved before the first step."""
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer: Any = optimizer  # the state dict of the model needs it, also when nobody else does
         for group in optimizer.param_groups:
             self.add(optimizer, group, exact)
 
@@ -166,7 +217,7 @@ class StateMasters:
     @torch.no_grad()
     def add_missing(self, masters: dict[Tensor, Tensor], loaded: dict[str, Any]) -> None:
         """Put back masters that the loaded state dict lacks, because the saved optimizer had none."""
-        optimizer: Any = self._optimizer()
+        optimizer = self._optimizer
         keys = [key for group in loaded["param_groups"] for key in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for key, param in zip(keys, params, strict=True):
@@ -176,7 +227,7 @@ class StateMasters:
     def take_gradients(self) -> None:
         """Do nothing: the optimizer reads the gradients of the parameters."""
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Do nothing: only the parameters have gradients."""
 
     def update_model(self) -> None:
@@ -184,13 +235,13 @@ class StateMasters:
 
     def read(self) -> dict[Tensor, Tensor]:
         """Return the masters by parameter."""
-        state = self._optimizer().state  # type: ignore[union-attr]
+        state = self._optimizer.state
         return {param: master_of(values, param) for param, values in state.items() if has_master(values)}
 
     @torch.no_grad()
     def write(self, values: dict[Tensor, Tensor]) -> None:
         """Set the masters, and the parameters, of some parameters to these values."""
-        optimizer: Any = self._optimizer()
+        optimizer = self._optimizer
         for param, value in values.items():
             if has_master(optimizer.state.get(param, {})):
                 set_master(optimizer, optimizer.state[param], param, value)
@@ -212,6 +263,8 @@ def cast_weights(
     """
     exact: dict[Tensor, Tensor] = {param: param.detach() for model in models for param in model.parameters()}
     for model in models:
+        earlier = masters_of(model)  # of an optimizer that the model was boosted with before
+        exact |= earlier.read() if getattr(earlier, "is_local", False) else {}
         _cast_model(model, dtype, True)
     if getattr(optimizer, "_takes_gradients", False):  # ZeRO: its float32 weights start from the exact values
         optimizer._exact_value = lambda param: exact.pop(param, None)
@@ -243,6 +296,7 @@ class MixedOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
         self._has_scaled = False  # whether a loss has been scaled since the last step
+        self._has_stepped = False
         self._found_inf: Tensor | None = None
         self._nonfinite: list[NonfiniteCounts] = []
         own: Any = weakref.ref(self)  # a reference cycle would keep an unused optimizer in memory
@@ -363,7 +417,26 @@ class MixedOptimizer(OptimizerWrapper):
             self.scaler.update()
         if self.masters is not None:
             self.masters.update_model()
+            self.masters.drop_gradients()
         return result
+
+    def _prepare_step(self) -> None:
+        if self._is_unscaled and isinstance(self.masters, Masters):
+            self.masters.check_taken()
+        if self.masters is not None and not self._has_stepped:
+            self._adopt_weights()
+        self._has_stepped = True
+        super()._prepare_step()
+
+    @torch.no_grad()
+    def _adopt_weights(self) -> None:
+        """Set masters to weights that were changed since `boost`, by an initialisation of the model for example.
+
+        Only the first step does, because it compares all weights. With `master_bits` a master is made of its weight.
+        """
+        if getattr(self.optim, "master_bits", None) is None:
+            changed = [(p, m) for p, m in self.masters.read().items() if not torch.equal(m.to(p.dtype), p)]
+            self.masters.write({p: torch.where(m.to(p.dtype) == p, m, p.float()) for p, m in changed})
 
     def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         result = super().step(closure, *args, **kwargs)
@@ -384,8 +457,6 @@ class MixedOptimizer(OptimizerWrapper):
             self.scaler._per_optimizer_states.pop(id(self.optim), None)
         self._has_scaled = False
         super().zero_grad(*args, **kwargs)
-        if self.masters is not None:
-            self.masters.forget_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = self.masters.read() if isinstance(self.masters, StateMasters) else {}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._precision import CastModel
 from ._stages import StepDecorator
 from .booster import Booster
 from .mixed_precision import BF16MixedPrecision, FP8MixedPrecision, MixedPrecision
@@ -52,6 +53,8 @@ def boost(
     booster = Booster(device, mixed_precision, fuse="auto", compile="auto", capture="auto")
     model, boosted, *_ = booster.boost(model, optimizer)
     boosted.measures_norm = False
+    if isinstance(model, CastModel):
+        model.cast_outputs(torch.float32)  # autocast ends before the loss, which needs float32
     return model, boosted, booster.step
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,10 +38,14 @@ class ForwardSnapshot:
 
 
 class TrainingSnapshot(ForwardSnapshot):
-    """Copies of all state that a training step changes: a ForwardSnapshot, parameters, optimizers' groups and state."""
+    """Copies of all state that a training step changes: a ForwardSnapshot, parameters, optimizers, loss scales.
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> None:
+    `wrappers` are the boosted optimizers, which have the loss scales.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Any], wrappers: Sequence[Any] = ()) -> None:
         super().__init__(models)
+        self._scales = [(wrapper, copy.deepcopy(wrapper.scaler_state())) for wrapper in wrappers]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         params = [param for group in groups for param in group["params"]]
         params += [param for model in models for param in model.parameters()]
@@ -54,6 +59,8 @@ class TrainingSnapshot(ForwardSnapshot):
     @torch.no_grad()
     def restore(self) -> None:
         super().restore()
+        for wrapper, state in self._scales:
+            wrapper.load_scaler_state(copy.deepcopy(state))
         for param, value in self._params:
             param.copy_(value)
         for group, own, saved in self._groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.utils._triton import has_triton
 
 from .. import _fuse
 from ..ops._graph import CudaGraphs
+from ..optimizers._base import FusedOptimizer
 from ._compile import CompiledModel
 from ._precision import has_state_masters
 from ._report import StageReport, StageRow, fused_row
@@ -50,6 +52,7 @@ class Stages:
         self._rows: list[StageRow] = []
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
+        self._wrappers: list[Any] = []  # weak references to the boosted optimizers
         self._compiled: list[CompiledModel] = []
         self._steps: list[BoostedStep] = []
         obstacle = self._capture_obstacle()
@@ -104,10 +107,14 @@ class Stages:
             return
         self._rows.append(fused_row(_fuse.fuse(model, verbose=False)))
         if optimizer is not None:
-            self._rows.append(self._fuse_optimizer(optimizer))
+            self._rows.append(self._fuse_optimizer(optimizer, model))
 
-    def _fuse_optimizer(self, optimizer: Any) -> StageRow:
+    def _fuse_optimizer(self, optimizer: Any, model: nn.Module) -> StageRow:
         kind = type(optimizer).__name__
+        sparse = [module for module in model.modules() if getattr(module, "sparse", False) is True]
+        if sparse and not isinstance(optimizer, FusedOptimizer):
+            text = f"{type(sparse[0]).__name__} has sparse gradients, which fused optimizers do not take"
+            return StageRow("fuse optimizer", False, text)
         if self._plugin is not None and not isinstance(self._plugin, TorchDDPPlugin):
             return StageRow("fuse optimizer", False, f"{type(self._plugin).__name__} makes its own from {kind}")
         [row] = _fuse.fuse(optimizer, verbose=False)
@@ -125,7 +132,9 @@ class Stages:
         """Note a boosted model and its optimizer, and decide whether steps compile and capture."""
         inner = unwrapped(model)
         self._models.append(inner)
-        self._optimizers += [] if optimizer is None else [optimizer.unwrap()]
+        if optimizer is not None:
+            self._optimizers.append(optimizer.unwrap())
+            self._wrappers.append(weakref.ref(optimizer))
         precision, plugin = self._precision, self._plugin
         level = getattr(precision, "opt_level", None) or getattr(precision, "options", {}).get("opt_level", "")
         kind = type(precision).__name__.removesuffix("MixedPrecision")
@@ -200,11 +209,14 @@ class Stages:
         """Time the combinations of a step, apply the fastest one and return the report."""
         if not isinstance(step, BoostedStep) and not callable(step):
             raise TypeError(f"step must be a function that booster.step has decorated, not {step!r}")
+        if not self._models:
+            raise RuntimeError("find_fastest comes after boost: nothing was boosted whose state could be put back")
         function = step.function if isinstance(step, BoostedStep) else step
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
         fusions = self._choices("fuse")
         variants = [Variant(*each) for each in itertools.product(self._choices("compile"), self._choices("capture"))]
-        before = TrainingSnapshot(self._models, self._optimizers)
+        wrappers = [reference() for reference in self._wrappers]
+        before = TrainingSnapshot(self._models, self._optimizers, [each for each in wrappers if each is not None])
         losses: dict[Any, list[float]] = {}
         seconds: dict[Any, float] = {}
         try:

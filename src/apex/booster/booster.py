@@ -28,6 +28,8 @@ __all__ = ["Booster"]
 
 # Number of steps skipped in a row after which trace_overflow="auto" traces one step.
 _AUTO_TRACE_AFTER = 3
+# By model: a weak reference to the boosted optimizer that has float32 masters of the model's weights.
+_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def _io_method(method: Any) -> Any:
@@ -124,6 +126,8 @@ class Booster:
         self._stages.check_model(model)
         if self.plugin is None or not self.plugin.takes_lazy or self._stages.fuse:
             materialize([*model.parameters(), *model.buffers()])
+        if self.plugin is None:
+            _check_device(model)
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
         self._stages.before(model, optimizer)
@@ -143,6 +147,8 @@ class Booster:
             if boosted.names is None:
                 boosted.names = [name_of.get(id(param)) for param in params]
             model._optimizer = weakref.ref(boosted)
+            if getattr(boosted, "masters", None) is not None:
+                _OPTIMIZERS[unwrapped(model)] = weakref.ref(boosted)
             if self._trace_overflow:
                 self._start_trace(model, boosted)
         self._stages.after(model, boosted)
@@ -262,12 +268,32 @@ def _check_trainable(model: Any, optimizer: Any) -> None:
         raise ValueError("the optimizer has been boosted already; give the one that it was made from")
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer or None, not a {type(optimizer).__name__}")
+    if _OPTIMIZERS.get(unwrapped(model), lambda: None)() is not None:
+        raise ValueError(
+            "the model has been boosted already, with another optimizer that has float32 masters of its weights: use "
+            "one optimizer with several parameter groups, or BF16MixedPrecision('O4'), which has no masters"
+        )
+    if hasattr(optimizer, "_master_of"):
+        raise ValueError(
+            f"the optimizer ({type(optimizer).__name__}) has been boosted already, with another model: put both models "
+            "into one nn.ModuleList and boost that"
+        )
     known = {id(param) for param in model.parameters()}
     updated = [param for group in optimizer.param_groups for param in group["params"]]
     if known and updated and not any(id(param) in known for param in updated):
         raise ValueError(
             f"none of the parameters of the optimizer ({type(optimizer).__name__}) belongs to the model "
             f"({type(model).__name__}), which would not be trained; make the optimizer from model.parameters()"
+        )
+
+
+def _check_device(model: nn.Module) -> None:
+    """Raise if a model has parameters without data, whose masters and state would have none either."""
+    empty = [name for name, param in model.named_parameters() if param.is_meta]
+    if empty:
+        raise ValueError(
+            f"{empty[0]} is on the meta device and has no values: call model.to_empty(device=...) and initialise or "
+            "load it before boost, or build the model in apex.lazy.LazyInitContext"
         )
 
 

@@ -49,7 +49,8 @@ class ModelWrapper(nn.Module):
             return getattr(self.module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_optimizer"}  # a weak reference
+        # A copy has no optimizer, so that nothing would keep its masters equal to its weights.
+        return {name: value for name, value in vars(self).items() if name not in ("_optimizer", "masters")}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -195,6 +196,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a boosted optimizer is not copied or pickled, because its parameters are those of the boosted model: save "
+            "and load its state_dict(), or copy model and optimizer before boost"
+        )
 
     @property
     def parameters(self) -> list[Tensor]:
