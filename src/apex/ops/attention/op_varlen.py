@@ -179,53 +179,7 @@ def _batch_size(
     return tensors[0].shape[0] // lengths[0] if takes else 0
 
 
-def block_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    bounds_k: Tensor,
-    longest: int,
-    longest_k: int,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
-    """Return output and logs of sums [H, total] of packed attention, without autograd and without checks."""
-    settings = (longest, longest_k, scale, left, right, 0.0, True)
-    arguments = (query, key, value, bounds, bounds_k, None, *settings)
-    run = VARLEN_ATTENTION.run if _takes(*arguments) else VARLEN_ATTENTION.run_reference
-    return run(*arguments)  # type: ignore[return-value]
-
-
-def block_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    bounds_k: Tensor,
-    longest: int,
-    longest_k: int,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of packed attention from its output and logs of sums.
-
-    If output and logs belong to an attention that has this one as a part, the gradients of its parts add up.
-    """
-    settings = (longest, longest_k, scale, left, right, 0.0, True)
-    saved = (query, key, value, bounds, bounds_k, None, output, lse)
-    if _takes(query, key, value, bounds, bounds_k, None, *settings) and _library.runs_triton_now(FAMILY, query):
-        return VARLEN_ATTENTION.run_backward((dout,), saved, settings, [True] * 3)  # type: ignore[return-value]
-    edges = (bounds.tolist(), bounds_k.tolist())
-    return reference.varlen_attention_backward(dout, query, key, value, output, lse, edges, scale, left, right)
-
-
-def _takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
     """Return whether the kernels take tensors of these shapes."""
     longest, longest_keys = others[2:4]
     return (
@@ -343,7 +297,7 @@ VARLEN_ATTENTION = Op(
     "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, float dropout_p, bool with_lse) "
     "-> (Tensor output, Tensor statistics)",
     reference=_reference,
-    kernels=Kernels(launch_forward, launch_backward, _takes),
+    kernels=Kernels(launch_forward, launch_backward, takes),
     shapes=_fake,
     saved=Saved("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seed", "output", "statistics"),
     derivative=Derivative(of=("query", "key", "value"), formula=_formula),
