@@ -72,8 +72,10 @@ def varlen_attention(
         raise ValueError(f"scale={scale} must be positive and finite")
     sequences = 0 if dropout_p or return_lse else _batch_size((query, key), edges, (left, right))
     if sequences:
-        batch = [tensor.unflatten(0, (sequences, -1)).transpose(1, 2) for tensor in (query, key, value)]
-        return reference.batched_attention(*batch, causal=right == 0, scale=float(scale)).transpose(1, 2).flatten(0, 1)
+        # `reshape` takes the host half the time of `unflatten`.
+        batch = [tensor.reshape(sequences, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)]
+        output = reference.batched_attention(*batch, causal=right == 0, scale=float(scale))
+        return output.transpose(1, 2).reshape(query.shape)
     cu_seqlens_q, cu_seqlens_k = (bounds.to(query.device, non_blocking=True) for bounds in (cu_seqlens_q, cu_seqlens_k))
     seed = draw_seed(query.device) if dropout_p > 0 else None
     bounds_k = cu_seqlens_k if own_keys else None
@@ -117,15 +119,17 @@ def _check(
 ) -> tuple[list[int] | None, list[int] | None]:
     """Raise for arguments that do not fit together; return the bounds that the host can read without waiting."""
     check_floats(query=query, key=key, value=value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3 or 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [total, heads, head size]")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            kinds = f"{tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}"
+    dtype, device = query.dtype, query.device
+    shape, key_shape, value_shape = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    for name, tensor, sizes in (("query", query, shape), ("key", key, key_shape), ("value", value, value_shape)):
+        if len(sizes) != 3 or not sizes[1] or not sizes[2]:
+            raise ValueError(f"{name} has shape {list(sizes)}; it must be [total, heads, head size]")
+        if tensor.dtype != dtype or tensor.device != device:
+            kinds = f"{tensor.dtype} on {tensor.device}, query {dtype} on {device}"
             raise ValueError(f"{name} is {kinds}; they must be alike")
-    if key.shape != value.shape:
-        raise ValueError(f"key has shape {list(key.shape)}, value {list(value.shape)}; they must be equal")
-    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+    if key_shape != value_shape:
+        raise ValueError(f"key has shape {list(key_shape)}, value {list(value_shape)}; they must be equal")
+    if shape[2] != key_shape[2] or shape[1] % key_shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads of {query.shape[2]}, key {key.shape[1]} of {key.shape[2]}; heads must "
             "have equal sizes, and the query's number must be a multiple of the key's"
@@ -138,15 +142,15 @@ def _check(
             raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
         if bounds.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
-        if bounds.device != query.device and not on_host(bounds):
-            raise ValueError(f"{name} is on {bounds.device}, query on {query.device}")
+        if bounds.device != device and not on_host(bounds):
+            raise ValueError(f"{name} is on {bounds.device}, query on {device}")
         integer(f"max_seqlen_{letter}", longest)
         edges = values_at_hand(bounds)
         at_hand.append(edges)
         if edges is None:
             continue
         lengths = [end - start for start, end in pairwise(edges)]
-        if edges[0] != 0 or edges[-1] > tensor.shape[0] or any(length < 0 for length in lengths):
+        if edges[0] != 0 or edges[-1] > tensor.shape[0] or min(lengths, default=0) < 0:
             raise ValueError(f"{name}={edges} must grow from 0 to at most the {tensor.shape[0]} rows it bounds")
         if lengths and max(lengths) > longest:
             raise ValueError(f"max_seqlen_{letter}={longest} is less than the longest sequence, {max(lengths)} rows")

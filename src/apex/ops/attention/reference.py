@@ -143,7 +143,8 @@ def _sdpa(
         added = None if added is None else added.float()
     with autocast_off(query):
         options = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
-        output = scaled_dot_product_attention(query, key, value, added, **options).to(dtype)  # type: ignore[arg-type]
+        output = scaled_dot_product_attention(query, key, value, added, **options)  # type: ignore[arg-type]
+    output = output if output.dtype == dtype else output.to(dtype)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 
