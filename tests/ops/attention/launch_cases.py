@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex.ops._device import facts
-from apex.ops.attention import op_biased, op_packed, op_varlen
+from apex.ops.attention import op_biased, op_blocks, op_packed, op_varlen
 from apex.ops.attention.op_common import Problem, output_launch
 
 _META = torch.device("meta")
@@ -52,6 +52,16 @@ def _varlen(heads: int, size: int, dtype: torch.dtype, window: tuple[int, int], 
     op_varlen.launch_backward(output, *given, output, statistics, *settings, [True] * 3)
 
 
+def _merge(partial: tuple[bool, ...], weighted: bool, dtype: torch.dtype) -> None:
+    """Put blocks of 8192 rows, or of half of them, together."""
+    parts = []
+    for some in partial:
+        rows = 4096 if some else 8192
+        lse = torch.empty(32, rows, device=_META) if weighted else None
+        parts.append(op_blocks.Part(torch.empty(rows, 32, 128, dtype=torch.bfloat16, device=_META), lse, some))
+    op_blocks.launch_merge(parts, torch.empty(8192, dtype=torch.int64, device=_META), dtype)
+
+
 def _behind_cudnn() -> None:
     """The launch that checks cuDNN's attention, with the tensors that cuDNN would have left."""
     problem = Problem(16, 16, 512, 512, 128, torch.bfloat16, _META, total=8192, cudnn_first=True)
@@ -65,7 +75,7 @@ def _behind_cudnn() -> None:
 
 
 def record() -> None:
-    """Plan a bias without a gradient, a mask alone, a long bias, dropout, windows, and launches behind cuDNN's."""
+    """Plan a bias without a gradient, a mask alone, a long bias, dropout, windows, merges, launches behind cuDNN's."""
     _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256), (False,))
     _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None, (False,))
     _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536), (True,))
@@ -73,4 +83,6 @@ def record() -> None:
     _varlen(32, 128, torch.bfloat16, (-1, 0))
     _varlen(32, 128, torch.bfloat16, (4096, 0))
     _varlen(8, 64, torch.float32, (128, 64), 0.1)
+    _merge((False, False, True, True), True, torch.bfloat16)
+    _merge((False, True), False, torch.float32)
     _behind_cudnn()

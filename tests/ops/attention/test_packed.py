@@ -176,7 +176,7 @@ def test_a_batch_of_tensors_without_an_address_is_not_looked_for(monkeypatch: py
         def data_ptr(self) -> int:
             pytest.fail("asked")
 
-    monkeypatch.setattr(op_packed, "_cudnn_takes", lambda *form: True)
+    monkeypatch.setattr(op_packed, "cudnn_takes", lambda *form: True)
     assert not op_packed.asks_cudnn(torch.empty(8, 3, 1, 16).half().as_subclass(WithoutAddress), 2, 4)
 
 

@@ -34,6 +34,9 @@ PADDED_LOGITS = 1 << 21
 # Elements of the blocks that are summed for the gradient of a bias: 64 for each of the 128 threads of a program.
 SUMMED_ELEMENTS = 8192
 
+# Elements of each block that a program puts together with others': 32 for each of its 128 threads.
+MERGED_ELEMENTS = 4096
+
 # Programs of the repairing launch behind cuDNN's attention, which usually finds nothing to repair: as many as run at
 # the same time.
 REPAIRS_PER_MULTIPROCESSOR = 3

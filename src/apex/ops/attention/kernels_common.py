@@ -24,6 +24,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Bounds of packed sequences that a program reads at a time when it looks for its own.
+SEARCHED = tl.constexpr(256)
 
 
 @triton.jit
@@ -109,6 +111,22 @@ def _bounds(cu, z, batch, total):
 
 
 @triton.jit
+def _find(cu, number, batch, BLOCK: tl.constexpr):
+    """Return the packed sequence of a tile and the tile's first row there; rows after the last are one more sequence.
+
+    Sequence z has the tiles from number cu[z] // BLOCK + z on. That is at most one more than it needs, so that programs
+    without rows are few whatever the lengths are, and no program needs the lengths of other sequences.
+    """
+    i = tl.arange(0, SEARCHED)
+    begun = tl.zeros((SEARCHED,), tl.int32)
+    for base in range(0, batch + 1, SEARCHED):
+        start = tl.load(cu + base + i, mask=base + i <= batch, other=0).to(tl.int32)
+        begun += ((base + i <= batch) & (start // BLOCK + base + i <= number)).to(tl.int32)
+    z = tl.maximum(tl.sum(begun, 0) - 1, 0)
+    return z, tl.maximum(number - (tl.load(cu + z).to(tl.int32) // BLOCK + z), 0) * BLOCK
+
+
+@triton.jit
 def locate(
     program, cu, cu_other, batch, heads, rows, columns, total, total_other,
     PACKED: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
@@ -116,8 +134,8 @@ def locate(
     """Return a program's tile (batch, head, first row) and its sequence (start, rows, start of partners, partners).
 
     Partners are the keys of queries, or the queries of keys.
-    With TAIL, tiles of rows without partners follow the last packed sequence: their results are zeros. A tile beyond
-    the end of its sequence also has 0 partners, and so nothing to do.
+    With TAIL, rows after the last packed sequence have no partners: their results are zeros. A tile beyond the end of
+    its sequence also has 0 partners, and so nothing to do.
     """
     blocks = tl.cdiv(rows, BLOCK)
     start = program * 0
@@ -130,12 +148,9 @@ def locate(
     h = zh % heads
     if PACKED:
         if TAIL:
-            tail_blocks = tl.cdiv(total, BLOCK)
-            beyond = program - batch * heads * blocks
-            if beyond >= 0:
-                z = batch
-                h = beyond // tail_blocks
-                first = (beyond % tail_blocks) * BLOCK
+            tiles = total // BLOCK + batch + 1
+            h = program // tiles
+            z, first = _find(cu, program % tiles, batch, BLOCK)
         start, count = _bounds(cu, z, batch, total)
         other_start = start
         partners = count

@@ -102,13 +102,15 @@ class Problem(NamedTuple):
         return config.tile_constants(tile, *sizes, self.total > 0, self.dtype, facts(self.device))
 
     def programs(self, batch: int, rows: int, block: int, keys: bool = False) -> int:
-        """Return the number of programs: one per tile of each head, also for tiles after the last packed sequence.
+        """Return the number of programs: one per tile of each head; tiles are of queries, or of `keys` and their heads.
 
-        Tiles are of queries, or of `keys` and their heads.
+        With a tail, each packed sequence and the rows after the last have at most one tile more than they need. For 16
+        documents of 512 to 8192 rows, 65,536 in all, a tile for each 64 of the greatest length and of all rows were
+        98,304 programs, of which 33,000 had rows.
         """
         total = (self.total_keys if keys else 0) or self.total
-        tail = -(-total // block) if self.tail else 0
-        return (batch * -(-rows // block) + tail) * (self.heads // self.group if keys else self.heads)
+        tiles = total // block + batch + 1 if self.tail else batch * -(-rows // block)
+        return tiles * (self.heads // self.group if keys else self.heads)
 
     def prepare(
         self, kernel: Any, programs: int, tile: config.Tile, strides: tuple[int, ...], *more: int, **flags: int

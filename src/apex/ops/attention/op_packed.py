@@ -109,7 +109,7 @@ def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
     return (
         qkv.is_cuda
         and not torch.compiler.is_compiling()
-        and _cudnn_takes(qkv.shape, qkv.dtype, sequences, length, qkv.device)
+        and cudnn_takes(qkv.shape, qkv.dtype, sequences, length, qkv.device)
         and _library.runs_triton_now(FAMILY, qkv)  # before the address, which a refused tensor may not have
         and qkv.is_contiguous()
         and qkv.data_ptr() % 16 == 0
@@ -118,7 +118,8 @@ def asks_cudnn(qkv: Tensor, sequences: int, length: int) -> bool:
 
 
 @launch_rule
-def _cudnn_takes(shape: torch.Size, dtype: torch.dtype, sequences: int, length: int, device: torch.device) -> bool:
+def cudnn_takes(shape: torch.Size, dtype: torch.dtype, sequences: int, length: int, device: torch.device) -> bool:
+    """Return whether cuDNN's attention takes sequences [total, 3, H, D] of equal lengths, and is the faster one."""
     total, _, heads, head_dim = shape
     return (
         total == sequences * length

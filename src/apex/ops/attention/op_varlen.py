@@ -72,8 +72,10 @@ def varlen_attention(
         raise ValueError(f"scale={scale} must be positive and finite")
     sequences = 0 if dropout_p or return_lse else _batch_size((query, key), edges, (left, right))
     if sequences:
-        batch = [tensor.unflatten(0, (sequences, -1)).transpose(1, 2) for tensor in (query, key, value)]
-        return reference.batched_attention(*batch, causal=right == 0, scale=float(scale)).transpose(1, 2).flatten(0, 1)
+        # `reshape` takes the host half the time of `unflatten`.
+        batch = [tensor.reshape(sequences, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)]
+        output = reference.batched_attention(*batch, causal=right == 0, scale=float(scale))
+        return output.transpose(1, 2).reshape(query.shape)
     cu_seqlens_q, cu_seqlens_k = (bounds.to(query.device, non_blocking=True) for bounds in (cu_seqlens_q, cu_seqlens_k))
     seed = draw_seed(query.device) if dropout_p > 0 else None
     bounds_k = cu_seqlens_k if own_keys else None
@@ -117,15 +119,17 @@ def _check(
 ) -> tuple[list[int] | None, list[int] | None]:
     """Raise for arguments that do not fit together; return the bounds that the host can read without waiting."""
     check_floats(query=query, key=key, value=value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3 or 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be [total, heads, head size]")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            kinds = f"{tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}"
+    dtype, device = query.dtype, query.device
+    shape, key_shape, value_shape = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+    for name, tensor, sizes in (("query", query, shape), ("key", key, key_shape), ("value", value, value_shape)):
+        if len(sizes) != 3 or not sizes[1] or not sizes[2]:
+            raise ValueError(f"{name} has shape {list(sizes)}; it must be [total, heads, head size]")
+        if tensor.dtype != dtype or tensor.device != device:
+            kinds = f"{tensor.dtype} on {tensor.device}, query {dtype} on {device}"
             raise ValueError(f"{name} is {kinds}; they must be alike")
-    if key.shape != value.shape:
-        raise ValueError(f"key has shape {list(key.shape)}, value {list(value.shape)}; they must be equal")
-    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+    if key_shape != value_shape:
+        raise ValueError(f"key has shape {list(key_shape)}, value {list(value_shape)}; they must be equal")
+    if shape[2] != key_shape[2] or shape[1] % key_shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads of {query.shape[2]}, key {key.shape[1]} of {key.shape[2]}; heads must "
             "have equal sizes, and the query's number must be a multiple of the key's"
@@ -138,15 +142,15 @@ def _check(
             raise ValueError(f"{name} has shape {list(bounds.shape)}; it must be [sequences + 1]")
         if bounds.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} is {bounds.dtype}; int32 and int64 are accepted")
-        if bounds.device != query.device and not on_host(bounds):
-            raise ValueError(f"{name} is on {bounds.device}, query on {query.device}")
+        if bounds.device != device and not on_host(bounds):
+            raise ValueError(f"{name} is on {bounds.device}, query on {device}")
         integer(f"max_seqlen_{letter}", longest)
         edges = values_at_hand(bounds)
         at_hand.append(edges)
         if edges is None:
             continue
         lengths = [end - start for start, end in pairwise(edges)]
-        if edges[0] != 0 or edges[-1] > tensor.shape[0] or any(length < 0 for length in lengths):
+        if edges[0] != 0 or edges[-1] > tensor.shape[0] or min(lengths, default=0) < 0:
             raise ValueError(f"{name}={edges} must grow from 0 to at most the {tensor.shape[0]} rows it bounds")
         if lengths and max(lengths) > longest:
             raise ValueError(f"max_seqlen_{letter}={longest} is less than the longest sequence, {max(lengths)} rows")
@@ -179,53 +183,7 @@ def _batch_size(
     return tensors[0].shape[0] // lengths[0] if takes else 0
 
 
-def block_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    bounds_k: Tensor,
-    longest: int,
-    longest_k: int,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor]:
-    """Return output and logs of sums [H, total] of packed attention, without autograd and without checks."""
-    settings = (longest, longest_k, scale, left, right, 0.0, True)
-    arguments = (query, key, value, bounds, bounds_k, None, *settings)
-    run = VARLEN_ATTENTION.run if _takes(*arguments) else VARLEN_ATTENTION.run_reference
-    return run(*arguments)  # type: ignore[return-value]
-
-
-def block_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    bounds_k: Tensor,
-    longest: int,
-    longest_k: int,
-    scale: float,
-    left: int,
-    right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of packed attention from its output and logs of sums.
-
-    Output and logs may belong to a whole attention with these keys as a part; the gradients of all parts then add up.
-    """
-    settings = (longest, longest_k, scale, left, right, 0.0, True)
-    saved = (query, key, value, bounds, bounds_k, None, output, lse)
-    if _takes(query, key, value, bounds, bounds_k, None, *settings) and _library.runs_triton_now(FAMILY, query):
-        return VARLEN_ATTENTION.run_backward((dout,), saved, settings, [True] * 3)  # type: ignore[return-value]
-    edges = (bounds.tolist(), bounds_k.tolist())
-    return reference.varlen_attention_backward(dout, query, key, value, output, lse, edges, scale, left, right)
-
-
-def _takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *others: Any) -> bool:
     """Return whether the kernels take tensors of these shapes."""
     longest, longest_keys = others[2:4]
     return (
@@ -343,7 +301,7 @@ VARLEN_ATTENTION = Op(
     "int max_seqlen_q, int max_seqlen_k, float scale, int left, int right, float dropout_p, bool with_lse) "
     "-> (Tensor output, Tensor statistics)",
     reference=_reference,
-    kernels=Kernels(launch_forward, launch_backward, _takes),
+    kernels=Kernels(launch_forward, launch_backward, takes),
     shapes=_fake,
     saved=Saved("query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "seed", "output", "statistics"),
     derivative=Derivative(of=("query", "key", "value"), formula=_formula),

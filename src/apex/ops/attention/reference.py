@@ -8,6 +8,7 @@ is: they call PyTorch's scaled_dot_product_attention, which is fused and has a f
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -142,7 +143,8 @@ def _sdpa(
         added = None if added is None else added.float()
     with autocast_off(query):
         options = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
-        output = scaled_dot_product_attention(query, key, value, added, **options).to(dtype)  # type: ignore[arg-type]
+        output = scaled_dot_product_attention(query, key, value, added, **options)  # type: ignore[arg-type]
+    output = output if output.dtype == dtype else output.to(dtype)
     return output if len(lead) == 1 else output.reshape(*lead, *output.shape[1:])
 
 
@@ -263,6 +265,27 @@ def varlen_attention_backward(
         for total, part in ((dkey, ds.transpose(1, 2) @ q), (dvalue, p.transpose(1, 2) @ g)):
             total[keys] += part.transpose(0, 1).unflatten(1, (-1, group)).sum(2)
     return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+
+
+def merged(parts: Sequence[Any], places: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return `op_blocks.merge_parts`: the sum of results, weighted by their shares of the sum of exponentials."""
+    compute = compute_dtype(parts[0].result)
+    results = [_in_places(part.result, places if part.partial else None, 0.0).to(compute) for part in parts]
+    if parts[0].lse is None:
+        return sum(results[1:], results[0]).to(dtype), None
+    logs = [_in_places(part.lse.transpose(0, 1), places if part.partial else None, -torch.inf) for part in parts]
+    lse = torch.stack(logs).logsumexp(0)  # [rows, H]
+    weights = [(log - lse).exp().nan_to_num(0.0)[..., None] for log in logs]  # rows that see no key have -inf in both
+    total = sum(result * weight for result, weight in zip(results, weights, strict=True))
+    return total.to(dtype), lse.transpose(0, 1).contiguous()  # type: ignore[union-attr]
+
+
+def _in_places(tensor: Tensor, places: Tensor | None, missing: float) -> Tensor:
+    """Return the rows of a tensor at `places`, `missing` where a place is -1."""
+    if places is None:
+        return tensor
+    absent = (places < 0).view(-1, *(1,) * (tensor.dim() - 1))
+    return tensor[places.clamp(min=0)].masked_fill(absent, missing)
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:

@@ -1,62 +1,31 @@
-"""Attention of some queries with some keys: blocks that are merged into a whole attention.
-
-A block returns its output and the logarithm of each row's sum of exponentials. Its backward pass takes the output and
-the logarithms of the whole attention, which give the probabilities of the whole. So gradients of blocks add up.
-"""
+"""The results of the blocks of a ring, put together a few at a time."""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...ops.attention.op_varlen import block_backward, block_forward
-
-
-class Block(NamedTuple):
-    """Settings of a block: bounds and greatest lengths of queries and keys, scale, and the window of a query."""
-
-    bounds: Tensor
-    bounds_k: Tensor
-    longest: int
-    longest_k: int
-    scale: float
-    left: int = -1
-    right: int = -1
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output [rows, H, D] and the logs of sums [H, rows]."""
-        return block_forward(query, key, value, *self)
-
-    def backward(self, dout: Tensor, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor) -> Any:
-        """Return the gradients of query, key and value, from output and logs of sums of the whole attention."""
-        query, key, value = tensors
-        return block_backward(dout, query, key, value, output, lse, *self)
+from ...ops._library import compute_dtype
+from ...ops.attention.op_blocks import MOST_PARTS, Part, merge_parts
 
 
 class Merged:
-    """The merged blocks, in float32 or wider: a sum of outputs, weighted by each block's share of exponentials."""
+    """The sum of blocks: outputs weighted by each block's share of the sum of exponentials, or gradients.
 
-    def __init__(self, output: Tensor, lse: Tensor) -> None:
-        self.dtype = output.dtype
-        self.output = output.to(lse.dtype, copy=True)
-        self.lse = lse.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # [rows, H]
+    Blocks are kept until there are `MOST_PARTS`, because a pass over memory for each would take longer. Sums of these
+    are in float32 or wider. `places` is the place of each row in blocks of some rows, -1 for none.
+    """
 
-    def add(self, output: Tensor, lse: Tensor, rows: Tensor | None = None) -> None:
-        """Add a block of all rows, or of the rows with the indices `rows`."""
-        other = lse.transpose(0, 1)
-        here = self.lse if rows is None else self.lse.index_select(0, rows)
-        mine = self.output if rows is None else self.output.index_select(0, rows)
-        empty = other == -torch.inf
-        share = torch.sigmoid(other - here).masked_fill_(empty, 0.0)[..., None]
-        # In place, and without a wider copy of the block's output: these passes are all that a ring adds to attention.
-        mine.mul_(1 - share).addcmul_(output, share)
-        here.copy_(torch.where(empty, here, here - torch.nn.functional.logsigmoid(here - other)))
-        if rows is not None:
-            self.output.index_copy_(0, rows, mine)
-            self.lse.index_copy_(0, rows, here)
+    def __init__(self, places: Tensor | None) -> None:
+        self.places = places
+        self.parts: list[Part] = []
 
-    def results(self) -> tuple[Tensor, Tensor]:
-        """Return the output in the blocks' dtype and the logs of sums [H, rows], contiguous."""
-        return self.output.to(self.dtype), self.lse.transpose(0, 1).contiguous()
+    def add(self, result: Tensor, lse: Tensor | None, partial: bool) -> None:
+        """Add a block's results of all rows, or of some of them; without `lse` results are added unweighted."""
+        if len(self.parts) == MOST_PARTS:
+            self.parts = [Part(*merge_parts(self.parts, self.places, compute_dtype(result)), False)]
+        self.parts.append(Part(result, lse, partial))
+
+    def results(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the results in `dtype`, and the logs of sums [H, rows] of outputs."""
+        return merge_parts(self.parts, self.places, dtype)

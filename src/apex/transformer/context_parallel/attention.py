@@ -70,7 +70,8 @@ def context_attention(
     if ranks == 1:
         output: Any = varlen_attention(query_rows, key_rows, value_rows, bounds, longest, **masks)
     elif comm == "p2p":
-        output = RingAttention.apply(query_rows, key_rows, value_rows, *layout, scale, causal, group)
+        sequences = 0 if packed else query.shape[1]
+        output = RingAttention.apply(query_rows, key_rows, value_rows, *layout, sequences, scale, causal, group)
     else:
         attend = all_gather_attention if comm == "all_gather" else all_to_all_attention
         output = attend(query_rows, key_rows, value_rows, layout, masks, group)
