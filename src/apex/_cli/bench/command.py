@@ -117,7 +117,7 @@ def _writable_path(output: Path | None, device: torch.device, families: list[str
 
 
 def _publish(report: Report, path: Path | None, plot: bool, console: Console, messages: Console) -> int:
-    """Write the JSON file, print the table and draw the chart; a failure of one loses none of the earlier ones."""
+    """Write the JSON file, print the table and draw the chart; each is done even if another one fails."""
     status = SUCCESS if all(case.ours_is_sound for case in report.cases) else WRONG_RESULT
     try:
         if path is not None:

@@ -1,4 +1,4 @@
-"""Calls that ask a launch rule a given question again, with random tensors, forward and backward."""
+"""Calls with random tensors that make a launch rule answer a recorded question again, forward and backward."""
 
 from __future__ import annotations
 
