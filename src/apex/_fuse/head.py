@@ -203,8 +203,8 @@ def _obstacle(module: Any, makes_loss: bool) -> str:
     return ""
 
 
-# Arguments with which a call keeps the model's own setting of `use_cache`. Without a cache, transformers takes positions
-# that begin anew for those of packed sequences, which do not see each other.
+# Arguments with which a call keeps the model's own setting of `use_cache`. Without a cache, transformers takes
+# positions that begin anew for those of packed sequences, which do not see each other.
 _KEEP_CACHE = ("use_cache", "past_key_values", "position_ids")
 
 
