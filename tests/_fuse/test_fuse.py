@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import apex
@@ -125,6 +126,36 @@ class TimmBlock(nn.Module):
         return self.act2(x)
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """The shape of timm's batch norm of EfficientNet blocks."""
+
+    def __init__(
+        self, channels: int, act: nn.Module, drop: nn.Module | None = None, factor: float | None = 0.1
+    ) -> None:
+        super().__init__(channels, momentum=factor)
+        self.drop, self.act = nn.Identity() if drop is None else drop, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        tracks = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
+        x = F.batch_norm(x, mean, variance, self.weight, self.bias, uses_batch, factor, self.eps)
+        return self.act(self.drop(x))
+
+
+class EvaluatingNorm(BatchNormAct2d):
+    """A norm that never uses the statistics of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        return self.act(self.drop(x))
+
+
 def stem() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten())
 
@@ -152,6 +183,13 @@ CASES: dict[str, tuple[Any, tuple[int, ...], set[str]]] = {
     ),
     "bottleneck": (lambda: Bottleneck(8, False), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
     "with downsample": (lambda: Bottleneck(8, True), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
+    "EfficientNet in a row": (
+        lambda: nn.Sequential(nn.BatchNorm2d(8), nn.SiLU(inplace=True)),
+        (2, 8, 5, 5),
+        {"norm + activation in a row"},
+    ),
+    "timm, SiLU": (lambda: BatchNormAct2d(8, nn.SiLU(inplace=True)), (2, 8, 5, 5), {"batch norm + activation"}),
+    "timm, ReLU": (lambda: BatchNormAct2d(8, nn.ReLU(), factor=None), (2, 8, 5, 5), {"batch norm + activation"}),
     "timm": (lambda: TimmBlock(8), (2, 8, 5, 5), {"residual block: batch norm + add + ReLU"}),
 }
 
@@ -221,6 +259,9 @@ def test_cross_entropy(reduction: str) -> None:
         (Bottleneck(8, False, nn.SyncBatchNorm), "SyncBatchNorm"),
         (TimmBlock(8, nn.Sigmoid()), "it has se"),
         (PreActivation(8, False), "computes something else"),
+        (EvaluatingNorm(8, nn.SiLU()), "computes something else"),
+        (BatchNormAct2d(8, nn.SiLU(), nn.Dropout(0.1)), "it has dropout"),
+        (BatchNormAct2d(8, nn.Hardswish()), "its activation is Hardswish"),
         (RMSNorm(8).to("meta"), "on no device"),
         (nn.MaxPool2d((3, 2)), "not square"),
         (nn.MaxPool2d(3, ceil_mode=True), "ceil_mode"),

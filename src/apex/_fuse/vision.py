@@ -28,8 +28,11 @@ is_batch_norm = inherits_forward(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 is_relu = inherits_forward(nn.ReLU)
 
 
-def batch_norm_relu(norm: Any, input: Tensor, z: Tensor | None = None) -> Tensor:
-    """Compute relu(norm(input) + z), and update running statistics as a call of the module would."""
+is_silu = inherits_forward(nn.SiLU)
+
+
+def batch_norm_active(norm: Any, input: Tensor, z: Tensor | None = None, silu: bool = False) -> Tensor:
+    """Compute relu(norm(input) + z) or silu(norm(input)), and update running statistics as the module would."""
     norm._check_input_dim(input)
     factor = average_factor(norm.momentum, norm.num_batches_tracked) if norm.training else 0.0
     if norm.training and norm.num_batches_tracked is not None:
@@ -37,19 +40,20 @@ def batch_norm_relu(norm: Any, input: Tensor, z: Tensor | None = None) -> Tensor
     uses_batch = norm.training or norm.running_mean is None
     tracks = not norm.training or norm.track_running_stats
     mean, variance = (norm.running_mean, norm.running_var) if tracks else (None, None)
-    return batch_norm(input, mean, variance, norm.weight, norm.bias, uses_batch, factor, norm.eps, z=z, relu=True)
+    channels = (mean, variance, norm.weight, norm.bias)
+    return batch_norm(input, *channels, uses_batch, factor, norm.eps, z=z, relu=not silu, silu=silu)
 
 
 def _sequential_pair(first: Any, second: Any) -> str:
-    """Return "relu" for a batch norm followed by ReLU, "silu" for a group norm followed by SiLU, "" otherwise."""
+    """Return "batch" for a batch norm with ReLU or SiLU behind it, "group" for a group norm with SiLU, "" otherwise."""
     if has_hooks(first) or has_hooks(second):
         return ""
-    if is_relu(second) and is_batch_norm(first):
-        return "relu"
+    if is_batch_norm(first) and (is_relu(second) or is_silu(second)):
+        return "batch"
     is_group = (
         isinstance(first, nn.GroupNorm) and getattr(first, "fused_from", type(first)).forward is nn.GroupNorm.forward
     )
-    return "silu" if is_group and inherits_forward(nn.SiLU)(second) else ""
+    return "group" if is_group and is_silu(second) else ""
 
 
 def _dense_triple(modules: list[Any]) -> tuple[int, str]:
@@ -85,9 +89,9 @@ def sequential_forward(self: Any, input: Any) -> Any:
             continue
         first, second = modules[i], modules[i + 1] if i + 1 < len(modules) else None
         pair = "" if second is None else _sequential_pair(first, second)
-        if pair == "relu":
-            input = batch_norm_relu(first, input)
-        elif pair == "silu":
+        if pair == "batch":
+            input = batch_norm_active(first, input, silu=is_silu(second))
+        elif pair == "group":
             input = group_norm_forward(first, input, "silu")
         else:
             input = first(input)
@@ -145,8 +149,35 @@ def block_forward(self: Any, x: Tensor) -> Tensor:
     shortcut = x if self.downsample is None else self.downsample(x)
     *layers, (last_convolution, last_norm, _) = _layers(self)
     for convolution, norm, _ in layers:
-        x = batch_norm_relu(norm, convolution(x))
-    return batch_norm_relu(last_norm, last_convolution(x), shortcut)
+        x = batch_norm_active(norm, convolution(x))
+    return batch_norm_active(last_norm, last_convolution(x), shortcut)
+
+
+# Names that the forward of a batch norm with its activation uses: PyTorch's, and those of timm.
+_ACTIVE_NORM = {*names_used(nn.BatchNorm2d.forward), "drop", "act", "_assert", "ndim"}
+
+
+def _is_active_norm(module: Any) -> bool:
+    """Return whether a module is a batch norm whose own forward also calls its dropout and activation."""
+    if not isinstance(module, nn.BatchNorm2d) or isinstance(getattr(module, "act", None), nn.Identity | None):
+        return False
+    used = set(names_used(type(module).forward))
+    return {"drop", "act"} <= used <= _ACTIVE_NORM
+
+
+def _active_norm_reason(module: Any) -> str:
+    if not isinstance(module.drop, nn.Identity):
+        return "it has dropout"
+    return "" if is_relu(module.act) or is_silu(module.act) else f"its activation is {type(module.act).__name__}"
+
+
+def active_norm_forward(original: Any) -> Callable[..., Any]:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if has_hooks(self.act) or has_hooks(self.drop):
+            return original.forward(self, x)
+        return batch_norm_active(self, x, silu=is_silu(self.act))
+
+    return forward
 
 
 def _block_probe(module: Any) -> Tensor:
@@ -199,6 +230,13 @@ RULES = [
         _block_reason,
         lambda original: block_forward,
         _block_probe,
+    ),
+    FusionRule(
+        "batch norm + activation",
+        _is_active_norm,
+        _active_norm_reason,
+        active_norm_forward,
+        lambda module: random_input(module, 3, module.num_features, 4, 4),
     ),
     FusionRule("norm + activation in a row", _has_pair, nothing, lambda original: sequential_forward),
     FusionRule("dense + activation + dense in a row", _has_dense, nothing, lambda original: sequential_forward),

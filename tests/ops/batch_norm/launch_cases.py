@@ -44,8 +44,12 @@ def record() -> None:
             weight = torch.empty(channels, dtype=parameters, device="meta")
             running = torch.empty(channels, device="meta")
             spec = BatchNormSpec(relu=True)
+            silu = BatchNormSpec(silu=True)
             given = Channels(running, running, weight, weight)
             launch_statistics(x, spec, given)
+            if not addend:
+                y, found = forward(x, None, given, silu)
+                backward(y, x, None, found, silu)
             for exchange in (None, _Alone()):
                 y, found = forward(x, x if addend else None, given, spec, exchange)
                 backward(y, x, y if addend else None, found, spec, exchange, wants_z=addend)

@@ -33,11 +33,12 @@ class BatchNormCase:
     offset: float = 0.0
     has_bias: bool = True
     channel_dim: int = 1
+    silu: bool = False
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
         dtypes = [str(each).removeprefix("torch.") for each in (self.dtype, self.parameters, self.addend)]
-        flags = [name for name in ("relu", "last", "training", "running", "has_bias") if getattr(self, name)]
+        flags = [name for name in ("relu", "last", "training", "running", "has_bias", "silu") if getattr(self, name)]
         return "-".join((sizes, *dtypes, *flags, str(self.channel_dim), *(["far"] if self.offset else [])))
 
     @property
@@ -90,6 +91,14 @@ CASES = [
     BatchNormCase((3, 12, 3, 5), F32, None, addend=F32, training=False, last=False),
     BatchNormCase((3, 12, 3, 5), F64, F64, addend=F64),
     BatchNormCase((3, 12, 9, 9), F32, offset=300.0),
+    BatchNormCase((3, 12, 3, 5), relu=False, silu=True),
+    BatchNormCase((2, 70, 5, 7), BF16, relu=False, silu=True, last=False),
+    BatchNormCase((2, 3, 40, 33), F16, relu=False, silu=True),
+    BatchNormCase((2, 3, 40, 33), F32, None, relu=False, silu=True, last=False),
+    BatchNormCase((3, 12, 3, 5), F32, relu=False, silu=True, training=False),
+    BatchNormCase((2, 4, 5, 12), F32, relu=False, silu=True, channel_dim=-1),
+    BatchNormCase((4, 6, 1, 1), F32, relu=False, silu=True),
+    BatchNormCase((3, 12, 3, 5), F64, F64, relu=False, silu=True),
     BatchNormCase((3, 12, 9, 9), F32, offset=300.0, last=False, addend=F32),
 ]
 
@@ -115,6 +124,7 @@ def exact(case: BatchNormCase, tensors: dict[str, Tensor | None], output: Tensor
     y = y if leaves["weight"] is None else y * leaves["weight"]
     y = (y if leaves["bias"] is None else y + leaves["bias"]).movedim(-1, case.channel_dim)
     y = y if leaves["z"] is None else y + leaves["z"]
+    y = functional.silu(y) if case.silu else y
     masked = y * (output.cpu() > 0) if case.relu else y
     assert tensors["dy"] is not None
     masked.backward(tensors["dy"].cpu().double())
@@ -138,6 +148,7 @@ def run(case: BatchNormCase, tensors: dict[str, Tensor | None]) -> dict[str, Ten
         0.25,
         z=leaves["z"],
         relu=case.relu,
+        silu=case.silu,
         channel_dim=case.channel_dim,
     )
     output.backward(leaves["dy"])
@@ -367,6 +378,35 @@ def test_gradcheck(relu: bool, training: bool) -> None:
 
     assert torch.autograd.gradcheck(function, (x, z, weight, bias))
     assert torch.autograd.gradgradcheck(function, (x, z, weight, bias))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_reference_of_silu_has_first_and_second_derivatives(training: bool) -> None:
+    """Kernels take them when a graph of the gradients is asked for."""
+    spec = BatchNormSpec(silu=True, training=training)
+    x = torch.randn(3, 4, 2, 5, dtype=F64, requires_grad=True)
+    weight, bias, mean, variance = (torch.rand(4, dtype=F64) for _ in range(4))
+    leaves = (x, weight.requires_grad_(), bias.requires_grad_())
+    expected = functional.silu(functional.batch_norm(x, mean.clone(), variance.clone(), weight, bias, training))
+    if training:
+        mean, variance = reference.combine(reference.rank_statistics(x, 1)[None])
+    channels = Channels(mean, variance, weight, bias)
+    assert_close(reference.normalise(x, None, channels, spec), expected)
+    dy = torch.randn_like(x)
+    wanted = torch.autograd.grad(expected, leaves, dy, create_graph=True)
+    dx, _, dweight, dbias = reference.gradients(dy, x, None, channels, spec)
+    for actual, right in zip((dx, dweight, dbias), wanted, strict=True):
+        assert_close(actual, right)
+    seconds = [torch.autograd.grad(each[0].square().sum(), leaves) for each in ((dx,), wanted)]
+    for actual, right in zip(*seconds, strict=True):
+        assert_close(actual, right)
+
+
+def test_silu_goes_without_an_addend_and_relu() -> None:
+    x = torch.randn(2, 3, 4)
+    for others in ({"z": x}, {"relu": True}):
+        with pytest.raises(ValueError, match=r"silu=True is for a norm without an addend z and without relu"):
+            batch_norm(x, silu=True, **others)
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -66,8 +66,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and the mean and variance that normalised it; in training, over the ranks of `exchange`."""
     mean, variance, weight, bias = running
-    eps, momentum, training, relu, channel_dim = spec
-    device, strides, flags = input.device, input.stride(), (training, exchange is None, relu)
+    eps, momentum, training, _, channel_dim, _ = spec
+    device, strides, flags = input.device, input.stride(), (training, exchange is None, reference.activation(spec))
     dtypes: tuple[Any, ...] = tuple([None if each is None else each.dtype for each in (input, z, *running)])
     launches = _forward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
@@ -119,20 +119,20 @@ def _forward_launches(
     strides: tuple[int, ...],
     channel_dim: int,
     dtypes: tuple[Any, ...],
-    flags: tuple[bool, ...],
+    flags: tuple[bool | str, ...],
     device: torch.device,
 ) -> ForwardLaunches | None:
     """Prepare the forward launches; return None for a tensor that is not dense."""
-    dtype, (training, alone, relu), geometry = dtypes[0], flags, _geometry(shape, strides, channel_dim)
+    dtype, (training, alone, activation), geometry = dtypes[0], flags, _geometry(shape, strides, channel_dim)
     if geometry is None:
         return None
     channels, pitch = geometry.channels, config.pitch(geometry.channels)
     results = (tuple(shape), (channels,), (2 * channels + 1,))
     if training and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, RELU=relu, **constants)
+        whole = kernels_whole.batch_norm_whole.prepare(grid, sizes, ACTIVATION=activation, **constants)
         return ForwardLaunches(*results, whole)
-    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, RELU=relu)
+    apply = _elementwise(kernels.batch_norm_apply, geometry, False, dtype, device, ACTIVATION=activation)
     measure, parts = _summing(kernels.batch_norm_measure, geometry, False, dtype, device, pitch)
     finish = _finishing(kernels.batch_norm_statistics, parts, channels, pitch)
     return ForwardLaunches(*results, None, parts * pitch, measure, finish, apply)
@@ -159,7 +159,7 @@ def launch_rank_statistics(input: Tensor, channel_dim: int) -> Tensor:
 def _measured(input: Tensor, channel_dim: int) -> tuple[Tensor, ForwardLaunches, Any]:
     """Return the statistics of parts of an input, the prepared launches, and a function that allocates tensors."""
     device, dtypes = input.device, (input.dtype, *[None] * 5)
-    launches = _forward_launches(input.shape, input.stride(), channel_dim, dtypes, (True, False, False), device)
+    launches = _forward_launches(input.shape, input.stride(), channel_dim, dtypes, (True, False, ""), device)
     if launches is None:
         return _measured(dense(input, channel_dim), channel_dim)
     empty = empty_on(device)
@@ -238,11 +238,11 @@ def launch_backward(
     `channels` are mean, variance, weight and bias.
     """
     mean, variance, weight, bias = channels
-    eps, _, training, relu, channel_dim = spec
+    eps, _, training, relu, channel_dim, _ = spec
     device, strides, write_dz = input.device, input.stride(), wants_z and relu
     tensors = (input, dy, output, *channels)
     dtypes: tuple[Any, ...] = tuple([None if each is None else each.dtype for each in tensors])
-    flags = (training, wants_input, exchange is None, relu, write_dz)
+    flags = (training, wants_input, exchange is None, reference.activation(spec), write_dz)
     launches = _backward_launches(input.shape, strides, channel_dim, dtypes, flags, device)
     if launches is None:
         rest = (output, channels, spec, exchange, wants_input, wants_z)
@@ -298,11 +298,11 @@ def _backward_launches(
     strides: tuple[int, ...],
     channel_dim: int,
     dtypes: tuple[Any, ...],
-    flags: tuple[bool, ...],
+    flags: tuple[bool | str, ...],
     device: torch.device,
 ) -> BackwardLaunches | None:
     """Prepare the backward launches; return None for a tensor that is not dense."""
-    (dtype, dy_dtype, *_), (training, wants_input, alone, relu, write_dz) = dtypes, flags
+    (dtype, dy_dtype, *_), (training, wants_input, alone, activation, write_dz) = dtypes, flags
     geometry = _geometry(shape, strides, channel_dim)
     if geometry is None:
         return None
@@ -310,11 +310,13 @@ def _backward_launches(
     results = (tuple(shape), (channels,), (2 * channels + 1,), count)
     if training and wants_input and alone and config.held_whole(math.prod(shape), channels, geometry.last):
         grid, sizes, constants = config.whole_tiling(geometry)
-        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, RELU=relu, **constants)
+        whole = kernels_whole.batch_norm_whole_backward.prepare(grid, sizes, ACTIVATION=activation, **constants)
         return BackwardLaunches(*results, whole)
-    measure, parts = _summing(kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, RELU=relu)
+    measure, parts = _summing(
+        kernels.batch_norm_measure_backward, geometry, True, dy_dtype, device, ACTIVATION=activation
+    )
     sums = _finishing(kernels.batch_norm_sums, parts, channels)
-    constants = {"RELU": relu and not write_dz, "BATCH": training}
+    constants = {"ACTIVATION": "" if write_dz else activation, "BATCH": training}
     apply = _elementwise(kernels.batch_norm_apply_backward, geometry, True, dtype, device, **constants)
     return BackwardLaunches(*results, None, parts * 2 * channels, measure, sums, apply)
 
@@ -326,7 +328,7 @@ def launch_input_gradient(
     x = dense(input, spec.channel_dim)
     geometry, dx = _geometry(x.shape, x.stride(), spec.channel_dim), torch.empty_like(x)
     assert geometry is not None
-    flags = {"RELU": spec.relu, "BATCH": spec.training}
+    flags = {"ACTIVATION": reference.activation(spec), "BATCH": spec.training}
     launch = _elementwise_of_any(kernels.batch_norm_apply_backward, geometry, True, x.dtype, x.device, **flags)
     mean, variance, weight, bias = channels
     contiguous = _contiguous(weight, bias, mean, variance, sums.sum_dy, sums.sum_dy_xhat)
@@ -341,7 +343,7 @@ def _summing(
     dtype: torch.dtype,
     device: torch.device,
     *sizes: int,
-    **flags: bool,
+    **flags: bool | str,
 ) -> tuple[Any, int]:
     """Prepare a pass that sums, and return it with the number of partial results that it writes."""
     here = facts(device)
@@ -354,7 +356,12 @@ def _summing(
 
 
 def _elementwise(
-    kernel: Any, geometry: config.Geometry, backward: bool, dtype: torch.dtype, device: torch.device, **flags: bool
+    kernel: Any,
+    geometry: config.Geometry,
+    backward: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    **flags: bool | str,
 ) -> Any:
     chosen = config.apply_config(*geometry, backward, dtype.itemsize, facts(device))
     tiles = config.tiling(geometry, chosen.elements)

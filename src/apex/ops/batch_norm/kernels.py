@@ -1,4 +1,4 @@
-"""Kernels of batch norm followed by an optional addend and ReLU, in both memory layouts.
+"""Kernels of batch norm followed by an optional addend and ReLU, or by SiLU, in both memory layouts.
 
 Legend: a tensor has I images of S positions and C channels, in memory [I, S, C] (LAST; then I is 1 and S counts the
 positions of all images) or [I, C, S]. It is cut into tiles of R positions and C_BLOCK channels. Each image has `chunks`
@@ -9,9 +9,9 @@ results: forward means, sums of squared deviations and a count, `pitch` values a
 would take 6 to 10 us longer on an H200 for the 5 that the host saves. Statistics are float32: mean and biased variance.
 
 Rank statistics, [2C + 1], are sent to other processes: forward a row of partial results, backward `sum_dy`,
-`sum_dy_xhat` and a count. `sum_dy` is the sum of the gradient behind the ReLU mask, and `sum_dy_xhat` the sum of this
-gradient times the normalised input. With RELU the mask comes from the output. If the output is None (without an
-addend), the mask is computed again from the input. Absent tensors are None.
+`sum_dy_xhat` and a count. `sum_dy` is the sum of the gradient before the activation, and `sum_dy_xhat` the sum of this
+gradient times the normalised input. ReLU's mask comes from the output. If the output is None (without an addend), the
+mask is computed again from the input, as SiLU's slope always is. Absent tensors are None.
 
 ALIGN, a power of two up to 16, divides the contiguous size, C or S: dividing and multiplying by ALIGN tells Triton how
 wide loads may be. EVEN: R divides S, so that no tile has fewer positions. Passes that sum load STAGES tiles ahead to
@@ -165,12 +165,23 @@ def batch_norm_statistics(
         tl.store(scale_shift + channels + channel, shift - centre * scale, inside)
 
 
+@triton.jit
+def active(values, ACTIVATION: tl.constexpr):
+    """Return "relu" or "silu" of the values, or the values themselves for ""."""
+    if ACTIVATION == "relu":
+        # A comparison instead of a maximum keeps NaN, as PyTorch's ReLU does.
+        values = tl.where(values < 0.0, 0.0, values)
+    elif ACTIVATION == "silu":
+        values = values / (1.0 + tl.exp(-values))
+    return values
+
+
 @kernel
 @triton.jit(do_not_specialize=COUNTS)
 def batch_norm_apply(
     x, z, weight, bias, mean, variance, y,
     positions, channels, chunks, units, channel_blocks, eps,
-    RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of one tile."""
@@ -187,16 +198,18 @@ def batch_norm_apply(
     result = (values - centre[None, :]) * scale[None, :] + shift[None, :]
     if z is not None:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
-    if RELU:
-        # A comparison instead of a maximum keeps NaN, as PyTorch's ReLU does.
-        result = tl.where(result < 0.0, 0.0, result)
+    result = active(result, ACTIVATION)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
 @triton.jit
-def _masked(gradient, away, x, y, offset, mask, scale, shift, RELU: tl.constexpr):
-    """Return the gradient of ReLU's argument: `gradient` behind the ReLU mask. `away` is the input less its mean."""
-    if RELU:
+def _masked(gradient, away, x, y, offset, mask, scale, shift, ACTIVATION: tl.constexpr):
+    """Return the gradient of the activation's argument, from its `gradient`. `away` is the input less its mean."""
+    if ACTIVATION == "silu":
+        before = away * scale[None, :] + shift[None, :]
+        sigmoid = 1.0 / (1.0 + tl.exp(-before))
+        gradient = gradient * sigmoid * (1.0 + before * (1.0 - sigmoid))
+    elif ACTIVATION == "relu":
         if y is None:
             # Rounded like the output, because rounding may have made that 0.
             output = (away * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
@@ -211,7 +224,7 @@ def _masked(gradient, away, x, y, offset, mask, scale, shift, RELU: tl.constexpr
 def batch_norm_measure_backward(
     x, dy, y, weight, bias, mean, variance, dz, partials,
     positions, channels, chunks, units, channel_blocks, programs, eps,
-    RELU: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, R: tl.constexpr,
     C_BLOCK: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient, and the gradient times the normalised input, over a program's units.
@@ -234,7 +247,7 @@ def batch_norm_measure_backward(
         away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
         # Outside the input the loaded gradient is 0, and so is every term.
         gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
-        gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
+        gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, ACTIVATION)
         if dz is not None:
             tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
         sum_dy += gradient
@@ -279,7 +292,7 @@ def batch_norm_sums(
 def batch_norm_apply_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx,
     positions, channels, chunks, units, channel_blocks, eps, inverse_count,
-    RELU: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+    ACTIVATION: tl.constexpr, BATCH: tl.constexpr, LAST: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
     R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one tile of the input; without BATCH the statistics did not depend on the input.
@@ -294,12 +307,12 @@ def batch_norm_apply_backward(
     gradient = tl.load(dy + offset, mask, other=0.0).to(tl.float32)
     centre = tl.load(mean + channel, inside, other=0.0).to(tl.float32)
     away = gradient
-    if BATCH or (RELU and y is None):
+    if BATCH or (ACTIVATION != "" and y is None):
         away = tl.load(x + offset, mask, other=0.0).to(tl.float32) - centre[None, :]
     factor = tl.rsqrt(tl.load(variance + channel, inside, other=0.0).to(tl.float32) + eps)
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
-    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
+    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, ACTIVATION)
     if BATCH:
         if sum_dy_xhat is None:
             sum_dy_xhat = sum_dy + channels

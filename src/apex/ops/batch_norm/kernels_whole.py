@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .._kernel_functions import parameter
 from .._launch import kernel
-from .kernels import _masked
+from .kernels import _masked, active
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def everything(count, positions, channels, LAST: tl.constexpr, R: tl.constexpr, 
 def batch_norm_whole(
     x, z, weight, bias, running_mean, running_variance, mean, variance, y,
     count, positions, channels, eps, momentum,
-    RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics, update the running statistics, and compute the output."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
@@ -57,8 +57,7 @@ def batch_norm_whole(
     result = away * scale[None, :] + parameter(bias, channel, inside, 0.0)[None, :]
     if z is not None:
         result += tl.load(z + offset, mask, other=0.0).to(tl.float32)
-    if RELU:
-        result = tl.where(result < 0.0, 0.0, result)
+    result = active(result, ACTIVATION)
     tl.store(y + offset, result.to(y.dtype.element_ty), mask)
 
 
@@ -67,7 +66,7 @@ def batch_norm_whole(
 def batch_norm_whole_backward(
     x, dy, y, weight, bias, mean, variance, sum_dy, sum_dy_xhat, dx, dz,
     count, positions, channels, eps,
-    RELU: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAST: tl.constexpr, R: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums, which are the gradients of bias and weight, and the gradients of input and addend."""
     offset, mask, channel, inside = everything(count, positions, channels, LAST, R, C_BLOCK)
@@ -78,7 +77,7 @@ def batch_norm_whole_backward(
     scale = factor * parameter(weight, channel, inside, 1.0)
     shift = parameter(bias, channel, inside, 0.0)
     away = values - centre[None, :]
-    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, RELU)
+    gradient = _masked(gradient, away, x, y, offset, mask, scale, shift, ACTIVATION)
     if dz is not None:
         tl.store(dz + offset, gradient.to(dz.dtype.element_ty), mask)
     total_dy = tl.sum(gradient, 0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import _library
 from .._checks import check_parameters, check_tensors
@@ -42,15 +43,21 @@ def batch_norm(
     *,
     z: Tensor | None = None,
     relu: bool = False,
+    silu: bool = False,
     channel_dim: int = 1,
 ) -> Tensor:
-    """Return the batch norm of `input`, plus `z` if it is given, then ReLU if `relu` is set.
+    """Return the batch norm of `input`, plus `z` if it is given, then ReLU if `relu` is set, or SiLU if `silu` is.
 
     `input` is [N, C, ...] in any memory format, or [N, ..., C] with `channel_dim=-1`. In `training` the statistics are
     computed from the input, and the running statistics, if given, move towards them by `momentum`; otherwise the
     running statistics are used. The running variance is the unbiased one, except for a single value per channel.
-    Statistics are float32 (float64 for float64). The output has the dtype of the input.
+    Statistics are float32 (float64 for float64). The output has the dtype of the input. `silu` goes with neither `z`
+    nor `relu`.
     """
+    if silu:
+        return _batch_norm_silu(
+            input, (running_mean, running_var, weight, bias), training, momentum, eps, z, relu, channel_dim
+        )
     if (
         not torch.compiler.is_compiling()
         and isinstance(input, Tensor)
@@ -71,6 +78,27 @@ def batch_norm(
     spec = BatchNormSpec(float(eps), float(momentum), bool(training), bool(relu), channel_dim)
     running = Channels(running_mean, running_var, weight, bias)
     return batch_norm_with_statistics(input, z, running, spec, wanted=False)[0]
+
+
+def _batch_norm_silu(
+    input: Tensor, channels: Any, training: bool, momentum: float, eps: float, z: Any, relu: bool, channel_dim: int
+) -> Tensor:
+    """Return silu(batch norm), rounded once: in one pass behind the statistics if kernels run, else by PyTorch's SiLU.
+
+    In a compiled graph Inductor fuses the two.
+    """
+    if z is not None or relu:
+        raise ValueError("silu=True is for a norm without an addend z and without relu")
+    spec = BatchNormSpec(float(eps), float(momentum), bool(training), False, channel_dim, True)
+    running = Channels(*channels)
+    check(input, running, None, spec)
+    if torch.compiler.is_compiling():
+        return functional.silu(batch_norm(input, *channels, training, momentum, eps, channel_dim=channel_dim))
+    if not runs_kernels(input, None, spec):
+        wide = input.to(_library.compute_dtype(input))
+        output = functional.silu(batch_norm(wide, *channels, training, momentum, eps, channel_dim=channel_dim))
+        return output.to(input.dtype)
+    return batch_norm_with_statistics(input, None, running, spec, wanted=False)[0]
 
 
 def batch_norm_with_statistics(
@@ -197,7 +225,7 @@ def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling
     if z is not None and input.element_size() <= 2:
         return True  # PyTorch would round the norm before it adds
     is_large = input.numel() >= (config.COMPILED_BELOW if compiling else config.NATIVE_BELOW)
-    if is_large and (compiling or spec.relu or z is not None):
+    if is_large and (compiling or spec.relu or spec.silu or z is not None):
         return True
     if not reference.keeps_float32(input if spec.channel_dim == 1 else input.movedim(-1, 1), spec.training):
         return True  # PyTorch's gradients would be inexact, or need copies to be exact

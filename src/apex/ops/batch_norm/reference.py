@@ -11,16 +11,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import _graph_numbers
 from .._library import compute_dtype
 
 
 class BatchNormSpec(NamedTuple):
-    """Settings of a batch norm: the `eps` added to a variance, whether ReLU follows, and the channel dimension.
+    """Settings of a batch norm: the `eps` added to a variance, whether ReLU or SiLU follows, and the channel dimension.
 
     With `training` a norm uses the statistics of the batch, otherwise the running ones. `momentum` is the weight of the
-    batch in the running statistics. `channel_dim` is 1 for [N, C, ...] in any memory format, -1 for [N, ..., C].
+    batch in the running statistics. `channel_dim` is 1 for [N, C, ...] in any memory format, -1 for [N, ..., C]. `silu`
+    goes without an addend, without ReLU, and only in one process.
     """
 
     eps: float = 1e-5
@@ -28,16 +30,22 @@ class BatchNormSpec(NamedTuple):
     training: bool = True
     relu: bool = False
     channel_dim: int = 1
+    silu: bool = False
+
+
+def activation(spec: BatchNormSpec) -> str:
+    """Return the name of the activation behind the norm, as kernels take it; "" for none."""
+    return "silu" if spec.silu else "relu" if spec.relu else ""
 
 
 def without_relu(spec: BatchNormSpec) -> BatchNormSpec:
-    """Return the settings without ReLU. PyTorch 2.6 compiles neither `_replace` nor slices of a NamedTuple."""
+    """Return the settings without ReLU or SiLU. PyTorch 2.6 compiles neither `_replace` nor slices of a NamedTuple."""
     return BatchNormSpec(spec.eps, spec.momentum, spec.training, False, spec.channel_dim)
 
 
 def evaluating(spec: BatchNormSpec) -> BatchNormSpec:
     """Return the settings for normalising by given statistics."""
-    return BatchNormSpec(spec.eps, spec.momentum, False, spec.relu, spec.channel_dim)
+    return BatchNormSpec(spec.eps, spec.momentum, False, spec.relu, spec.channel_dim, spec.silu)
 
 
 class Channels(NamedTuple):
@@ -154,6 +162,8 @@ def normalise(
         values = values + z.to(dtype)
     if spec.relu:
         values = values.relu()
+    elif spec.silu:
+        values = functional.silu(values)
     # A cast may return its argument, and PyTorch 2.11 compiles a Function that returns its input without gradients.
     return values if values.dtype == input.dtype else values.to(input.dtype)
 
@@ -161,7 +171,7 @@ def normalise(
 def gradient_sums(
     dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `dy` behind the ReLU mask, its sum per channel, and its sum per channel times the normalised input.
+    """Return the gradient before the activation, its sum per channel, and that times the normalised input.
 
     The mask is taken from `output`. For a norm without an addend `output` may be None; the mask is computed again.
     """
@@ -314,7 +324,12 @@ def _cast(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def masked(dy: Tensor, input: Tensor, output: Tensor | None, channels: Channels, spec: BatchNormSpec) -> Tensor:
-    """Return `dy` behind the ReLU mask, or `dy` itself without ReLU."""
+    """Return `dy` behind the ReLU mask, or times the slope of SiLU, or `dy` itself without an activation."""
+    if spec.silu:
+        wide = input.to(compute_dtype(dy, input))
+        before = normalise(wide, None, channels, without_relu(spec))
+        sigmoid = before.sigmoid()
+        return dy * (sigmoid * (1 + before * (1 - sigmoid)))
     if not spec.relu:
         return dy
     if output is None:
