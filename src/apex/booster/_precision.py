@@ -457,6 +457,8 @@ class MixedOptimizer(OptimizerWrapper):
             self.scaler._per_optimizer_states.pop(id(self.optim), None)
         self._has_scaled = False
         super().zero_grad(*args, **kwargs)
+        if isinstance(self.masters, Masters):  # also if `optim` was fused since, which drops its own `zero_grad`
+            self.masters.zero_gradients(bool(args[0] if args else kwargs.get("set_to_none", True)))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         before = self.masters.read() if isinstance(self.masters, StateMasters) else {}

@@ -18,6 +18,7 @@ from ..booster._precision import StateMasters
 from ..booster._report import StageReport, StageRow, fused_row
 from ..ops._host import HOST, on_host
 from ..optimizers._base import FusedOptimizer
+from ..optimizers._formats import master_of
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import LightningModule
@@ -110,7 +111,20 @@ class ApexPrecision(Precision):
             self.report.append(StageRow("fuse optimizer", not row.reason, row.reason or f"{kind} is {row.rule}"))
         if self._kind == "bf16-true" and isinstance(optimizer, FusedOptimizer) and not optimizer.stochastic_rounding:
             optimizer.master_weights = True
-            self._masters[id(optimizer)] = StateMasters(optimizer, self._exact)
+            self._masters[id(optimizer)] = StateMasters(optimizer, self._exact_weights(optimizer))
+
+    def _exact_weights(self, optimizer: Any) -> dict[Tensor, Tensor]:
+        """Return float32 values of parameters: masters that were loaded, or the values before the module was cast.
+
+        Leaves out parameters that have changed since, because a checkpoint was loaded into the module.
+        """
+        exact = {}
+        for param, value in self._exact.items():
+            for each in (master_of(optimizer.state.get(param, {}), value), value):
+                if each.shape == param.shape and torch.equal(each.to(param.dtype), param):
+                    exact[param] = each.float()
+                    break
+        return exact
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the hooks of a Trainer's module."""
