@@ -180,6 +180,17 @@ def test_kernels_keep_infinities_and_nan(codec: str, route: Route) -> None:
     assert ((joined[3:] - exact[3:]).abs() <= exact[3:].abs() * 2.0**-16 + 2.0**-142).all()
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("codec", ["signed8", "float8"])
+@pytest.mark.parametrize("size", [2e-38, 1e-30, 1e30, 3e38])
+def test_kernels_encode_very_small_and_large_numbers(codec: str, size: float, route: Route) -> None:
+    """No product of a number and a factor of its group overflows or vanishes."""
+    exact = torch.linspace(-1, 1, 65)[:64] * size
+    number = codecs.decode(codec, *encoded(codec, exact, route))
+    assert ((number.double() - exact.double()).abs() <= size * 2.0**-4).all()
+    assert (number[exact == 0] == 0).all()
+
+
 def test_noise_of_neighbours_and_of_steps_is_uncorrelated() -> None:
     """Elements of one hash differ by multiples of the golden ratio, others by their hash, steps by the seed."""
     index, row = torch.arange(1 << 12), torch.zeros(1, dtype=torch.int64)
