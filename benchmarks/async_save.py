@@ -38,6 +38,7 @@ from apex import checkpoint, graphs
 from apex._bench.environment import describe, device_name, device_stem
 from apex.checkpoint import _background
 from apex.ops import _staging
+from apex.ops._device import on_stream
 from apex.optimizers import FusedAdam
 
 RESULTS = Path(__file__).parent / "results"
@@ -146,7 +147,7 @@ def watch_copies() -> None:
         begin(self, *args)
         COPIES.append(self)
         for stream in _staging._streams.values():
-            with _staging._on(stream):
+            with on_stream(stream):
                 COPY_TIMES.append((start, Clock(torch.device("cuda")).now()))
 
     _staging.Copies.__init__ = init  # type: ignore[method-assign]
