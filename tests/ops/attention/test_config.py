@@ -134,9 +134,10 @@ def test_tiles_of_keys_with_a_bias_do_not_spill() -> None:
 def test_windows_of_long_sequences_have_their_own_tiles_on_hopper_alone() -> None:
     hopper = replace(LARGE, capability=(9, 0))
     window = "packed window"
+    assert config.forward_tile(128, 2, 8192, 8192, window, hopper) == (128, 128, 8, 3)
     assert config.queries_tile(128, 2, 8192, 8192, window, hopper) == (128, 64, 8, 3)
     assert config.keys_tile(128, 2, 8192, 8192, window, hopper) == (64, 128, 8, 1)
-    for rule in (config.queries_tile, config.keys_tile):
+    for rule in (config.forward_tile, config.queries_tile, config.keys_tile):
         for device in (replace(LARGE, capability=(10, 0)), SMALL, AMD):
             assert rule(128, 2, 8192, 8192, window, device) == rule(128, 2, 8192, 8192, "packed", device)
         for size, element_size, length in ((64, 2, 8192), (128, 4, 8192), (128, 2, 100)):
@@ -147,7 +148,8 @@ def test_windows_of_long_sequences_have_their_own_tiles_on_hopper_alone() -> Non
 def test_few_heads_of_a_long_window_leave_four_warps() -> None:
     """Eight warps have nothing to share of a tile of 32 queries or keys."""
     hopper = replace(LARGE, capability=(9, 0))
-    for rule, split in ((config.queries_tile, "queries"), (config.keys_tile, "keys")):
+    rules = ((config.forward_tile, "queries"), (config.queries_tile, "queries"), (config.keys_tile, "keys"))
+    for rule, split in rules:
         tile = rule(128, 2, 256, 256, "packed window", hopper)
         assert config.spread(tile, split, 256, 256, 1, 128, 2, hopper).num_warps <= 4
         assert config.spread(tile, split, 256, 256, 5000, 128, 2, hopper) == tile
