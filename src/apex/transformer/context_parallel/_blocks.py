@@ -45,17 +45,17 @@ class Merged:
 
     def add(self, output: Tensor, lse: Tensor, rows: Tensor | None = None) -> None:
         """Add a block of all rows, or of the rows with the indices `rows`."""
-        other = lse.transpose(0, 1)
-        here = self.lse if rows is None else self.lse.index_select(0, rows)
-        mine = self.output if rows is None else self.output.index_select(0, rows)
-        empty = other == -torch.inf
-        share = torch.sigmoid(other - here).masked_fill_(empty, 0.0)[..., None]
+        added = lse.transpose(0, 1)
+        logs = self.lse if rows is None else self.lse.index_select(0, rows)
+        merged = self.output if rows is None else self.output.index_select(0, rows)
+        empty = added == -torch.inf
+        share = torch.sigmoid(added - logs).masked_fill_(empty, 0.0)[..., None]
         # In place, and without a wider copy of the block's output: these passes are all that a ring adds to attention.
-        mine.mul_(1 - share).addcmul_(output, share)
-        here.copy_(torch.where(empty, here, here - torch.nn.functional.logsigmoid(here - other)))
+        merged.mul_(1 - share).addcmul_(output, share)
+        logs.copy_(torch.where(empty, logs, logs - torch.nn.functional.logsigmoid(logs - added)))
         if rows is not None:
-            self.output.index_copy_(0, rows, mine)
-            self.lse.index_copy_(0, rows, here)
+            self.output.index_copy_(0, rows, merged)
+            self.lse.index_copy_(0, rows, logs)
 
     def results(self) -> tuple[Tensor, Tensor]:
         """Return the output in the blocks' dtype and the logs of sums [H, rows], contiguous."""

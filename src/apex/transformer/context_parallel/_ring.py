@@ -93,7 +93,7 @@ class RingAttention(torch.autograd.Function):
         for number in range(plan.ranks):
             passing = Passing(travelling, group) if number + 1 < plan.ranks else None
             block, queries, keys = plan.step(number)
-            parts = (_taken(query, queries), *(_taken(each, keys) for each in travelling))
+            parts = (_taken(query, queries), *(_taken(tensor, keys) for tensor in travelling))
             output, lse = block.forward(*parts)
             if merged is None:
                 merged = Merged(output, lse)
@@ -117,7 +117,7 @@ class RingAttention(torch.autograd.Function):
         for number in range(plan.ranks):
             passing = Passing(travelling, group) if number + 1 < plan.ranks else None
             block, queries, keys = plan.step(number)
-            parts = (_taken(query, queries), *(_taken(each, keys) for each in travelling))
+            parts = (_taken(query, queries), *(_taken(tensor, keys) for tensor in travelling))
             sums = lse if queries is None else lse.index_select(1, queries).contiguous()
             block_gradients = block.backward(_taken(dout, queries), parts, _taken(output, queries), sums)
             if queries is None:
