@@ -119,7 +119,7 @@ def _make_forward(original: Any) -> Callable[..., Tensor]:
 
 def _is_plain(module: Any, hidden: Any, index: Any, weight: Any) -> bool:
     """Return whether `moe_experts` takes the arguments of a call."""
-    if not all(isinstance(each, Tensor) for each in (hidden, index, weight)):
+    if not all(isinstance(argument, Tensor) for argument in (hidden, index, weight)):
         return False
     alike = hidden.dtype == module.gate_up_proj.dtype == module.down_proj.dtype or autocast_dtype(hidden) is not None
     return alike and hidden.dim() == 2 and index.dim() == 2 and index.shape == weight.shape

@@ -206,7 +206,7 @@ def _has_residual_norm(module: Any) -> bool:
     names = _names(kind)
     others = names & {*_ATTENTION, "dropout", "dropout1", "layer_scale1"}
     norms = [getattr(module, name, None) for name in _NORMS if name in names]
-    return bool(others) and any(isinstance(each, nn.Module) and _norm_arguments(each) is not None for each in norms)
+    return bool(others) and any(isinstance(norm, nn.Module) and _norm_arguments(norm) is not None for norm in norms)
 
 
 def _is_candidate(module: Any) -> bool:

@@ -179,7 +179,7 @@ def _fused_real(function: Callable[..., Any], count: int) -> Callable[..., Any] 
             arguments[name] is None for name in extras if name != _DIM
         )
         rotated = None
-        if is_usual and all(isinstance(each, Tensor) for each in (*tensors, cos, sin)):
+        if is_usual and all(isinstance(value, Tensor) for value in (*tensors, cos, sin)):
             if flat and tensors[0].dim() == 3 and cos.dim() == 2:
                 rotated = _rotated(flat, tuple(t[None] for t in tensors), cos[None], sin[None], False)
                 rotated = rotated and tuple(t[0] for t in rotated)
@@ -229,7 +229,7 @@ def _reason(module: Any) -> str:
     functions = _functions(type(module))
     if with_functions(type(module).forward, {}) is None:
         return "its forward is wrapped by a decorator"
-    arguments = [tuple(inspect.signature(each).parameters) for each in functions.values()]
+    arguments = [tuple(inspect.signature(rotation).parameters) for rotation in functions.values()]
     if not any(names[:4] == _PAIR or names[:3] == _ONE or names == _COMPLEX for names in arguments):
         return f"its {next(iter(functions))} takes other arguments"
     computes = any(_fused_function(function) is not None for function in functions.values())

@@ -180,7 +180,7 @@ def has_hooks(module: nn.Module) -> bool:
 def inherits(module: Any, *kinds: Any) -> bool:
     """Return whether a module without hooks has the forward of one of these classes, or is a fused one of them."""
     kind = getattr(type(module), "fused_from", type(module))
-    return not has_hooks(module) and any(isinstance(module, each) and kind.forward is each.forward for each in kinds)
+    return not has_hooks(module) and any(isinstance(module, base) and kind.forward is base.forward for base in kinds)
 
 
 def is_linear(module: Any) -> bool:
@@ -214,7 +214,7 @@ def trial(module: Any, example: Tensor, *others: Tensor) -> str:
         if not error <= 4:
             return f"{where} differs"
         module, example = copy.deepcopy(module).float(), example.float()
-        others = tuple(each.float() if each.is_floating_point() else each for each in others)
+        others = tuple(argument.float() if argument.is_floating_point() else argument for argument in others)
     error, where = compare(module, (example, *others), {})
     if not error <= 1:
         return f"{where} differs"

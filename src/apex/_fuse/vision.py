@@ -83,7 +83,7 @@ def sequential_forward(self: Any, input: Any) -> Any:
         count, activation = _dense_triple(modules[i:])
         if count and isinstance(input, Tensor) and _fits(input, modules[i].weight):
             layers = (modules[i], modules[i + count - 1])
-            arguments: Any = (input, *(each for layer in layers for each in (layer.weight, layer.bias)), activation)
+            arguments: Any = (input, *(tensor for layer in layers for tensor in (layer.weight, layer.bias)), activation)
             input = dense_gelu_dense(*arguments)
             i += count
             continue

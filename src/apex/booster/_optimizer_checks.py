@@ -40,7 +40,7 @@ def algorithm_of(optimizer: OptimizerWrapper) -> str:
     """
     kind = type(optimizer.unwrap())
     if kind.step.__module__.startswith(_OWNERS):
-        kind = next(each for each in kind.__mro__ if each.__module__.startswith(_OWNERS))
+        kind = next(base for base in kind.__mro__ if base.__module__.startswith(_OWNERS))
     return _algorithm(kind.__name__)
 
 

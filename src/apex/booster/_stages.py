@@ -214,9 +214,9 @@ class Stages:
         function = step.function if isinstance(step, BoostedStep) else step
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
         fusions = self._choices("fuse")
-        variants = [Variant(*each) for each in itertools.product(self._choices("compile"), self._choices("capture"))]
+        variants = [Variant(*pair) for pair in itertools.product(self._choices("compile"), self._choices("capture"))]
         wrappers = [reference() for reference in self._wrappers]
-        before = TrainingSnapshot(self._models, self._optimizers, [each for each in wrappers if each is not None])
+        before = TrainingSnapshot(self._models, self._optimizers, [wrapper for wrapper in wrappers if wrapper is not None])
         losses: dict[Any, list[float]] = {}
         seconds: dict[Any, float] = {}
         try:
@@ -238,8 +238,8 @@ class Stages:
             before.restore()
             self._set_fused(fusions[-1])
         expected = losses[fusions[0], variants[0]]
-        right = [each for each in seconds if _agree(losses[each], expected)]
-        is_fused, variant = min(right, key=lambda each: seconds[each])
+        right = [combination for combination in seconds if _agree(losses[combination], expected)]
+        is_fused, variant = min(right, key=lambda combination: seconds[combination])
         self._set_fused(is_fused)
         for key in seconds:
             words = f"{'fused, ' if key[0] else ''}{key[1]}: {1e3 * seconds[key]:.2f} ms"

@@ -119,7 +119,7 @@ class Directions:
         if group["beta2"] is not None and bucket.shard_groups:
             raise NotImplementedError(f"beta2={group['beta2']} (NorMuon) does not take sharded parameters (DTensor)")
         blocks = [blocks_of(param.shape, group) for param in params]
-        rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in each] for each in blocks]
+        rates = [[factor_of(block.rows, block.columns, group["adjust_lr_fn"]) for block in parts] for parts in blocks]
         own, self._exchanges = divided(params, blocks, bucket.kind)
         by_shape: dict[Any, list[int]] = {}
         for index in own:
@@ -134,7 +134,7 @@ class Directions:
         # Directions of equal shape, their blocks with the factor of each, and averages of squares of rows or None.
         self._stacks: list[tuple[Tensor, list[tuple[Block, float]], Tensor | None]] = []
         # If all blocks of a parameter have the same factor, the update pass multiplies, in float32.
-        common = [each[0] if len(set(each)) == 1 else 1.0 for each in rates]
+        common = [rate[0] if len(set(rate)) == 1 else 1.0 for rate in rates]
         factors = torch.tensor([[factor, 0.0] for factor in common], dtype=torch.float32, device=HOST)
         start = 0
         for (_, shape, stride), indices in by_shape.items():

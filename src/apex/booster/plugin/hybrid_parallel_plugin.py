@@ -424,7 +424,7 @@ def _exchange_of(overrides: dict[str, Any], tp_size: int) -> str | None:
         warn_of(overrides, "sequence_parallelism_mode", "enable_sequence_parallelism is False")
         return None
     if mode not in _EXCHANGES:
-        accepted = ", ".join(repr(each) for each in _EXCHANGES if each)
+        accepted = ", ".join(repr(mode) for mode in _EXCHANGES if mode)
         raise ValueError(f"sequence_parallelism_mode={mode!r} must be one of {accepted}")
     exchange = _EXCHANGES[mode]
     if exchange is not None:

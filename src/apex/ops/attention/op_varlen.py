@@ -108,7 +108,7 @@ def _window(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """Return how many keys before and after its own position a query sees, -1 for all."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size={window_size!r} must be (left, right), -1 for all keys")
-    left, right = (integer("window_size", each) for each in window_size)
+    left, right = (integer("window_size", size) for size in window_size)
     if min(left, right) < -1:
         raise ValueError(f"window_size={tuple(window_size)} must be (left, right), each at least 0, or -1 for all keys")
     return left, 0 if causal else right
@@ -197,7 +197,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, *othe
 def _form(tensors: tuple[Tensor, ...], bounds: tuple[Tensor | None, ...], settings: tuple[Any, ...]) -> Any:
     """Return everything that launches for contiguous tensors depend on."""
     query, key = tensors[:2]
-    kinds = tuple(None if each is None else each.dtype for each in bounds)
+    kinds = tuple(None if tensor is None else tensor.dtype for tensor in bounds)
     return query.shape, key.shape, query.dtype, kinds, bounds[0].shape[0], settings, query.device  # type: ignore[union-attr]
 
 

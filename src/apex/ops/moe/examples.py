@@ -46,7 +46,7 @@ def _torch(
     """Compute all experts for all tokens; a token's weight is zero for experts that it did not choose."""
     output = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
-        first, second = (each[expert] if transposed else each[expert].t() for each in (gate_up, down))
+        first, second = (matrix[expert] if transposed else matrix[expert].t() for matrix in (gate_up, down))
         pre = x @ first if gate_up_bias is None else x @ first + gate_up_bias[expert]
         rows = reference.unit(pre, activation, interleaved) @ second
         rows = rows if down_bias is None else rows + down_bias[expert]

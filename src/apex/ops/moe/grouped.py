@@ -37,7 +37,7 @@ def route(x: Tensor, matrices: tuple[Tensor, ...], rows: int, sizes: tuple[int, 
     """
     if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
         return OURS
-    quick = _is_quick(*sizes, x.dtype, x.device) and all(each.data_ptr() % 16 == 0 for each in (x, *matrices))
+    quick = _is_quick(*sizes, x.dtype, x.device) and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *matrices))
     return Route(quick, quick and plain and rows * sizes[1] * sizes[2] >= config.LARGE_PRODUCTS)
 
 

@@ -85,11 +85,11 @@ def moe_scatter(index, counts, offsets, order, inverse, rows, experts, chunks, C
     """Store the parts of `order` and `inverse` for the rows of one chunk."""
     chunk = tl.program_id(0)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
-    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    peer = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = row < rows
     expert = _experts_of(index, row, rows, experts)
-    same = _experts_of(index, other, rows, experts)[None, :] == expert[:, None]
-    rank = tl.sum((same & (other[None, :] < row[:, None])).to(tl.int32), 1)
+    same = _experts_of(index, peer, rows, experts)[None, :] == expert[:, None]
+    rank = tl.sum((same & (peer[None, :] < row[:, None])).to(tl.int32), 1)
     before = tl.load(counts + expert.to(tl.int64) * chunks + chunk, mask=inside, other=0)
     position = tl.load(offsets + expert, mask=inside, other=0) + before + rank
     tl.store(inverse + row, position, mask=inside)

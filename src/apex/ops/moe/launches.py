@@ -103,7 +103,7 @@ def launch_forward(
     problem = problem_of(x, gate_up, index, activation, interleaved, transposed)
     order, inverse, offsets, tiles = launch_sort(index, problem)
     if problem.route(x, gate_up, down, gate_up_bias, down_bias).products:
-        first, second = (each if transposed else each.transpose(1, 2) for each in (gate_up, down))
+        first, second = (matrix if transposed else matrix.transpose(1, 2) for matrix in (gate_up, down))
         pre = grouped.multiply(x.index_select(0, order // problem.chosen), first, offsets)
         rows = grouped.multiply(launch_glu(pre, None, activation), second, offsets)
     else:

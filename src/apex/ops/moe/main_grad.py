@@ -61,7 +61,7 @@ class _AddedToMainGrad(torch.autograd.Function):
         need_x, need_gate_up, need_down, *need_biases = ctx.wanted(need_x, need_gate_up, need_down, *need_biases)
         (need_weight,) = ctx.wanted(need_weight)
         wanted = (need_x, need_gate_up, need_down, need_weight, *need_biases)
-        into = [each.main_grad if need else None for each, need in zip(ctx.main_grads, wanted[1:3], strict=True)]
+        into = [matrix.main_grad if need else None for matrix, need in zip(ctx.main_grads, wanted[1:3], strict=True)]
         dx, _, _, dweight, *dbiases = accumulate(dy, ctx.saved_tensors, ctx.settings, wanted, into)
         return dx, None, None, None, dweight, *dbiases, *(None,) * 6
 

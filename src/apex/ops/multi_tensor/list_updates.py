@@ -168,7 +168,7 @@ def clip_factor(norm: float | Tensor, largest: float | Tensor) -> float | Tensor
     """Return the factor that shortens gradients of this norm to the largest one allowed; 1 if they are shorter."""
     if not isinstance(norm, Tensor) and not isinstance(largest, Tensor):
         return largest / norm if norm > largest else 1.0
-    device = next(each.device for each in (norm, largest) if isinstance(each, Tensor))
+    device = next(value.device for value in (norm, largest) if isinstance(value, Tensor))
     norm = torch.as_tensor(norm, dtype=torch.float64, device=device)
     return torch.where(norm > largest, largest / norm, 1.0).reshape(())
 

@@ -146,7 +146,7 @@ class TorchRowLists(TorchLists):
     ) -> Tensor:
         """Decide which tensors AdamP projects, as `TritonRowLists.project` does."""
         whole = torch.empty((self.results, 2), dtype=torch.float32, device=self.device)
-        on_device = [each.on(self.device) if isinstance(each, Number) else each for each in (decay, ratio)]
+        on_device = [number.on(self.device) if isinstance(number, Number) else number for number in (decay, ratio)]
         decay, ratio = on_device  # type: ignore[assignment]
         for index, (sums, out) in enumerate(
             zip(row_sums.split(self.row_counts), whole.split(self.row_counts), strict=True)
@@ -200,7 +200,7 @@ def project_shards(
     sums = rows.add_columns(sums)
     total = rows.add_rows(rows.of_tensors(sums, "sum"))
     largest = rows.largest_of_rows(rows.of_tensors(_cosine(sums, eps), "max"))
-    decay, ratio = (each.on(row_sums.device) if isinstance(each, Number) else each for each in (decay, ratio))
+    decay, ratio = (number.on(row_sums.device) if isinstance(number, Number) else number for number in (decay, ratio))
     by_row, at_once = largest < limits[0] * delta, _cosine(total, eps) < limits[1] * delta
     whole = torch.where(at_once, _parallel(total, eps), 0.0)[rows.owner]
     share = torch.where(by_row[rows.owner], _parallel(sums, eps), whole)

@@ -83,7 +83,7 @@ class TorchLists:
             row += count
             if not size:
                 continue
-            tensors = [each[index] if each else None for each in (*self.slots, self.copy)]
+            tensors = [members[index] if members else None for members in (*self.slots, self.copy)]
             if not self._by_address([tensor for tensor in tensors if tensor is not None]):
                 yield _Piece(index, rows, 0, tensors)
                 continue

@@ -68,7 +68,7 @@ class TritonLists:
         if encodings:
             self._has_codes = any(has_scales(each.codec) for each in encodings.values())
             self._has_remainders = 0 in encodings and encodings[0].codec in REMAINDERS
-            self._columns += sum(each.companions is not None for each in encodings.values())
+            self._columns += sum(encoding.companions is not None for encoding in encodings.values())
             self._codecs = tuple(NUMBERS[encodings[slot].codec] if slot in encodings else 0 for slot in range(SLOTS))
         self._copied = copy is not None
         # Set by the owner of lists of shards, see `codecs.NoisePlace`.

@@ -38,7 +38,7 @@ def _share(step: Any, over: Any) -> Any:
 
 def _slow_beta(beta1: Any, beta3: Any, share: Any) -> Any:
     """Return beta3 during its warm-up from beta1: the half-life, less one step, grows linearly."""
-    start, end = (lifted(lambda beta: math.log(0.5) / math.log(beta) - 1, each) for each in (beta1, beta3))
+    start, end = (lifted(lambda beta: math.log(0.5) / math.log(beta) - 1, decay) for decay in (beta1, beta3))
     return 0.5 ** (1 / (start * (1 - share) + end * share + 1))
 
 
