@@ -99,7 +99,9 @@ Notes
   torch.cuda that do nothing. Each runs a second time with the Booster replaced by plain PyTorch in float32; the losses
   are compared. `tutorial/glue_bert` gets a stand-in for `datasets.load_metric`, which newer releases do not have;
   `images/dreambooth` runs with diffusers 0.35, the last one that works with transformers 4; `gpt/gemini` has sequences
-  of 32 tokens, since those of 1024 take minutes in float16 on a CPU.
+  of 32 tokens, since those of 1024 take minutes in float16 on a CPU; `opt` runs without oneDNN, whose float16 products
+  are slow on ARM. `test_adam_kernel.py` gets a seed: with some random gradients its float16 cases fail with plain
+  PyTorch too.
 - NeMo: 1.17, which needs Python 3.10 and was installed without its requirements, as OpenNMT-py; stand-ins without
   content took the place of its tokenizers of other languages. Its LightningModule moves batches to a GPU by name, so
   its steps were called one by one; its attention asks for the present GPU, and is told the CPU.
