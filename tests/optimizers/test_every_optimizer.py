@@ -83,6 +83,25 @@ def test_a_state_dict_from_before_the_first_step_starts_anew(name: str) -> None:
     assert_equal_bits(first, train(optimizer, range(3)))
 
 
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedNAdam", "FusedScheduleFreeAdamW"])
+def test_counts_on_the_device_go_to_the_device_of_the_parameters(name: str) -> None:
+    """A graph would repeat the step of the capture if a state dict from host memory left the counts there."""
+    options: Any = {"lr": 0.1, "capturable": True} | ({"state_format": "int8"} if name == "FusedAdam" else {})
+    optimizer = getattr(optimizers, name)(parameters(), **options)
+    train(optimizer, range(2))
+    elsewhere = [torch.nn.Parameter(param.detach().to("meta")) for param in parameters()]
+    other = getattr(optimizers, name)(elsewhere, **options)
+    saved = optimizer.state_dict()
+    other.load_state_dict({**saved, "state": {}})
+    counts = {
+        option: value
+        for option, value in other.param_groups[0].items()
+        if isinstance(value, torch.Tensor) and option != "lr"
+    }
+    assert "step" in counts
+    assert {value.device.type for value in counts.values()} == {"meta"}
+
+
 @every_optimizer
 def test_closures_hooks_and_later_groups(make: Factory) -> None:
     optimizer = make(parameters())

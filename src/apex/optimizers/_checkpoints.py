@@ -121,6 +121,10 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
                 group.setdefault(option, value)  # options that PyTorch's optimizers do not have
         if count is not None:
             group["step"] = count
+        for name in _PROGRESS:
+            if isinstance(group.get(name), Tensor) and group["params"]:
+                # A graph cannot count in host memory, and the state dict may have been loaded to the host.
+                group[name] = group[name].to(group["params"][0].device, copy=True)
     saved_groups = state_dict["param_groups"]
     saved = chain.from_iterable(group["params"] for group in saved_groups)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
