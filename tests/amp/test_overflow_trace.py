@@ -98,6 +98,25 @@ def test_numbers_computed_between_modules_are_told(capsys: pytest.CaptureFixture
     assert line.endswith("they were computed outside of leaf modules, after first (Linear)")
 
 
+def test_attention_that_does_not_call_its_child(capsys: pytest.CaptureFixture) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention, self.last = nn.Linear(6, 8), nn.MultiheadAttention(8, 2), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(self.attention(query=x, key=x, value=x, need_weights=False)[0])
+
+    model, optimizer = prepared(Attends())
+    amp.trace_overflow(model)
+    with torch.no_grad():
+        model.attention.out_proj.bias.fill_(math.inf)
+    train(model, optimizer, 1)
+    (line,) = messages(capsys)
+    assert line.startswith("first in the forward pass: the output of attention (MultiheadAttention) is ")
+
+
 def test_a_gradient_of_a_parameter_is_told_from_gradients_of_outputs(capsys: pytest.CaptureFixture) -> None:
     model, optimizer = prepared(network(nn.ReLU()))
     amp.trace_overflow(model)
@@ -444,7 +463,7 @@ def test_compiled_models_are_told_of(capsys: pytest.CaptureFixture) -> None:
     with amp.scale_loss(compiled(torch.ones(5, 6)).float().mean() * math.inf, optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no module of the traced model" in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "no leaf module of the traced model" in line]
     assert line.endswith("(compiled models do not call their modules)")
 
 

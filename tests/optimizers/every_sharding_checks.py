@@ -241,6 +241,14 @@ def clipping(rank: int) -> None:
                 torch.testing.assert_close(whole(norms[:1])[0], norms[1], **CLOSE)
                 for one, other in zip(found, exact, strict=True):
                     torch.testing.assert_close(whole([one.grad])[0], other.grad, **CLOSE)
+    # Squares of these numbers overflow float32; three of the four shards are empty.
+    param = nn.Parameter(
+        distribute_tensor(torch.ones(1, dtype=torch.float64), init_device_mesh("cpu", (4,)), [Shard(0)])
+    )
+    param.grad = torch.full_like(param, 1e30)
+    norm = clip_grad_norm_([param], 0.1)
+    torch.testing.assert_close(whole([norm])[0], torch.tensor(1e30, dtype=torch.float64), rtol=1e-15, atol=0)
+    torch.testing.assert_close(whole([param.grad])[0], torch.full((1,), 0.1, dtype=torch.float64))
 
 
 def stochastic_rounding(rank: int) -> None:

@@ -68,6 +68,40 @@ def test_copies_with_default_options(steps: int, duplicate: Any, name: str) -> N
     helpers.assert_same_options(optimizer.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("name", [name for name in optimizers.__all__ if name != "FP16_Optimizer"])
+def test_a_state_dict_from_before_the_first_step_starts_anew(name: str) -> None:
+    """Counts of steps and what depends on them, in the groups, do not stay those of the steps that were taken."""
+    options = {"state_format": "int8"} if name == "FusedAdam" else {}  # which counts roundings
+    optimizer = getattr(optimizers, name)(parameters(), lr=0.1, **options)
+    start = copy.deepcopy(optimizer.state_dict())
+    first = [param.detach().clone() for param in train(optimizer, range(3))]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    with torch.no_grad():
+        for param, value in zip(params, parameters(), strict=True):
+            param.copy_(value)
+    optimizer.load_state_dict(start)
+    assert_equal_bits(first, train(optimizer, range(3)))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedNAdam", "FusedScheduleFreeAdamW"])
+def test_counts_on_the_device_go_to_the_device_of_the_parameters(name: str) -> None:
+    """A graph would repeat the step of the capture if a state dict from host memory left the counts there."""
+    options: Any = {"lr": 0.1, "capturable": True} | ({"state_format": "int8"} if name == "FusedAdam" else {})
+    optimizer = getattr(optimizers, name)(parameters(), **options)
+    train(optimizer, range(2))
+    elsewhere = [torch.nn.Parameter(param.detach().to("meta")) for param in parameters()]
+    other = getattr(optimizers, name)(elsewhere, **options)
+    saved = optimizer.state_dict()
+    other.load_state_dict({**saved, "state": {}})
+    counts = {
+        option: value
+        for option, value in other.param_groups[0].items()
+        if isinstance(value, torch.Tensor) and option != "lr"
+    }
+    assert "step" in counts
+    assert {value.device.type for value in counts.values()} == {"meta"}
+
+
 @every_optimizer
 def test_closures_hooks_and_later_groups(make: Factory) -> None:
     optimizer = make(parameters())

@@ -141,6 +141,21 @@ def test_float32(name: str, route: Route) -> None:
         torch.testing.assert_close(param.detach().cpu().double(), truth, rtol=2e-5, atol=2e-6)
 
 
+def test_nadam_goes_on_from_pytorchs_after_steps_of_its_own() -> None:
+    params, other = make(), make()
+    torchs, fused = torch.optim.NAdam(params, **DECAY), FusedNAdam(other, **DECAY)
+    train(torchs, params, 3)
+    train(fused, other, 7)
+    with torch.no_grad():
+        for one, another in zip(other, params, strict=True):
+            one.copy_(another)
+    fused.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    train(torchs, params, 3)
+    train(fused, other, 3)
+    for one, another in zip(other, params, strict=True):  # the product is saved in float32
+        torch.testing.assert_close(one.detach(), another.detach(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_steps_whose_numbers_a_graph_would_read_again(name: str) -> None:
     """As in the calls before a capture: hyperparameters and counts are numbers that every replay reads."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from apex.transformer.context_parallel import context_attention
 from tests.parallel.processes import run_checks
 
 from . import context_checks
@@ -19,3 +21,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("name", context_checks.CHECKS)
 def test_equals_one_process(name: str, found: dict[str, str]) -> None:
     assert not found[name], found[name]
+
+
+def test_a_batch_without_sequences() -> None:
+    query = torch.zeros(8, 0, 4, 16, requires_grad=True)
+    assert context_attention(query, query, query).shape == query.shape

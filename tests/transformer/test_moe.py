@@ -468,6 +468,8 @@ def test_options_of_the_wrong_type_are_refused_by_name(name: str) -> None:
         ({"moe_token_drop_policy": "last"}, "moe_token_drop_policy must be one of"),
         ({"moe_pad_expert_input_to_capacity": True}, "needs moe_expert_capacity_factor"),
         ({"moe_expert_capacity_factor": 0.0}, "moe_expert_capacity_factor must be positive"),
+        ({"moe_expert_capacity_factor": math.nan}, "moe_expert_capacity_factor must be positive and finite, got nan"),
+        ({"moe_expert_capacity_factor": math.inf}, "moe_expert_capacity_factor must be positive and finite, got inf"),
         ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
         ({"moe_router_num_groups": 2}, "need each other"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "groups must divide experts"),

@@ -47,7 +47,9 @@ def _norm(tensors: list[Tensor], order: float, layout: Any) -> Tensor:
     if layout is None:
         return local
     mesh, placements = layout
-    total = local.to(mesh.device_type, torch.float32)
+    # By the dtypes of all tensors, because a process whose shards are empty must send the same dtype.
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    total = local.to(mesh.device_type, torch.float64 if wide else torch.float32)
     total = total if order == torch.inf else total**order
     operation = dist.ReduceOp.MAX if order == torch.inf else dist.ReduceOp.SUM
     for dimension, placement in enumerate(placements):

@@ -1,7 +1,8 @@
 """`trace_overflow`: which module's numbers were the first that are not finite in a skipped step.
 
-Hooks on a model's leaf modules write the largest magnitude of each input, each output and each output's gradient to
-a buffer on the device. The buffer goes to the host with the overflow flag of the step; nothing waits for the device.
+Hooks on a model's leaf modules, and on `nn.MultiheadAttention`, write the largest magnitude of each input, each output
+and each output's gradient to a buffer on the device. The buffer goes to the host with the overflow flag of the step;
+nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -223,7 +224,8 @@ class OverflowTrace:
     def _switch_on(self) -> None:
         model = self._model()
         for name, module in () if model is None else model.named_modules():
-            if next(module.children(), None) is None:
+            # `nn.MultiheadAttention` has a child whose weight it passes to a function: it is called, its child is not.
+            if next(module.children(), None) is None or isinstance(module, nn.MultiheadAttention):
                 hook = _ForwardHook(self, name, module._get_name())
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
                 if getattr(module, "inplace", False):
@@ -361,7 +363,7 @@ def origin_of(records: list[Record], scale: float) -> str:
     `scale` is the loss scale that is in the gradients.
     """
     if not records:
-        return "no module of the traced model was called in this step (compiled models do not call their modules)"
+        return "no leaf module of the traced model was called in this step (compiled models do not call their modules)"
     passes = {kind: [record for record in records if record.kind == kind] for kind in ("forward", "backward")}
     for kind, run in passes.items():
         index = next((index for index, record in enumerate(run) if not record.is_finite), None)

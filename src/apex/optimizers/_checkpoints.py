@@ -101,6 +101,10 @@ def _check_param_state(
             raise ValueError(f"{key} in {source} is {actual}; a float tensor of shape {tuple(param.shape)} is expected")
 
 
+# Entries of a group that steps make. A state dict without one was saved before the first step.
+_PROGRESS = ("step", "rounding_count", "mu_product", "lr_max", "weight_sum")
+
+
 def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
     """Load by PyTorch's own method, then restore the values that it rounded or dropped."""
     state_dict = decoded_foreign(_from_distributed(optimizer, state_dict))
@@ -113,9 +117,14 @@ def load_state(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[
     load(state_dict if optimizer._place_state is None else {**state_dict, "state": {}})
     for group, previous, count in zip(optimizer.param_groups, before, counts, strict=True):
         for option, value in {**optimizer.defaults, **previous}.items():
-            group.setdefault(option, value)  # options that PyTorch's optimizers do not have
+            if option not in _PROGRESS:
+                group.setdefault(option, value)  # options that PyTorch's optimizers do not have
         if count is not None:
             group["step"] = count
+        for name in _PROGRESS:
+            if isinstance(group.get(name), Tensor) and group["params"]:
+                # A graph cannot count in host memory, and the state dict may have been loaded to the host.
+                group[name] = group[name].to(group["params"][0].device, copy=True)
     saved_groups = state_dict["param_groups"]
     saved = chain.from_iterable(group["params"] for group in saved_groups)
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)

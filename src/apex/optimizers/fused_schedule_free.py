@@ -36,7 +36,7 @@ class FusedScheduleFreeAdamW(FusedOptimizer):
 
     c is this step's share of the sum of t^r times the largest learning rate so far to the power of
     `weight_lr_power`. The learning rate grows linearly in the first `warmup_steps`. `FusedOptimizer` describes the
-    keyword options; do not combine with masters of `apex.amp` (O2, O5), which `eval` and `train` do not move.
+    keyword options.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def context_attention(
     else:
         attend = all_gather_attention if comm == "all_gather" else all_to_all_attention
         output = attend(query_rows, key_rows, value_rows, layout, masks, group)
-    return output if packed else output.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
+    return output if packed else output.unflatten(0, (query.shape[1], query.shape[0])).transpose(0, 1)
 
 
 def _packed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,8 +89,9 @@ class MoEOptions:
             raise ValueError('moe_router_enable_expert_bias needs moe_router_score_function="sigmoid"')
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise ValueError("moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor")
-        if self.moe_expert_capacity_factor is not None and self.moe_expert_capacity_factor <= 0:
-            raise ValueError(f"moe_expert_capacity_factor must be positive, got {self.moe_expert_capacity_factor}")
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(f"moe_expert_capacity_factor must be positive and finite, got {factor}")
         if self.moe_shared_expert_gate and self.moe_shared_expert_intermediate_size is None:
             raise ValueError("moe_shared_expert_gate needs moe_shared_expert_intermediate_size")
         self._check_groups(experts, chosen)
