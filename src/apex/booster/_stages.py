@@ -191,6 +191,11 @@ class Stages:
         self._steps.append(BoostedStep(function, variants, self._compiled, self._models, **options))
         return self._steps[-1]
 
+    def reset(self) -> None:
+        """Drop the graphs of all steps."""
+        for step in self._steps:
+            step.reset()
+
     def report(self) -> StageReport:
         """Return the rows of `boost`, and of compile and capture in each step."""
         report = StageReport(self._rows)
@@ -268,6 +273,10 @@ class StepDecorator:
     def __call__(self, function: Callable[..., Any]) -> Any:
         """Return `function`, a training step, such that it runs compiled and captured if the Booster does that."""
         return self._stages.decorate(function)
+
+    def reset(self) -> None:
+        """Drop the graphs of all steps; later calls capture anew. Does nothing where steps are not captured."""
+        self._stages.reset()
 
 
 def _timed(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[float], list[float]]:

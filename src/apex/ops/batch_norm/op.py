@@ -93,10 +93,10 @@ def _batch_norm_silu(
     running = Channels(*channels)
     check(input, running, None, spec)
     if torch.compiler.is_compiling():
-        return functional.silu(batch_norm(input, *channels, training, momentum, eps, channel_dim=channel_dim))
+        return functional.silu(batch_norm(input, *running, training, momentum, eps, channel_dim=channel_dim))
     if not runs_kernels(input, None, spec):
         wide = input.to(_library.compute_dtype(input))
-        output = functional.silu(batch_norm(wide, *channels, training, momentum, eps, channel_dim=channel_dim))
+        output = functional.silu(batch_norm(wide, *running, training, momentum, eps, channel_dim=channel_dim))
         return output.to(input.dtype)
     return batch_norm_with_statistics(input, None, running, spec, wanted=False)[0]
 
