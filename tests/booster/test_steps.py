@@ -567,3 +567,64 @@ def test_refused_steps() -> None:
         booster.step(3)
     with pytest.raises(TypeError, match="step must be a function"):
         booster.find_fastest(3, ())
+
+
+@pytest.mark.parametrize("stages", [{"capture": True}, {"fuse": "auto", "compile": "auto", "capture": "auto"}])
+def test_losses_of_all_steps_can_be_kept(stages: Any, graphs: None) -> None:
+    """A replay writes its loss where the last one was."""
+    kept: list[list[float]] = []
+    for each in ({}, stages):
+        training = Training(**each)
+        model, optimizer = training.model, training.optimizer
+
+        @training.booster.step
+        def step(inputs: Tensor, targets: Tensor, model: Any = model, optimizer: Any = optimizer) -> dict[str, Tensor]:
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs, targets)
+            optimizer.backward(loss)
+            optimizer.step()
+            return {"loss": loss.detach()}
+
+        outputs = [step(*problem.batch(number)) for number in range(20)]
+        kept.append([float(output["loss"]) for output in outputs])
+    assert len(set(kept[0])) > 10
+    assert kept[1] == pytest.approx(kept[0], rel=0.01)
+
+
+def test_reset_shows_a_step_the_numbers_in_modules(graphs: None) -> None:
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(inputs) * self.factor
+
+    inner = Scaled()
+    booster = Booster("cpu", capture=True)
+    model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), lr=0.0))
+
+    @booster.step
+    def step(inputs: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        return loss
+
+    inputs = torch.ones(2, 4)
+    before = [float(step(inputs)) for _ in range(6)][-1]
+    inner.factor = 3.0
+    booster.step.reset()
+    assert float(step(inputs)) == pytest.approx(3 * before)
+
+
+def test_the_report_tells_of_calls_that_are_not_measured(graphs: None) -> None:
+    training = Training(fuse="auto", compile="auto", capture="auto")
+    step = training.booster.step(lambda inputs, name: training.model(inputs).sum())
+    for number in range(3):
+        step(problem.batch(0)[0], f"file {number}")
+    [row] = [row for row in training.booster.report() if row.stage == "capture"]
+    assert "2 calls were not measured: their arguments are of another kind than the first's" in row.text

@@ -191,6 +191,11 @@ class Stages:
         self._steps.append(BoostedStep(function, variants, self._compiled, self._models, **options))
         return self._steps[-1]
 
+    def reset(self) -> None:
+        """Drop the graphs of all steps."""
+        for step in self._steps:
+            step.reset()
+
     def report(self) -> StageReport:
         """Return the rows of `boost`, and of compile and capture in each step."""
         report = StageReport(self._rows)
@@ -215,8 +220,8 @@ class Stages:
         args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
         fusions = self._choices("fuse")
         variants = [Variant(*pair) for pair in itertools.product(self._choices("compile"), self._choices("capture"))]
-        wrappers = [reference() for reference in self._wrappers]
-        before = TrainingSnapshot(self._models, self._optimizers, [wrapper for wrapper in wrappers if wrapper is not None])
+        wrappers = [wrapper for reference in self._wrappers if (wrapper := reference()) is not None]
+        before = TrainingSnapshot(self._models, self._optimizers, wrappers)
         losses: dict[Any, list[float]] = {}
         seconds: dict[Any, float] = {}
         try:
@@ -268,6 +273,10 @@ class StepDecorator:
     def __call__(self, function: Callable[..., Any]) -> Any:
         """Return the training step `function`, compiled and captured if the Booster's stages are on."""
         return self._stages.decorate(function)
+
+    def reset(self) -> None:
+        """Drop the graphs of all steps; later calls capture anew. Does nothing where steps are not captured."""
+        self._stages.reset()
 
 
 def _timed(step: Callable[..., Any], args: Any, kwargs: Any) -> tuple[list[float], list[float]]:

@@ -13,10 +13,10 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..graphs import CapturedStep
-from ..graphs._captured import flattened
+from ..graphs._captured import flattened, map_tensors
 from ._compile import CompiledModel, progress
 from ._snapshot import ForwardSnapshot
 
@@ -48,7 +48,7 @@ class BoostedStep:
 
     Every call is a step of the training; nothing runs twice. Only calls whose arguments have the shapes of the first
     call are measured. If `first_shapes_only` is set, only such calls use compiled code, because other shapes would be
-    compiled again. Returned tensors have no gradients and are valid until the next call.
+    compiled again. Returned tensors have no gradients. Those of more than one element are valid until the next call.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class BoostedStep:
         self._has_compiled = False
         self._baseline, self._may_fall_back = variants[0], EAGER in variants
         self._calls, self._times = 0, list[float]()
+        self._other_calls = 0  # calls that were not measured, because their arguments differ from the first call's
         # Variants that are still to be measured. The last one is the likely winner, whose graphs are kept.
         self._pending = list(variants) if len(variants) > 1 else []
         self.choice: Variant | None = None if self._pending else variants[0]
@@ -89,6 +90,7 @@ class BoostedStep:
         if self.choice is not None:
             return self._run(self.choice, compiles, args, kwargs)
         if not _are_equal(kind, self._first_kind):
+            self._other_calls += 1
             return self._run(self._baseline, compiles, args, kwargs)
         return self._measured(args, kwargs)
 
@@ -131,7 +133,14 @@ class BoostedStep:
         return outputs
 
     def _run(self, variant: Variant, compiles: bool, args: Any, kwargs: Any) -> Any:
-        """Run the step in a variant; use compiled code only if `compiles` is set as well."""
+        """Run the step in a variant; use compiled code only if `compiles` is set as well.
+
+        Losses of captured steps are copied, because loops keep them in lists, and the next replay overwrites them.
+        """
+        outputs = self._run_variant(variant, compiles, args, kwargs)
+        return map_tensors(_kept, outputs) if variant.capture else outputs
+
+    def _run_variant(self, variant: Variant, compiles: bool, args: Any, kwargs: Any) -> Any:
         runner = self._runner(variant)
         if not (variant.compile and compiles) or "compile" in self.problems:
             return runner(*args, **kwargs)
@@ -174,11 +183,19 @@ class BoostedStep:
     def report(self) -> str:
         """Return a line with the choice, the measured times and the graphs."""
         if self.choice is None:
-            return f"measuring: {self._pending[0]} now"
+            others = "calls were not measured: their arguments are of another kind than the first's"
+            return f"measuring: {self._pending[0]} now" + (
+                f"; {self._other_calls} {others}" if self._other_calls else ""
+            )
         times = ", ".join(f"{variant} {1e3 * seconds:.2f} ms" for variant, seconds in self.seconds.items())
         runner = self._runners.get(self.choice)
         graphs = f"; {runner.report()}" if runner is not None and self.choice.capture else ""
         return f"{self.choice}{f' ({times})' if times else ''}{graphs}"
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with one element, and other tensors themselves."""
+    return tensor.clone() if tensor.numel() == 1 else tensor
 
 
 def _wait() -> None:
