@@ -13,9 +13,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl_calls import PLACES
 
-from apex._fuse import language
-from apex.contrib.llm_losses import heads
 from apex.integrations import trl as ours
 
 RELEASE = tuple(map(int, importlib.metadata.version("trl").split(".")[:2]))
@@ -75,10 +74,8 @@ def compare(make: Callable[[str, dict[str, Any]], Any], **asks: Any) -> str:
 
         return call
 
-    places = [(ours, "linear_log_probs"), (ours, "linear_cross_entropy"), (language, "linear_cross_entropy")]
-    places += [(heads, "linear_log_probs"), (heads, "linear_token_loss")]
     with contextlib.ExitStack() as stack:
-        for place, name in places:
+        for place, name in PLACES:
             stack.enter_context(ours._swapped(place, name, counted(getattr(place, name))))
         losses, found = train(lambda folder: make(folder, asks), True)
     assert calls >= STEPS, f"our functions were called {calls} times"
