@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import unittest
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from apex import testing
 from apex.testing.random import seed_all
@@ -90,3 +93,15 @@ def test_outputs_are_compared() -> None:
     testing.assert_hf_output_close(one, {**one, "logits": torch.zeros(2)}, ignore_keys=["logits"])
     testing.assert_equal(torch.ones(1), torch.ones(1))
     testing.assert_not_equal(torch.ones(1), torch.zeros(1))
+
+
+def _note_groups_at_exit(rank: int, world_size: int, port: int, folder: Path) -> None:
+    dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=world_size)
+    dist.barrier()
+    atexit.register(lambda: (folder / str(rank)).write_text(str(dist.is_initialized())))
+
+
+def test_spawned_processes_end_without_process_groups(tmp_path: Path) -> None:
+    """Threads of Gloo that still run at the end have aborted a process."""
+    testing.spawn(_note_groups_at_exit, 2, folder=tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["False", "False"]

@@ -97,7 +97,16 @@ def spawn(func: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
     import torch.multiprocessing
 
     called = functools.partial(func, world_size=nprocs, port=free_port(), **kwargs)
-    torch.multiprocessing.spawn(called, nprocs=nprocs)
+    torch.multiprocessing.spawn(_call_and_leave, (called,), nprocs)
+
+
+def _call_and_leave(rank: int, function: Callable[[int], Any]) -> None:
+    """Call a function in a process of `spawn`, and destroy its process groups, whose threads may abort the exit."""
+    import torch.distributed as dist
+
+    function(rank)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def clear_cache_before_run() -> Decorator:
