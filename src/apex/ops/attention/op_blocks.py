@@ -1,8 +1,8 @@
-"""Attention of blocks of queries and keys whose results are put together, as ring attention needs it.
+"""Attention of some queries with some keys: blocks that ring attention merges into a whole attention.
 
 A block returns its output [rows, H, D] and the log of each row's sum of exponentials [H, rows]. Its backward pass takes
-both of the whole attention: probabilities are then those of the whole, and gradients of blocks add up. Nothing here has
-derivatives or checks its arguments.
+the output and the logs of the whole attention, which give the probabilities of the whole, so gradients of blocks add
+up. These functions have no derivatives and do not check their arguments.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _logs_of_cudnn_have_columns() -> bool:
 
 
 class Part(NamedTuple):
-    """Results [rows, H, D] of a block: outputs with logs of sums, or gradients; `partial` if only of some rows."""
+    """A block's outputs [rows, H, D] with logs of sums, or its gradients; `partial` if it has some rows only."""
 
     result: Tensor
     lse: Tensor | None
@@ -136,8 +136,8 @@ class Part(NamedTuple):
 def merge_parts(parts: Sequence[Part], places: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return outputs weighted by each part's share of the sum of exponentials, and the logs of the whole sums.
 
-    Parts without logs of sums are added. `places` [rows] has the place of every row in the results of partial parts, -1
-    for none. There are at most `MOST_PARTS`. The result has `dtype`; sums are in float32 or wider.
+    Parts without logs of sums are added. `places[i]` is the index of row i in the results of partial parts, -1 if they
+    lack it. There are at most `MOST_PARTS` parts. The result has `dtype`; sums are in float32 or wider.
     """
     if not _library.runs_triton_now(FAMILY, parts[0].result) or not parts[0].result.numel():
         return reference.merged(parts, places, dtype)

@@ -1,4 +1,4 @@
-"""The results of the blocks of a ring, put together a few at a time."""
+"""Outputs and gradients of a ring's blocks, merged a few at a time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from ...ops.attention.op_blocks import MOST_PARTS, Part, merge_parts
 
 
 class Merged:
-    """The sum of blocks: outputs weighted by each block's share of the sum of exponentials, or gradients.
+    """A sum of blocks' outputs, weighted by each block's share of the exponentials, or a plain sum of gradients.
 
-    Blocks are kept until there are `MOST_PARTS`, because a pass over memory for each would take longer. Sums of these
-    are in float32 or wider. `places` is the place of each row in blocks of some rows, -1 for none.
+    Blocks are kept until there are `MOST_PARTS`, because a pass over memory for each block would take longer. Sums are
+    in float32 or wider. A partial block has results of some rows only: `places[i]` is the index of row i among them,
+    -1 if the block has none.
     """
 
     def __init__(self, places: Tensor | None) -> None:
