@@ -1,4 +1,4 @@
-"""Products of float32 matrices in three passes of matrix units that take the leading digits alone."""
+"""Functions that the attention kernels share: float32 products in three passes, and the search for a sequence."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from apex.ops.attention.kernels_common import _leading, finite_dot  # noqa: E402
+from apex.ops.attention.kernels_common import _find, _leading, finite_dot  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -32,3 +32,27 @@ def test_a_product_in_three_passes_keeps_the_digits_of_float32() -> None:
     error = (product - expected).abs().max()
     assert error < 1e-5
     assert error < (one_pass - expected).abs().max() / 20
+
+
+@triton.jit
+def _locate(cu, found, batch, BLOCK: tl.constexpr):
+    number = tl.program_id(0)
+    z, first = _find(cu, number, batch, BLOCK)
+    tl.store(found + 2 * number, z)
+    tl.store(found + 2 * number + 1, first)
+
+
+@pytest.mark.parametrize("sequences", [1, 255, 256, 600])
+def test_every_row_of_many_sequences_has_one_program(sequences: int) -> None:
+    """A program reads 256 bounds at a time; rows after the last sequence are one more sequence."""
+    lengths = torch.randint(0, 40, (sequences,), generator=torch.Generator().manual_seed(0))
+    starts = [0, *lengths.cumsum(0).tolist()]
+    total, block = starts[-1] + 37, 16
+    programs = total // block + sequences + 1
+    found = torch.full((programs, 2), -1, dtype=torch.int32, device=DEVICE)
+    _locate[(programs,)](torch.tensor(starts, dtype=torch.int32, device=DEVICE), found, sequences, block)
+    ends = [*starts[1:], total]
+    rows = [
+        starts[z] + row for z, first in found.tolist() for row in range(first, min(first + block, ends[z] - starts[z]))
+    ]
+    assert sorted(rows) == list(range(total))
