@@ -255,6 +255,8 @@ def measure(name: str, arguments: argparse.Namespace, rate: dict[str, float]) ->
     """Return the results of a row by column, and its floor; a column that fails has its error."""
     row, turns = ROWS[name], Turns(arguments)
     torch.manual_seed(0)
+    if torch.cuda.is_available():  # a batch in a freed block of `rates` keeps the block: columns would reserve less
+        torch.cuda.empty_cache()
     draw = row.tiny_draw if arguments.tiny else row.draw
     layout = torch.channels_last if row.has_images else torch.contiguous_format
     batch = tuple(
