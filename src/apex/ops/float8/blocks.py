@@ -117,8 +117,7 @@ def _cast_launch(
         LIMIT=torch.finfo(dtype).max,
         SQUARE=square,
         POWER_OF_2=power_of_2,
-        SLICE=config.BLOCK_SLICE,
-        num_warps=config.BLOCK_WARPS,
+        num_warps=config.SQUARE_WARPS if square else config.BLOCK_WARPS,
     )
 
 

@@ -1,24 +1,28 @@
 """Triton kernels of float8 matrices with a scale per block: the cast to both copies, and the product of such copies.
 
-Sizes are multiples of 128, the block size. Largest magnitudes are the bits of float32 numbers, as in `kernels`.
+Sizes are multiples of 128, the block size.
 """
 
 import triton
 import triton.language as tl
 
 from .._launch import kernel
-from .kernels import _magnitude
 
 BLOCK = tl.constexpr(128)
 
 
 @triton.jit
-def _block_scales(bits, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
+def _larger(a, b):
+    """Return the larger number; NaN if one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _block_scales(amax, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
     """Return the inverse scale for a largest magnitude, and the scale; NaN for NaN.
 
     `POWER_OF_2` rounds the inverse scale up to a power of two, so that no number exceeds the format.
     """
-    amax = bits.to(tl.float32, bitcast=True)
     amax = tl.where(amax < 1e-12, 1e-12, amax)
     if POWER_OF_2:
         exact = tl.div_rn(amax, LIMIT)
@@ -30,54 +34,64 @@ def _block_scales(bits, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
     return amax * (1.0 / LIMIT), tl.div_rn(LIMIT, amax)
 
 
+@triton.jit
+def _cast_rows(x, copy, inverse, LIMIT: tl.constexpr, POWER_OF_2: tl.constexpr):
+    """Write rows of a tile to the addresses `copy`, with a scale for each row, and the inverse scales to `inverse`."""
+    row_inverse, scale = _block_scales(tl.reduce(tl.abs(x), 1, _larger), LIMIT, POWER_OF_2)
+    tl.store(inverse, row_inverse)
+    tl.store(copy, (x * scale[:, None]).to(copy.dtype.element_ty))
+
+
 @kernel
 @triton.jit
 def float8_cast_blocks(
     input, copy, transposed, inverse, turned_inverse,
     rows, columns, padded, turned_padded,
-    LIMIT: tl.constexpr, SQUARE: tl.constexpr, POWER_OF_2: tl.constexpr, SLICE: tl.constexpr,
+    LIMIT: tl.constexpr, SQUARE: tl.constexpr, POWER_OF_2: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of 128 x 128 numbers, for the copy and for the transposed copy.
 
     With `SQUARE` the tile has one scale, at [tile row, tile column] of `inverse`, whose rows have `padded` elements.
     Otherwise each row of a copy's tile has a scale, at [tile column, row]; this holds for the transposed copy too.
 
-    The tile is read from the cache again for the transposed copy, `SLICE` rows or columns at a time: a whole tile in
-    registers leaves room for one program on a multiprocessor. No number is clamped: times its scale it is at most
-    LIMIT (1 + 2^-23), which is rounded to LIMIT.
+    `x0` has the rows 0, 4, 8, ... of the tile, `x1` the rows 1, 5, 9, ... So four neighbours of a row of the transposed
+    copy are in one thread, which exchanges them as one word instead of four bytes. No number is clamped: times its
+    scale it is at most LIMIT (1 + 2^-23), which is rounded to LIMIT.
     """
     row_block, column_block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tile = input + (row_block * columns + column_block) * BLOCK
     copy_tile = copy + (row_block * columns + column_block) * BLOCK
     transposed_tile = transposed + (column_block * rows + row_block) * BLOCK
     element = copy.dtype.element_ty
-    whole = tl.arange(0, BLOCK)
+    quarter, whole = tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)
+    place = quarter[:, None] * (4 * columns) + whole[None, :]
+    x0 = tl.load(tile + place).to(tl.float32)
+    x1 = tl.load(tile + columns + place).to(tl.float32)
+    x2 = tl.load(tile + 2 * columns + place).to(tl.float32)
+    x3 = tl.load(tile + 3 * columns + place).to(tl.float32)
+    most = _larger(_larger(tl.abs(x0), tl.abs(x1)), _larger(tl.abs(x2), tl.abs(x3)))
     if SQUARE:
-        bits = _magnitude(tl.load(tile + whole[:, None] * columns + whole[None, :]))
-        one_inverse, scale = _block_scales(tl.max(tl.max(bits, 1), 0), LIMIT, POWER_OF_2)
+        one_inverse, scale = _block_scales(
+            tl.reduce(tl.reduce(most, 1, _larger), 0, _larger), LIMIT, POWER_OF_2
+        )  # fmt: skip
         tl.store(inverse + row_block * padded + column_block, one_inverse)
         tl.store(turned_inverse + column_block * turned_padded + row_block, one_inverse)
-    for start in range(0, BLOCK, SLICE):
-        part = start + tl.arange(0, SLICE)
-        place = part[:, None] * columns + whole[None, :]
-        x = tl.load(tile + place).to(tl.float32)
-        if SQUARE:
-            scaled = x * scale
-        else:
-            row_inverse, row_scale = _block_scales(tl.max(_magnitude(x), 1), LIMIT, POWER_OF_2)
-            tl.store(inverse + column_block * rows + row_block * BLOCK + part, row_inverse)
-            scaled = x * row_scale[:, None]
-        tl.store(copy_tile + place, scaled.to(element))
-    for start in range(0, BLOCK, SLICE):
-        part = start + tl.arange(0, SLICE)
-        x = tl.load(tile + whole[:, None] * columns + part[None, :]).to(tl.float32)
-        if SQUARE:
-            scaled = x * scale
-        else:
-            column_inverse, column_scale = _block_scales(tl.max(_magnitude(x), 0), LIMIT, POWER_OF_2)
-            tl.store(turned_inverse + row_block * columns + column_block * BLOCK + part, column_inverse)
-            scaled = x * column_scale[None, :]
-        tl.store(transposed_tile + part[:, None] * rows + whole[None, :], tl.trans(scaled.to(element)))
+        tl.store(copy_tile + place, (x0 * scale).to(element))
+        tl.store(copy_tile + columns + place, (x1 * scale).to(element))
+        tl.store(copy_tile + 2 * columns + place, (x2 * scale).to(element))
+        tl.store(copy_tile + 3 * columns + place, (x3 * scale).to(element))
+    else:
+        row_inverse = inverse + column_block * rows + row_block * BLOCK + 4 * quarter
+        _cast_rows(x0, copy_tile + place, row_inverse, LIMIT, POWER_OF_2)
+        _cast_rows(x1, copy_tile + columns + place, row_inverse + 1, LIMIT, POWER_OF_2)
+        _cast_rows(x2, copy_tile + 2 * columns + place, row_inverse + 2, LIMIT, POWER_OF_2)
+        _cast_rows(x3, copy_tile + 3 * columns + place, row_inverse + 3, LIMIT, POWER_OF_2)
+        column_inverse, column_scale = _block_scales(tl.reduce(most, 0, _larger), LIMIT, POWER_OF_2)
+        tl.store(turned_inverse + row_block * columns + column_block * BLOCK + whole, column_inverse)
+        scale = column_scale[None, :]
+    rows_in_order = tl.join(tl.join(x0 * scale, x2 * scale), tl.join(x1 * scale, x3 * scale))
+    turned = tl.reshape(tl.permute(rows_in_order, (1, 0, 2, 3)), (BLOCK, BLOCK)).to(element)
+    tl.store(transposed_tile + whole[:, None] * rows + whole[None, :], turned)
 
 
 @kernel
