@@ -95,6 +95,32 @@ def test_a_training_continues_with_the_same_numbers(name: str) -> None:
         torch.testing.assert_close({key: state["state"][place][key] for key in of_parameter}, of_parameter)
 
 
+@pytest.mark.parametrize("is_saved", [False, True], ids=["", "resumed"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "RAdam"])
+def test_parameters_that_are_frozen_at_first_have_their_own_step_counts(name: str, is_saved: bool) -> None:
+    make, options = OPTIMIZERS[name]
+    results = []
+    for fused in (True, False):
+        params = parameters()
+        optimizer = make(params, **options)
+        if fused:
+            apex.fuse(optimizer, verbose=False)
+        train(optimizer, params[:1], 6)
+        train(optimizer, params, 2)
+        if is_saved:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(params, **options)
+            if fused:
+                apex.fuse(optimizer, verbose=False)
+            optimizer.load_state_dict(saved)
+        params[0].grad = None
+        train(optimizer, params[1:], 2)
+        train(optimizer, params, 2)
+        results.append(([param.detach() for param in params], optimizer.state_dict()["state"]))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert [int(state["step"]) for state in results[0][1].values()] == [10, 6]
+
+
 def test_before_the_first_step_and_copies() -> None:
     params = parameters()
     optimizer = torch.optim.AdamW(params, lr=0.1)

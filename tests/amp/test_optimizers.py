@@ -1,6 +1,7 @@
 """Every optimizer under amp: masters, skipped steps, groups, frozen parameters."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -415,6 +416,61 @@ def test_zero_grad() -> None:
             assert all(param.grad is None for param in params)
         else:
             assert all(param.grad is not None and not param.grad.any() for param in params)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_zeros_are_gradients_of_parameters_that_a_backward_pass_does_not_reach(level: str) -> None:
+    """As in PyTorch: momentum moves a parameter with a gradient of zeros, and not one without a gradient."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, inputs: Tensor, number: int) -> Tensor:
+            return self.layers[number](inputs)
+
+    for set_to_none in (False, True):
+        model: Any = Branches()
+        first = model.layers[0].weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = quiet(model, optimizer, opt_level=level, loss_scale=1.0)
+        moved = []
+        for number in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            before = values([first])
+            with amp.scale_loss(model(torch.ones(1, 4), min(number, 1)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            moved.append(not torch.equal(before[0], values([first])[0]))
+        assert moved == [True, *[not set_to_none] * 3]
+        amp.shutdown()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_clipping_gradients_that_a_step_does_not_read_warns(level: str) -> None:
+    model = small_model()
+    model, optimizer = quiet(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level)
+
+    def step(params: Any) -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled:
+            scaled.backward()
+        if params is not None:
+            torch.nn.utils.clip_grad_norm_(params(), 0.1)
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for params in (None, lambda: amp.master_params(optimizer), *([model.parameters] if level == "O1" else [])):
+            step(params)
+    if level != "O1":
+        with pytest.warns(UserWarning, match=r"clip_grad_norm_\(amp.master_params\(optimizer\)") as found:
+            step(model.parameters)
+        assert [warning.filename for warning in found] == [__file__]
+        with warnings.catch_warnings():  # it is told once
+            warnings.simplefilter("error")
+            step(model.parameters)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

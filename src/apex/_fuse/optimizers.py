@@ -14,7 +14,13 @@ from .. import optimizers as fused
 
 def _adam(params: Any, group: dict[str, Any], decoupled: bool) -> Optimizer:
     decoupled = group.get("decoupled_weight_decay", decoupled)
-    return fused.FusedAdam(params, adam_w_mode=decoupled, capturable=group.get("capturable", False))
+    return _counting(fused.FusedAdam(params, adam_w_mode=decoupled, capturable=group.get("capturable", False)))
+
+
+def _counting(optimizer: Any) -> Optimizer:
+    """Make an optimizer count steps for each parameter, as torch.optim does: layers may be frozen at first."""
+    optimizer.counts_by_parameter = True
+    return optimizer
 
 
 # By class of torch.optim: a function that makes the fused optimizer from the groups and the first group's options.
@@ -26,7 +32,9 @@ RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
     torch.optim.RMSprop: lambda params, group: fused.NpuFusedRMSprop(params),
     torch.optim.Adadelta: lambda params, group: fused.NpuFusedAdadelta(params),
     torch.optim.NAdam: lambda params, group: fused.FusedNAdam(params, capturable=group.get("capturable", False)),
-    torch.optim.RAdam: lambda params, group: fused.FusedRAdam(params, capturable=group.get("capturable", False)),
+    torch.optim.RAdam: lambda params, group: _counting(
+        fused.FusedRAdam(params, capturable=group.get("capturable", False))
+    ),
 }
 if hasattr(torch.optim, "Muon"):  # from PyTorch 2.9 on
     RULES[torch.optim.Muon] = lambda params, group: fused.FusedMuon(params)

@@ -63,6 +63,11 @@ class AmpOptimizerState:
         self.frozen: list[Tensor] = []
         # Gradients that existed before the current backward pass.
         self.accumulated_grads: dict[Tensor, Tensor] = {}
+        # Half-precision parameters whose gradients are zeros since `zero_grad(set_to_none=False)`.
+        self.zeroed: set[Tensor] = set()
+        # A half-precision gradient that was copied to its master, and its version counter: it should not change.
+        self.copied_grad: tuple[Tensor, int] | None = None
+        self.warned_of_changes = False
         # The optimizer unscales gradients itself, and reads half-precision parameters' gradients directly.
         self.optimizer_unscales = False
         # The optimizer takes gradients during backward passes and keeps its own masters (ZeRO).

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -228,6 +229,9 @@ def post_amp_backward(self: Any, scaler: LossScaler) -> list[NonfiniteCounts]:
         if scaler.dynamic:
             scaler.add_found_inf(inner._found_inf())
         return []
+    for param in stash.zeroed:  # gradients of zeros stay, if the backward pass adds nothing to them
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
     if stash.combined is not None:
         return stash.combined.after_backward(scaler, reduces=bool(self.combine_ddp))
     return _unscale(stash, scaler)
@@ -252,6 +256,7 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
     if scales is not None:
         own, halves, masters = halves + own, [], []
     accumulated, stash.accumulated_grads = stash.accumulated_grads, {}
+    stash.copied_grad = None
     # (parameter, gradient, tensor for the result, earlier gradient) of every pass.
     passes: defaultdict[Any, list[tuple[Tensor, Tensor, Tensor, Any]]] = defaultdict(list)
     sparse: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -279,6 +284,8 @@ def _unscale(stash: AmpOptimizerState, scaler: LossScaler) -> list[NonfiniteCoun
         else:
             output = earlier if earlier is not None else torch.empty_like(target)
             target.grad = output
+            if stash.copied_grad is None:
+                stash.copied_grad = grad, grad._version
         passes[earlier is not None, output is grad, grad.dtype, grad.device].append((param, grad, output, earlier))
     if scales is not None and not_renewed:
         scale(not_renewed, not_renewed, scales.common / scales.earlier)
@@ -352,6 +359,7 @@ def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
                 loss = closure()
         if not self._amp_stash.already_patched:
             _check_gradients(self._amp_stash)
+            _warn_of_changes(self._amp_stash)
         result = _step(self, step, *((None, *args) if args else ()), **kwargs)
         return loss if closure is not None else result
 
@@ -384,7 +392,8 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
                 del inner.found_inf, inner.grad_scale
         if not inner._wrote_models:
             masters_to_model(optimizer)
-    stash.found_inf = None
+    stash.found_inf = stash.copied_grad = None
+    stash.zeroed.clear()
     for master in stash.all_fp32_from_fp16_params:
         master.grad = None  # a model's zero_grad does not clear it
     return result
@@ -473,14 +482,33 @@ def _check_gradients(stash: AmpOptimizerState) -> None:
         )
 
 
+def _warn_of_changes(stash: AmpOptimizerState) -> None:
+    """Warn once if gradients of the model changed since they were copied to the masters, which a step does not see.
+
+    One gradient suffices, because clipping changes all of them.
+    """
+    if stash.copied_grad is None or stash.warned_of_changes:
+        return
+    gradient, version = stash.copied_grad
+    if gradient._version != version:
+        stash.warned_of_changes = True
+        warnings.warn(
+            "gradients of model.parameters() have changed since amp.scale_loss ended, and the step does not see it: it "
+            "reads the float32 gradients of the master weights. To clip these, call "
+            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
+            stacklevel=3,
+        )
+
+
 def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
     """Return the optimizer's `zero_grad`, which also clears the gradients of the model's half-precision parameters."""
 
     @functools.wraps(zero_grad)
     def amp_zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
         stash: AmpOptimizerState = self._amp_stash
-        stash.accumulated_grads = {}
+        stash.accumulated_grads, stash.copied_grad = {}, None
         stash.params_have_scaled_gradients = False
+        stash.zeroed.clear()
         zero_grad(*args, **kwargs)
         set_to_none = kwargs.get("set_to_none", args[0] if args else None)
         wants_zeros = not (getattr(stash.inner, "set_grad_none", True) if set_to_none is None else set_to_none)
@@ -493,6 +521,7 @@ def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:
             if param.grad is not None and wants_zeros and asked:
                 param.grad = param.grad.detach()
                 gradients.append(param.grad)
+                stash.zeroed.add(param)
             else:
                 param.grad = None
         zero(gradients)

@@ -187,6 +187,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return a key; parameters with different keys go to different buckets."""
         return None
 
+    def _step_of(self, bucket: UpdateBucket, step: Any) -> Any:
+        """Return the step count of a bucket's parameters, which is the group's unless parameters are counted."""
+        return step
+
     def _rename_loaded_state(self) -> None:
         """Rename loaded state that PyTorch's optimizers keep under another name; called after loading."""
 
@@ -233,6 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for bucket in buckets:
                 bucket_scaling = scaling.on(bucket.device)
                 count = step.to(bucket.device) if isinstance(step, Tensor) else step
+                count = self._step_of(bucket, count)
                 self._update(numbers, bucket, count, bucket_scaling, self._seed_for(bucket, seed))
                 if scaling.unscale is not None:
                     _unscale_gradients(bucket.gradients(), scaling)

@@ -13,6 +13,7 @@ from ..ops.multi_tensor import rules
 from ._base import EncodingOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
 from ._checks import check_cautious
+from ._parameter_steps import ParameterSteps
 
 
 class AdamOptions(StateOptions, total=False):
@@ -23,7 +24,7 @@ class AdamOptions(StateOptions, total=False):
     cautious_weight_decay: bool
 
 
-class FusedAdam(EncodingOptimizer):
+class FusedAdam(EncodingOptimizer, ParameterSteps):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
     It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.

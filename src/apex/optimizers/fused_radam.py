@@ -14,9 +14,10 @@ from ..ops._host import HOST
 from ..ops.multi_tensor import rules
 from ._base import FusedOptimizer, LossScaling, Options, adam_hyperparameters
 from ._buckets import Group, UpdateBucket
+from ._parameter_steps import ParameterSteps
 
 
-class FusedRAdam(FusedOptimizer):
+class FusedRAdam(ParameterSteps):
     """RAdam with the arguments and numbers of `torch.optim.RAdam`; their state dicts are interchangeable.
 
     Without `decoupled_weight_decay`, decay is added to the gradient. `FusedOptimizer` describes the keyword options.

@@ -29,9 +29,10 @@ from .fused_adam import FusedAdam
 _THRESHOLDS, _ROWS = "thresholds", "rows"
 
 
-class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):  # type: ignore[misc]
+class NpuFusedAdam(NpuFusedOptimizerBase, FusedAdam):
     """Adam with the numbers of `torch.optim.Adam` (L2 decay); their state dicts are interchangeable."""
 
+    counts_by_parameter = True
     _decoupled = False
     # Parameters and gradients are combined into one tensor, so a CPU is as exact as a GPU.
     _rules = (rules.ADAM, rules.ADAM_AMSGRAD)
@@ -49,9 +50,6 @@ class NpuFusedAdam(NpuFusedOptimizerBase, ParameterSteps, FusedAdam):  # type: i
     ) -> None:
         numbers: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         super().__init__(params, **numbers, amsgrad=amsgrad, adam_w_mode=self._decoupled, **options)
-
-    def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
-        super()._update(group, bucket, self._step_of(bucket, step), scaling, seed)
 
 
 class NpuFusedAdamW(NpuFusedAdam):
@@ -82,6 +80,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
     the whole parameter, and the decoupled `weight_decay` is multiplied by `wd_ratio`.
     """
 
+    counts_by_parameter = True
     _measures = True
     _make_lists = staticmethod(make_row_lists)
 
@@ -119,7 +118,7 @@ class NpuFusedAdamP(NpuFusedOptimizerBase, ParameterSteps):
             limits = bucket.cache[_THRESHOLDS] = projection_thresholds(bucket.params, bucket.device)
         beta1, beta2 = group["betas"]
         hyper = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        hyper["step"] = self._step_of(bucket, step)
+        hyper["step"] = step
         nesterov = bool(group["nesterov"])
         measured = rows.apply(rules.ADAMP_MEASURE, hyper, (nesterov,), **scaling.arguments)
         assert measured is not None

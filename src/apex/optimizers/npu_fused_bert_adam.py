@@ -74,6 +74,8 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
     `max_grad_norm` above 0, its gradients are multiplied by the factor that brings the norm over all groups down to it.
     """
 
+    counts_by_parameter = True
+
     def __init__(
         self,
         params: Any,
@@ -136,7 +138,6 @@ class NpuFusedBertAdam(NpuFusedOptimizerBase, ParameterSteps):
     def _update(self, group: Group, bucket: UpdateBucket, step: Any, scaling: LossScaling, seed: int | None) -> None:
         if group["max_grad_norm"] > 0:
             scaling = clipped(scaling, self.global_grad_norm, group["max_grad_norm"]).on(bucket.device)
-        step = self._step_of(bucket, step)
         hyper = {
             "lr": self._rate(group, step),
             "beta1": group["b1"],
