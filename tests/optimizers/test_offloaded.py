@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from apex import amp, optimizers
+from apex.ops import _library
 from apex.ops._host_memory import HostMemory
+from apex.ops.multi_tensor import config as multi_tensor_config
 from apex.optimizers import FusedAdam, FusedMuon, FusedSGD, OffloadedOptimizer, offloaded
 from tests.optimizers.helpers import set_gradients
-from tests.support.harness import assert_equal_bits
+from tests.support.harness import Route, assert_equal_bits, routes
 
 SHAPES = ((64, 80), (128,), (96, 64), (100, 50))
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -34,10 +36,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def make_params(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def make_params(device: str = "cpu", dtype: torch.dtype = torch.bfloat16, shapes: Any = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True)) for shape in SHAPES
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype, copy=True)) for shape in shapes
     ]
 
 
@@ -101,6 +103,33 @@ def test_bits_are_those_of_the_resident_optimizer(case: str, where: str, device:
             assert all(memory.moved(value) is value for value in large)
         else:
             assert all(value.is_cpu for value in large)
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(("case", "fraction"), [("masters", 0.6), ("int8", 1.0), ("FusedLAMB", 1.0)])
+def test_pieces_of_state_have_the_bits_of_one_launch(
+    case: str, fraction: float, route: Route, pretended: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State is copied in pieces that end inside of tensors; the second step is skipped."""
+    if route.implementation != "triton":
+        pytest.skip("only kernels work on copies")
+    monkeypatch.setattr(multi_tensor_config, "STAGED", 0)
+    monkeypatch.setattr(multi_tensor_config, "PIECE", 2048)
+    monkeypatch.setattr(multi_tensor_config, "PIECES", 1)
+    cls, options = CASES[case]
+    own = {"fraction": fraction, "minimal_size": 0}
+    runs = []
+    with _library.implementation("triton"):
+        for make, more in ((cls, {}), (lambda params, **given: OffloadedOptimizer(params, cls, **given), own)):
+            params = make_params(route.device, shapes=((20, 45), (7,), (30, 21), (3, 100)))
+            optimizer: Any = make(params, **options, **more)
+            for step in range(3):
+                optimizer.found_inf = torch.full((1,), float(step == 1), device=route.device)
+                train(optimizer, params, range(step, step + 1), pretended if more else None)
+            runs.append([*(param.detach().cpu() for param in params), *tensors_of(optimizer)])
+    assert_equal_bits(*runs)
+    made = [bucket.lists._pieces for buckets in optimizer._group_buckets.values() for bucket in buckets.buckets]
+    assert max(len(pieces) for each in made for _, pieces, _ in each.values()) > multi_tensor_config.PIECES_AT_ONCE
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -261,7 +290,12 @@ def test_state_takes_no_memory_of_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_captured_steps_have_the_same_bits() -> None:
+@pytest.mark.parametrize("piece", [0, 4096])
+def test_captured_steps_have_the_same_bits(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if piece:
+        monkeypatch.setattr(multi_tensor_config, "STAGED", 0)
+        monkeypatch.setattr(multi_tensor_config, "PIECE", piece)
+        monkeypatch.setattr(multi_tensor_config, "PIECES", 1)
     runs = []
     for cls in (FusedAdam, OffloadedOptimizer):
         params = make_params("cuda")

@@ -82,23 +82,38 @@ class HostMemory:
         self.device = device
         self._block: _Block | None = None
         self._next_size = _FIRST_BLOCK
+        # The bytes of each tensor.
         self._tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._streams: tuple[Any, Any] | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a contiguous, uninitialised tensor of the device whose elements lie in host memory."""
         shape = tuple(shape)
         if self.device.type == "cpu" or 0 in shape:
-            return self._known(torch.empty(shape, dtype=dtype, device=self.device))
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            return self._known(tensor, tensor.view(-1).view(torch.uint8))
         block, part = self._take(math.prod(shape) * dtype.itemsize)
         visible = torch.as_tensor(_Part(block, part), dtype=torch.uint8, device=self.device)
-        return self._known(visible.view(dtype).view(shape))
+        return self._known(visible.view(dtype).view(shape), part)
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Return a copy of a tensor in host memory, laid out alike, or the tensor itself if it lies there."""
         if tensor in self._tensors:
             return tensor
-        copy = self.empty((tensor.numel(),), tensor.dtype).as_strided(tensor.shape, _dense_strides(tensor))
-        return self._known(copy.copy_(tensor))
+        flat = self.empty((tensor.numel(),), tensor.dtype)
+        copy = flat.as_strided(tensor.shape, _dense_strides(tensor))
+        return self._known(copy.copy_(tensor), self._tensors[flat])
+
+    def bytes_of(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor's bytes as a CPU tensor, [bytes], for copies; None if it does not lie in this memory."""
+        return self._tensors.get(tensor)
+
+    def streams(self) -> tuple[Any, Any]:
+        """Return the streams for copies to the device and back, always the same ones; None on a CPU."""
+        if self._streams is None:
+            streams = [torch.cuda.Stream(self.device) for _ in range(2)] if self.device.type == "cuda" else [None, None]
+            self._streams = streams[0], streams[1]
+        return self._streams
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialised CPU tensor like another tensor, in pinned memory if the device is a GPU."""
@@ -112,8 +127,8 @@ class HostMemory:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _known(self, tensor: Tensor) -> Tensor:
-        self._tensors[tensor] = None
+    def _known(self, tensor: Tensor, part: Tensor) -> Tensor:
+        self._tensors[tensor] = part
         return tensor
 
     def _take(self, nbytes: int) -> tuple[_Block, Tensor]:

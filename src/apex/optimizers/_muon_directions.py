@@ -17,7 +17,7 @@ from ..ops.multi_tensor.codecs import Encodings
 from ..ops.multi_tensor.flat import is_dense
 from ..ops.multi_tensor.tables import upload
 from ..ops.multi_tensor.torch_lists import TorchLists
-from ..ops.newton_schulz import newton_schulz
+from ..ops.newton_schulz import newton_schulz, resolved
 from ..ops.newton_schulz.config import matrices_at_once
 from ._buckets import UpdateBucket
 from ._muon_shards import divided
@@ -159,6 +159,21 @@ class Directions:
         self.factors = upload(factors, torch.float32, bucket.device)  # also while a graph is captured
         self._lists: Any = None
         self._addresses: list[int] = []
+        # If the iteration's results are float16 and can be used as they are: the directions' memory as float16, and
+        # lists of it for the update pass. A copy to bfloat16 would move 4 more bytes per element.
+        self._halves: list[Tensor] = []
+        self._half_lists: Any = None
+        if dtype == torch.bfloat16 and not self._exchanges and self._in_float16(group):
+            self._halves = [view.view(torch.float16) for view in self.views]
+
+    def _in_float16(self, group: dict[str, Any]) -> bool:
+        """Return whether the iteration's result is float16 for every direction, and needs no further work."""
+        options = (torch.bfloat16, self.factors.device, group["ns_method"], group["ns_dtype"])
+        return group["beta2"] is None and all(
+            factor == 1.0 and resolved((block.rows, block.columns), *options)[1] == torch.float16
+            for _, blocks, _ in self._stacks
+            for block, factor in blocks
+        )
 
     def _add(self, stack: Tensor, blocks: list[Block], rates: list[float], squares: Tensor | None) -> None:
         """Add directions, [parameters, elements], whose blocks have these factors of the learning rate."""
@@ -171,10 +186,14 @@ class Directions:
         """Return lists of a bucket's slots with the directions in slot 3."""
         slots[3] = self.views
         addresses = [tensor.data_ptr() for tensors in (*slots, copy) if tensors for tensor in tensors]
+        halves: Any = ([slots[0], None, None, self._halves, None], copy, {0: encodings[0]} if 0 in encodings else None)
         if self._lists is None or not self._lists.usable():
             self._lists = make_lists(slots, copy, encodings)
+            self._half_lists = make_lists(*halves) if self._halves else None
         elif addresses != self._addresses or isinstance(self._lists, TorchLists):
             self._lists.point_to(slots, copy, encodings)
+            if self._half_lists is not None:
+                self._half_lists.point_to(*halves)
         self._addresses = addresses
         return self._lists
 
@@ -184,29 +203,40 @@ class Directions:
         """Take a step of Muon on lists that have the directions in slot 3."""
         momentum = {"momentum": group["momentum"]}
         lists.apply(rules.MUON_MOMENTUM, momentum, (bool(group["nesterov"]),), noop=noop, grad_scale=grad_scale)
-        self.orthogonalize(group, noop)
+        results = lists if self._half_lists is None else self._half_lists
+        results.noise_places = lists.noise_places
+        self.orthogonalize(group, noop, halves=results is not lists)
         hyper = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
         cautious = bool(group["cautious_weight_decay"])
-        lists.apply(rules.MUON_UPDATE, hyper, (cautious,), whole=self.factors, noop=noop, seed=seed)
+        results.apply(rules.MUON_UPDATE, hyper, (cautious,), whole=self.factors, noop=noop, seed=seed)
 
-    def orthogonalize(self, group: dict[str, Any], noop: Tensor | None) -> None:
-        """Replace the singular values of every direction by numbers near 1, in batches that bound the memory."""
+    def orthogonalize(self, group: dict[str, Any], noop: Tensor | None, *, halves: bool = False) -> None:
+        """Replace the singular values of every direction by numbers near 1, in batches that bound the memory.
+
+        With `halves` the results are float16 numbers in the same memory.
+        """
         for exchange in self._exchanges:
             exchange.gather()
         steps = triples(group["ns_coefficients"], group["ns_steps"])
-        options: tuple[Any, ...] = (steps, float(group["eps"]), group["ns_method"], group["ns_dtype"])
+        eps, method, products = float(group["eps"]), group["ns_method"], group["ns_dtype"]
         for stack, blocks, squares in self._stacks:
             for block, factor in blocks:
                 rows = slice(block.start, block.start + block.matrices * block.rows)
                 part = stack[:, rows].unflatten(1, (block.matrices, block.rows))
-                for index in _batches(part, block, group["ns_dtype"]):
+                for index in _batches(part, block, products):
                     batch = part[index]
-                    result = newton_schulz(batch.reshape(-1, block.rows, block.columns), *options).view(batch.shape)
+                    matrices = batch.reshape(-1, block.rows, block.columns)
+                    target = batch.view(torch.float16) if halves else batch
+                    _, dtype = resolved(matrices.shape[1:], batch.dtype, batch.device, method, products)
+                    if squares is None and factor == 1.0 and dtype == target.dtype and target.is_contiguous():
+                        newton_schulz(matrices, steps, eps, method, products, out=target.view(matrices.shape))
+                        continue
+                    result = newton_schulz(matrices, steps, eps, method, products).view(batch.shape)
                     if squares is not None:
                         whole = squares.dim() == 4  # of transposed matrices, which have one block
                         seen = squares if whole else squares[:, rows].unflatten(1, (block.matrices, block.rows))
                         result = _with_even_rows(result, seen[index], group["beta2"], noop)
-                    batch.copy_(result if factor == 1.0 else result.mul_(factor))
+                    target.copy_(result if factor == 1.0 else result.mul_(factor))
                     del result  # before the next batch
         for exchange in self._exchanges:
             exchange.scatter()

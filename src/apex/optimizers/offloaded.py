@@ -13,6 +13,8 @@ from torch import Tensor
 from ..ops._host import HOST, on_host
 from ..ops._host_memory import HostMemory
 from ..ops.multi_tensor.rule import SLOTS
+from ..ops.multi_tensor.staged_lists import StagedLists
+from ..ops.multi_tensor.triton_lists import TritonLists
 from ._base import FusedOptimizer
 from ._buckets import UpdateBucket, local
 from .fused_adam import FusedAdam
@@ -29,9 +31,10 @@ class OffloadedOptimizer(FusedOptimizer):
     - `cls`: a fused optimizer of `apex.optimizers`; `**options` are its arguments;
     - `fraction`: the part of the state that is offloaded, from 0 to 1, counted in elements of parameters;
     - `minimal_size`: parameters with fewer elements keep their state on the GPU;
-    - `where`: "gpu" updates on the GPU, whose kernels read and write the state over the bus, and gives the bits of
-      `cls`. "cpu" updates on the CPU: gradients and parameters are copied there, and updated parameters back. Its last
-      bits may differ from a GPU's, and its steps wait for the GPU.
+    - `where`: "gpu" updates on the GPU, and gives the bits of `cls`. State of 512 MiB or more is copied to the GPU and
+      back in pieces, while another piece is updated; kernels read and write less state over the bus. "cpu" updates on
+      the CPU: gradients and parameters are copied there, and updated parameters back. Its last bits may differ from a
+      GPU's, and its steps wait for the GPU.
 
     With parameters on a CPU the options have no effect.
     """
@@ -121,6 +124,13 @@ class OffloadedOptimizer(FusedOptimizer):
         super().load_state_dict(state_dict)
         for param, state in self.state.items():  # state of another format was converted on the device
             self._place_state(state, param)
+
+    def _make_lists(self, slots: Any, copy: Any = None, encodings: Any = None) -> Any:  # type: ignore[override]
+        """Return lists of `cls`; with `where="gpu"`, lists that copy state to the GPU and back."""
+        lists = super()._make_lists(slots, copy, encodings)
+        if self.where == "gpu" and type(lists) is TritonLists:
+            return StagedLists(slots, copy, encodings, self._memory(lists.device))
+        return lists
 
     def _bucket_type(self, param: Tensor) -> Any:  # type: ignore[override]
         if self.where == "gpu" or not self._is_offloaded(param):

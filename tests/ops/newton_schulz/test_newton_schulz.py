@@ -63,7 +63,7 @@ class LiveElements(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor)):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self.sizes and storage.data_ptr() not in given:
@@ -121,6 +121,29 @@ def test_product_is_the_reference(route: Route, n: int, depth: int, tall: bool) 
     assert torch.equal(op.launch(left, left, 0.5, addend, -2.0), actual)
 
 
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("columns", [1024, 40])
+def test_divided_copy_is_the_reference(route: Route, columns: int) -> None:
+    if route.implementation != "triton":
+        pytest.skip("the kernel")
+    batch = (matrices(3, 12, columns) * torch.tensor([1e-12, 1.0, 1e12])[:, None, None]).to(
+        route.device, torch.bfloat16
+    )
+    actual = op.normalized(batch, 1e-7, torch.float16)
+    norm = batch.double().flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    # One rounding to float16, whose smallest numbers are 2**-24 apart, and float32 errors of the norm.
+    torch.testing.assert_close(actual.double(), batch.double() / norm, rtol=2**-10, atol=2**-24)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_result_in_the_memory_of_the_matrices(method: str, steps: int) -> None:
+    batch = matrices(2, 6, 9)
+    expected = newton_schulz(batch, MUON[:steps], method=method)
+    assert newton_schulz(batch, MUON[:steps], method=method, out=batch).data_ptr() == batch.data_ptr()
+    assert torch.equal(batch, expected)
+
+
 def test_small_and_zero_matrices() -> None:
     for shape in ((0, 4, 5), (2, 0, 5), (3, 0)):
         assert newton_schulz(torch.zeros(shape), MUON).shape == shape
@@ -143,6 +166,7 @@ def test_bad_arguments_are_refused() -> None:
 def test_auto_is_standard_in_bfloat16_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "SMALL", 4)
     monkeypatch.setattr(op, "launch", reference.product)
+    monkeypatch.setattr(op, "normalized", reference.normalized)
     monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
     batch = matrices(1, 8, 12)
     expected = newton_schulz(batch, MUON, method="standard", dtype=torch.bfloat16)
@@ -157,6 +181,7 @@ def test_the_check_of_doctor_reaches_the_kernel(monkeypatch: pytest.MonkeyPatch)
         return reference.product(*arguments)
 
     monkeypatch.setattr(op, "launch", launch)
+    monkeypatch.setattr(op, "normalized", reference.normalized)
     monkeypatch.setattr(_library, "runs_triton", lambda *_: True)
     assert op.self_check(torch.device("cpu")) <= 1
     assert launches

@@ -32,6 +32,23 @@ MOST_AT_ONCE = 4096
 REDUCE_BLOCK = 1024
 REDUCE_WARPS = 4
 
+# Bytes of state in host memory that are copied to the GPU at a time, at most, and how many pieces less state is cut
+# into. The first piece's way to the GPU and the last one's way back overlap with nothing; every piece takes 20 us more,
+# and 0.1 ms of the host's time. On an H200, AdamW with 4.1 GB of int8 state takes 91.7 ms in pieces of 16 MiB, 89.4 in
+# pieces of 32, 88.2 of 64, 89.3 of 128.
+PIECE = 64 << 20
+PIECES = 32
+# Pieces in the GPU's memory at the same time: one arrives, one is updated, one leaves. With 4 nothing is gained.
+PIECES_AT_ONCE = 3
+# Bytes of state below which kernels read and write host memory themselves: they take 1.75 ms for 65 MB, pieces 1.82 or
+# more. For the 4.1 GB they take 100.9 ms, and for 15.8 GB of float32 state 377, pieces 320.
+STAGED = 512 << 20
+
+
+def piece(total: int) -> int:
+    """Return the bytes of a piece of `total` bytes of state; 0 if kernels read and write it over the bus."""
+    return 0 if total < STAGED else min(PIECE, -(-total // PIECES))
+
 
 def block(facts: DeviceFacts, lists: int, largest: int = 0) -> int:
     """Return the elements of each of the `lists` that one program handles.

@@ -166,6 +166,10 @@ class PointerTable:
             self._moving_aligned = addresses is None or not _low_bits(addresses)
         self._moving_addresses = addresses
 
+    def rows(self) -> Any:
+        """Return the rows of the table of addresses, gradients apart, as they were uploaded last."""
+        return self._fixed_rows(self._fixed_addresses or [])
+
     def _fixed_rows(self, addresses: list[list[int]]) -> Any:
         """Return the table that kernels read: for each tensor its size, and its address in every list."""
         return list(zip(self.sizes, *addresses, strict=True))

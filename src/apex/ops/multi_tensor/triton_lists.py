@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,12 +211,16 @@ class TritonLists:
         rounds = rounds and not self._has_remainders
         settings = (flags, on_device, checks, dtypes, self._types, self._columns, table.aligned, rounds, self._codecs)
         warps = config.warps(_device.facts(self.device), layout.block, self._has_codes)
-        shape = (layout.count, layout.programs is None, layout.block, layout.blocks_per_program, warps)
-        _rule_launch(rule, *shape, *settings, finishing)(
-            (table.fixed, table.moving, layout.programs, *inputs, partials, bounds, tickets, out, factor),
-            (*numbers, *by),
-        )
+        for count, programs, fixed in self._launches(rule, layout):
+            shape = (count, programs is None, layout.block, layout.blocks_per_program, warps)
+            _rule_launch(rule, *shape, *settings, finishing)(
+                (fixed, table.moving, programs, *inputs, partials, bounds, tickets, out, factor), (*numbers, *by)
+            )
         return partials, layout
+
+    def _launches(self, rule: Rule, layout: Layout) -> Iterator[tuple[int, Tensor | None, Tensor | None]]:
+        """Yield the number of programs, the table of programs and the table of addresses of each launch of a rule."""
+        yield layout.count, layout.programs, self.table.fixed
 
     def _reduce(
         self,

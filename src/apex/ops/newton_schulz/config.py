@@ -50,3 +50,8 @@ def tile(device: DeviceFacts) -> Tile:
     """
     stages = 4 if device.shared_memory >= 160 * 1024 else 2
     return Tile(128, 64, 8, stages)
+
+
+# Elements of a matrix that a program of the scaled copy takes, and its warps.
+COPY_BLOCK = 4096
+COPY_WARPS = 4

@@ -1,4 +1,4 @@
-"""Triton kernel of the Newton-Schulz iteration: a product whose result is known to be symmetric.
+"""Triton kernels of the Newton-Schulz iteration: a product whose result is known to be symmetric, and a scaled copy.
 
 left, right  [B, n, K]   any strides
 addend, out  [B, n, n]   contiguous
@@ -66,3 +66,25 @@ def symmetric_product(
     if row != column:
         mirrored = batch * n * n + columns.to(tl.int64)[:, None] * n + rows[None, :]
         tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])
+
+
+@kernel
+@triton.jit
+def divided_copy(matrices, norms, out, elements, eps, BLOCK: tl.constexpr):
+    """Write BLOCK of the `elements` of one matrix, divided by the larger of its norm and `eps`, per program.
+
+    matrices, out  [B, elements]   contiguous
+    norms          float32 [B]
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    factor = 1.0 / tl.maximum(tl.load(norms + batch), eps)
+    places = start + tl.arange(0, BLOCK)
+    matrices += batch * elements
+    out += batch * elements
+    if start + BLOCK <= elements:
+        x = tl.load(matrices + places).to(tl.float32)
+        tl.store(out + places, (x * factor).to(out.dtype.element_ty))
+    else:
+        x = tl.load(matrices + places, mask=places < elements).to(tl.float32)
+        tl.store(out + places, (x * factor).to(out.dtype.element_ty), mask=places < elements)

@@ -26,6 +26,7 @@ def newton_schulz(
     eps: float = 1e-7,
     method: str = "auto",
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return matrices with the singular vectors of `matrices`, [..., rows, columns], and singular values near 1.
 
@@ -33,7 +34,8 @@ def newton_schulz(
     X <- a X + (b X Xᵀ + c (X Xᵀ)²) X. "standard" multiplies X at every step, as `torch.optim.Muon` does. "gram" works
     on X Xᵀ, which is quicker for matrices that are not square; it needs float16 or a wider dtype. "auto" takes "gram"
     where kernels run, unless `dtype` is bfloat16. `dtype` is the dtype of all products: bfloat16 for "standard" and
-    float16 for "gram" by default, float64 for float64 matrices. Not differentiable.
+    float16 for "gram" by default, float64 for float64 matrices. `out`, contiguous and of that dtype, gets the result,
+    and may be the memory of `matrices`. Not differentiable.
     """
     check_tensors(matrices=matrices)
     if matrices.dim() < 2 or not matrices.is_floating_point():
@@ -44,23 +46,33 @@ def newton_schulz(
         if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
             raise ValueError(f"coefficients must be triples of finite numbers, got {triple!r}")
     batch = matrices.detach().reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
+    method, dtype = resolved(batch.shape[1:], matrices.dtype, batch.device, method, dtype)
+    if method == "gram" and dtype == torch.bfloat16:
+        raise ValueError("method='gram' in bfloat16 is off by 16%; use dtype=torch.float16, or method='standard'")
     small = min(batch.shape[1:]) <= config.SMALL
+    if not batch.numel():
+        return matrices.detach().to(dtype, copy=True) if out is None else out
+    runs_kernel = not small and _library.runs_triton(FAMILY, torch.empty(0, dtype=dtype, device=batch.device))
+    product = launch if runs_kernel else reference.product
+    divide = normalized if runs_kernel and batch.dtype != torch.float64 else reference.normalized
+    iterate = reference.gram if method == "gram" else reference.standard
+    target = None if out is None else out.view(batch.shape)
+    # No name here holds the normalised matrices, so that the iteration can free them.
+    return iterate(divide(batch, eps, dtype), coefficients, product, target).view(matrices.shape)
+
+
+def resolved(
+    shape: Sequence[int], given: torch.dtype, device: torch.device, method: str, dtype: torch.dtype | None
+) -> tuple[str, torch.dtype]:
+    """Return the method and the dtype of products that `newton_schulz` takes for matrices of this shape and dtype."""
     if method == "auto":
-        probe = torch.empty(0, dtype=torch.float16, device=batch.device)
-        fits = not small and dtype != torch.bfloat16
+        probe = torch.empty(0, dtype=torch.float16, device=device)
+        fits = min(shape) > config.SMALL and dtype != torch.bfloat16
         method = "gram" if fits and _library.runs_triton(FAMILY, probe) else "standard"
     if dtype is None:
         half = torch.float16 if method == "gram" else torch.bfloat16
-        dtype = torch.float64 if matrices.dtype == torch.float64 else half
-    if method == "gram" and dtype == torch.bfloat16:
-        raise ValueError("method='gram' in bfloat16 is off by 16%; use dtype=torch.float16, or method='standard'")
-    if not batch.numel():
-        return matrices.detach().to(dtype, copy=True)
-    runs_kernel = not small and _library.runs_triton(FAMILY, torch.empty(0, dtype=dtype, device=batch.device))
-    product = launch if runs_kernel else reference.product
-    iterate = reference.gram if method == "gram" else reference.standard
-    # No name here holds the normalised matrices, so that the iteration can free them.
-    return iterate(reference.normalized(batch, eps, dtype), coefficients, product).view(matrices.shape)
+        dtype = torch.float64 if given == torch.float64 else half
+    return method, dtype
 
 
 def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, beta: float) -> Tensor:
@@ -76,6 +88,18 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
     kernels.symmetric_product(
         grid, (left, right, addend, out), sizes, (alpha, beta), **options, num_warps=num_warps, num_stages=num_stages
     )
+    return out
+
+
+def normalized(matrices: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Return the matrices divided by the larger of their Frobenius norm and `eps`, the quotients by the kernel."""
+    matrices = matrices.contiguous()
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), dtype=torch.float32)
+    out = torch.empty_like(matrices, dtype=dtype)
+    elements = matrices[0].numel()
+    grid = (-(-elements // config.COPY_BLOCK), len(matrices))
+    block, warps = config.COPY_BLOCK, config.COPY_WARPS
+    kernels.divided_copy(grid, (matrices, norms, out), (elements,), (eps,), BLOCK=block, num_warps=warps)
     return out
 
 

@@ -39,27 +39,32 @@ def normalized(matrices: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return torch.mul(matrices, norm.clamp_(min=eps).reciprocal_(), out=torch.empty_like(matrices, dtype=dtype))
 
 
-def standard(X: Tensor, coefficients: Coefficients, product: SymmetricProduct = product) -> Tensor:
-    """Return X after `X <- a X + (b R + c R²) X` for each triple of coefficients."""
-    wide = X.shape[1] <= X.shape[2]
-    for a, b, c in coefficients:
+def standard(
+    X: Tensor, coefficients: Coefficients, product: SymmetricProduct = product, out: Tensor | None = None
+) -> Tensor:
+    """Return X after `X <- a X + (b R + c R²) X` for each triple of coefficients, in `out` if it is given."""
+    wide, last = X.shape[1] <= X.shape[2], len(coefficients) - 1
+    for index, (a, b, c) in enumerate(coefficients):
         short = X if wide else X.mT
         R = product(short, short, 1.0, None, 0.0)
         Z = product(R, R, c, R, b)
         del short, R  # memory for the next product: see `config.peak_elements`
-        X = torch.baddbmm(X, Z, X, beta=a) if wide else torch.baddbmm(X, X, Z, beta=a)
-    return X
+        factors, target = (Z, X) if wide else (X, Z), out if index == last else None
+        X = torch.baddbmm(X, *factors, beta=a, out=target)
+    return X if out is None or coefficients else out.copy_(X)
 
 
-def gram(X: Tensor, coefficients: Coefficients, product: SymmetricProduct = product) -> Tensor:
+def gram(
+    X: Tensor, coefficients: Coefficients, product: SymmetricProduct = product, out: Tensor | None = None
+) -> Tensor:
     """Return the result of `standard`, computed on R alone: X takes part in the first and last product and a restart.
 
     Q is the product of the steps' factors `a I + Z`, so that the result is Q X.
     """
     wide = X.shape[1] <= X.shape[2]
 
-    def applied(Q: Tensor, X: Tensor) -> Tensor:
-        return torch.bmm(Q, X) if wide else torch.bmm(X, Q)
+    def applied(Q: Tensor, X: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.bmm(Q, X, out=out) if wide else torch.bmm(X, Q, out=out)
 
     def squared(X: Tensor) -> Tensor:
         return product(X, X, 1.0, None, 0.0) if wide else product(X.mT, X.mT, 1.0, None, 0.0)
@@ -83,4 +88,6 @@ def gram(X: Tensor, coefficients: Coefficients, product: SymmetricProduct = prod
         else:
             Q = product(Q, Z, 1.0, Q, a)
         del Z
-    return X if Q is None else applied(Q, X)
+    if Q is None:
+        return X if out is None else out.copy_(X)
+    return applied(Q, X, out)
