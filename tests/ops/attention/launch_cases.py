@@ -75,11 +75,12 @@ def _behind_cudnn() -> None:
 
 
 def record() -> None:
-    """Plan a bias without a gradient, a mask alone, a long bias, dropout, windows, merges, launches behind cuDNN's."""
+    """Plan biases without a gradient and long ones, a mask alone, dropout, one row, windows, merges, cuDNN's check."""
     _biased((256, 4, 256, 32), 256, torch.bfloat16, (256, 1, 1, 256), (1, 4, 256, 256), (False,))
     _biased((64, 8, 131, 24), 67, torch.float32, (1, 1, 1, 67), None, (False,))
     _biased((3, 2, 536, 64), 536, torch.float16, (3, 1, 1, 536), (1, 2, 536, 536), (True,))
     _packed((9000, 3, 16, 64), 32, 512, torch.float16, 0.1, True)
+    _packed((1, 3, 1, 1), 1, 1, torch.float16, 0.0, True)  # Triton makes constants of all sizes and strides that are 1
     _varlen(32, 128, torch.bfloat16, (-1, 0))
     _varlen(32, 128, torch.bfloat16, (4096, 0))
     _varlen(8, 64, torch.float32, (128, 64), 0.1)

@@ -136,13 +136,26 @@ def test_windows_of_long_sequences_have_their_own_tiles_on_hopper_alone() -> Non
     window = "packed window"
     assert config.forward_tile(128, 2, 8192, 8192, window, hopper) == (128, 128, 8, 3)
     assert config.queries_tile(128, 2, 8192, 8192, window, hopper) == (128, 64, 8, 3)
-    assert config.keys_tile(128, 2, 8192, 8192, window, hopper) == (64, 128, 8, 1)
+    assert config.keys_tile(128, 2, 8192, 8192, window, hopper) == (64, 128, 8, 3)
     for rule in (config.forward_tile, config.queries_tile, config.keys_tile):
         for device in (replace(LARGE, capability=(10, 0)), SMALL, AMD):
             assert rule(128, 2, 8192, 8192, window, device) == rule(128, 2, 8192, 8192, "packed", device)
         for size, element_size, length in ((64, 2, 8192), (128, 4, 8192), (128, 2, 100)):
             sizes = (size, element_size, length, length)
             assert rule(*sizes, window, hopper) == rule(*sizes, "packed", hopper)
+
+
+def test_gradients_of_packed_sequences_have_their_own_tiles() -> None:
+    hopper = replace(LARGE, capability=(9, 0))
+    wide, narrow = (128, 2, 512, 512), (64, 2, 512, 512)
+    for rule, of_wide, of_narrow in (
+        (config.queries_tile, (128, 64, 8, 3), (64, 64, 4, 3)),
+        (config.keys_tile, (64, 128, 8, 3), (64, 64, 4, 3)),
+    ):
+        assert rule(*wide, "packed", hopper) == of_wide
+        assert rule(*narrow, "packed", hopper) == of_narrow
+        assert rule(*wide, "mask bias", hopper) == rule(*wide, "mask bias", LARGE) != of_wide
+        assert rule(*narrow, "mask bias", hopper) == rule(*narrow, "mask bias", LARGE) != of_narrow
 
 
 def test_few_heads_of_a_long_window_leave_four_warps() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from apex.ops import _library
-from apex.ops.attention import op_varlen, reference, varlen_attention
+from apex.ops._device import forget_launches
+from apex.ops.attention import config, op_varlen, reference, varlen_attention
 from apex.ops.attention.op_packed import draw_seed
 from tests.ops.attention.cases import assert_close
 from tests.support.harness import Route, assert_equal_bits, routes
@@ -187,6 +188,27 @@ def test_logits_far_below_zero_behind_a_tile_without_keys(route: Route) -> None:
         results = run(tensors, bounds, case.options)
     assert_close(results[0], expected[0])
     assert_close(results[3], expected[3])
+
+
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {"causal": True, "window_size": (40, 0)},
+        {"window_size": (30, 5)},
+        {"window_size": (-1, -1)},
+        {"causal": True, "window_size": (40, 0), "dropout_p": 0.2},
+    ],
+    ids=str,
+)
+def test_whole_tiles_between_masked_ones(options: dict, route: Route, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 by 16: a tile of keys has masked tiles of queries before and after whole ones, in three heads."""
+    for rule in ("queries_tile", "keys_tile"):
+        monkeypatch.setattr(config, rule, lambda *_: config.Tile(16, 16, 4, 1))
+    forget_launches()
+    check(Case("", (7, 120, 64), (3, 1), options=options), route)
+    forget_launches()
 
 
 @pytest.mark.parametrize("route", routes())

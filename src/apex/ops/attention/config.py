@@ -27,6 +27,9 @@ STORED_BYTES = 512 << 20
 # when single values were stored, PyTorch's operators 85.
 DLOGITS_PITCH = 16
 
+# Row terms of a packed sequence begin at a multiple of this many elements, so that kernels can load two at a time.
+ROW_TERMS_ALIGNMENT = 16
+
 # A bias with odd rows is copied first if at least this many batches share it, and there are this many logits.
 PADDED_GROUP = 4
 PADDED_LOGITS = 1 << 21
@@ -90,6 +93,16 @@ def _is_long_window(block: int, element_size: int, rows: int, columns: int, kind
     return size and "window" in kind and device.capability == (9, 0)
 
 
+def _is_wide_packed(block: int, element_size: int, rows: int, columns: int, kind: str, device: DeviceFacts) -> bool:
+    """Return whether the backward tiles for packed sequences with heads of 65 to 128 elements apply.
+
+    Times of these tiles are milliseconds for the documents of `_is_long_window` with a window of 4096, with a causal
+    mask and without one, then for 16 sequences of 512 rows with 16 heads in float16.
+    """
+    size = block == 128 and element_size == 2 and min(rows, columns) >= 128
+    return size and "packed" in kind and device.capability == (9, 0)
+
+
 def largest_head(element_size: int, device: DeviceFacts) -> int:
     """Return the largest head whose tiles fit into shared memory."""
     scarce = device.backend == "cuda" and device.shared_memory < LARGE_SHARED_MEMORY
@@ -125,8 +138,11 @@ def queries_tile(head_dim: int, element_size: int, rows: int, columns: int, kind
     # heads of 128: 151 (128 queries: 178); 16 in float32, both gradients: 1500 (by 64 queries and 32 keys: 1520).
     if element_size == 4:
         tile = Tile(64, 64, 4, 2) if block <= 32 else Tile(32, 32, 4, 2 if block <= 64 else 1)
-    elif _is_long_window(block, element_size, rows, columns, kind, device):
-        tile = Tile(128, 64, 8, 3)  # 8.16, the shortest of all tiles that were tried
+    elif _is_wide_packed(block, element_size, rows, columns, kind, device):
+        # 6.80, 7.35, 13.6 and 0.151 (128 by 128: 7.83, 8.58, 16.2 and 0.178; 64 by 64: 7.81, 8.93, 16.7 and 0.161).
+        tile = Tile(128, 64, 8, 3)
+    elif block == 64 and "packed" in kind:
+        tile = Tile(64, 64, 4, 3)  # 228 (2 stages: 283, 128 queries: 244)
     else:
         tile = Tile(64, 64, 4, 2) if block <= 128 else Tile(32, 32, 4, 2)
     return _fitted(tile, rows, columns, block, element_size, device)
@@ -144,8 +160,11 @@ def keys_tile(head_dim: int, element_size: int, rows: int, columns: int, kind: s
     # (2 stages: 1578, 16 by 64: 1566, 128 keys in 8 warps: 1419, but of 24 of 4, 302 long, 292 in place of 253).
     if element_size == 4:
         tile = Tile(32, 64, 4, 1) if block <= 32 else Tile(32, 32, 4, 1)
-    elif _is_long_window(block, element_size, rows, columns, kind, device):
-        tile = Tile(64, 128, 8, 1)  # 13.46, the shortest of all tiles that were tried
+    elif _is_wide_packed(block, element_size, rows, columns, kind, device):
+        # 8.66, 10.6, 20.0 and 0.193 (2 stages: 9.81, 11.7, 24.8 and 0.224; 64 by 64: 11.1, 14.4, 27.2 and 0.253).
+        tile = Tile(64, 128, 8, 3)
+    elif block == 64 and "packed" in kind:
+        tile = Tile(64, 64, 4, 3)  # 408 (2 stages: 486, 32 by 128: 469, 64 by 128 in 8 warps: 487)
     elif block <= 64 and "bias" not in kind:
         tile = Tile(32, 128, 4, 2)
     elif block <= 128:

@@ -87,6 +87,11 @@ class Problem(NamedTuple):
             return 0, self.total, self.heads * self.total
         return self.heads * self.rows, self.rows, self.batch * self.heads * self.rows
 
+    def row_terms(self) -> tuple[int, int, int]:
+        """Return the shape of the two terms of each packed query that a backward kernel writes for the other one."""
+        alignment = config.ROW_TERMS_ALIGNMENT
+        return 2, self.heads, (self.total // alignment + self.batch + 1) * alignment
+
     def choose(self, rule: config.TileRule, split: str = "queries") -> config.Tile:
         """Return the tile of a kernel whose programs split the queries or the keys."""
         device = facts(self.device)
@@ -154,8 +159,8 @@ def dquery_launch(problem: Problem, strides: tuple[int, ...], device: DeviceFact
     """Prepare the kernel that computes `delta` and dquery.
 
     It reads q, k, v, mask, bias, cu_seqlens of queries and of keys, seed, output, its gradient and statistics. `delta`
-    is the dot product of every row of the output with its gradient. `strides` belong to q, k, v, output, its gradient
-    and dquery.
+    is the dot product of every row of the output with its gradient, or for packed sequences `Problem.row_terms`.
+    `strides` belong to q, k, v, output, its gradient and dquery.
     """
     tile = problem.choose(config.queries_tile)
     programs = problem.programs(problem.batch, problem.rows, tile.queries)

@@ -238,7 +238,7 @@ def _backward_launches(form: tuple[Any, ...], gradient_dtype: torch.dtype) -> tu
     strides, of_result = (*strides, *(0, head_dim, heads * head_dim) * 2), (0, head_dim, 3 * heads * head_dim)
     of_query = dquery_launch(problem, (*strides, *of_result), here)
     of_key_value = dkey_dvalue_launch(problem, (*strides, *of_result, *of_result), None, here)
-    layouts = [(sizes, contiguous_strides(sizes)) for sizes in (tuple(form[0]), (1, heads, problem.total))]
+    layouts = [(sizes, contiguous_strides(sizes)) for sizes in (tuple(form[0]), problem.row_terms())]
     return of_query, of_key_value, floats, *layouts
 
 

@@ -248,13 +248,11 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
     `saved` is the saved tensors of `VARLEN_ATTENTION`, its settings and `wanted`.
     """
     (query, key, value, bounds, bounds_k, seed, output, statistics), settings = saved[:8], saved[8:-1]
-    of_queries, of_keys, floats = _backward_launches(_form((query, key), (bounds, bounds_k, seed), settings))
+    of_queries, of_keys, floats, of_terms = _backward_launches(_form((query, key), (bounds, bounds_k, seed), settings))
     empty: Any = empty_on(query.device)
-    shapes = [tuple(tensor.shape) for tensor in (statistics, query, key, value)]  # plain tuples, as `empty` needs
-    dtypes = (torch.float32, query.dtype, key.dtype, value.dtype)
-    delta, dquery, dkey, dvalue = (
-        empty(shape, contiguous_strides(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]  # plain tuples, as `empty` needs
+    dquery, dkey, dvalue = (empty(shape, contiguous_strides(shape), query.dtype) for shape in shapes)
+    delta = empty(of_terms, contiguous_strides(of_terms), torch.float32)
     tensors = (query, key, value, None, None, bounds, bounds_k, seed, output, dout, statistics, delta)
     of_queries((*tensors, dquery), floats)  # also computes `delta`, which the other kernel needs
     wanted = saved[-1]
@@ -265,14 +263,14 @@ def launch_backward(dout: Tensor, *saved: Any) -> tuple[Tensor | None, ...]:
 
 
 @launch_rule
-def _backward_launches(form: Any) -> tuple[Any, Any, tuple[float, ...]]:
-    """Return the kernels for dquery and for dkey and dvalue, and their floats."""
+def _backward_launches(form: Any) -> tuple[Any, Any, tuple[float, ...], tuple[int, int, int]]:
+    """Return the kernels for dquery and for dkey and dvalue, their floats, and the shape of the row terms."""
     problem, of_query, of_key, floats = _problem(form)
     here = facts(problem.device)
     strides = (*of_query, *of_key, *of_key, *of_query, *of_query)
     of_queries = dquery_launch(problem, (*strides, *of_query), here)
     of_keys = dkey_dvalue_launch(problem, (*strides, *of_key, *of_key), None, here)
-    return of_queries, of_keys, floats
+    return of_queries, of_keys, floats, problem.row_terms()
 
 
 def _reference(query, key, value, bounds, bounds_k, seed, *settings):  # type: ignore[no-untyped-def]
