@@ -7,9 +7,15 @@
 bytes of state for each parameter. A step's time is the time between the events at the ends of two steps. For each way
 of staging a save is started between two steps of a loop that never waits for the device. "first" is the step right
 after the call, "copying" the longest step until the host has a copy, "writing" the median of some steps after it,
-"call" the host's time in the call. "allowed" is the bar for the first step: 1.1 steps with staging on the device; with
-staging on the host one step, and the time by which the copy ("copy during the step") is longer than the forward and the
-backward pass. "copy" is the time that a quiet device would take; beside a training step the copy takes longer.
+"call" the host's time in the call. "forward and backward" is the time from a step's beginning to its optimizer, in the
+steps of "step".
+
+"allowed" is the bar for the first step: 1.1 steps with staging on the device; with staging on the host one step, and
+the time by which the copy ("copy during the step") is longer than the forward and the backward pass. "quiet copy" is
+the time of the copy on a quiet device, and "copy" the time by the bandwidth; beside a training step the copy takes
+longer. "before the copy" is the time from the first step's beginning to the copy's, which with staging on the device is
+that of the clones; "first passes" are the forward and the backward pass beside the copy; "after the copy" is the time
+from the copy's end to the step's, which with staging on the host is the optimizer's.
 
 These saves go to a folder that cannot be made, so that their writer is free at once. The last save, "complete", is
 written; if it is not complete after `--seconds`, the writer is stopped and "steps" is the number of steps until then.
@@ -79,33 +85,44 @@ class Run:
         self.optimizer = FusedAdam(self.network.parameters(), lr=1e-4, master_weights=True)
         self.words, self.targets = words[:, :-1].contiguous(), words[:, 1:].contiguous()
         self.step = graphs.capture(self._step) if capture else self._step
+        # The ends of the backward passes. Captured steps record no events.
+        self._is_captured, self.backward_ends = capture, list[Any]()
 
     def _step(self) -> torch.Tensor:
-        loss = self.passes()
-        self.optimizer.step()
-        return loss.detach()
-
-    def passes(self) -> torch.Tensor:
         self.optimizer.zero_grad()
         loss = self.network(self.words, self.targets)
         loss.backward()
-        return loss
+        if not self._is_captured:
+            self.backward_ends.append(self.clock.now())
+        self.optimizer.step()
+        return loss.detach()
 
     def state(self) -> dict[str, Any]:
         return {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
 
-    def times(self, steps: int, function: Any = None) -> list[float]:
-        """Return the times of some steps in milliseconds."""
+    def times(self, steps: int) -> tuple[list[float], list[float]]:
+        """Return the times of some steps, and of their forward and backward passes if they are eager, in ms."""
+        self.backward_ends.clear()
         ends = [self.clock.now()]
         for _ in range(steps):
-            (function or self.step)()
+            self.step()
             ends.append(self.clock.now())
-        return [self.clock.between(*pair) for pair in itertools.pairwise(ends)]
+        passes = zip(ends, self.backward_ends, strict=False)
+        whole = itertools.pairwise(ends)
+        return [self.clock.between(*pair) for pair in whole], [self.clock.between(*pair) for pair in passes]
+
+    def quiet_copy(self, path: Path) -> float:
+        """Return the time of the copies of a save while nothing else runs."""
+        torch.cuda.synchronize()
+        checkpoint.save_sharded(self.state(), path, use_async=True, staging="host")
+        checkpoint.wait()
+        return self.clock.between(*COPY_TIMES[-1])
 
     def during_save(self, path: Path, staging: str, until: float) -> dict[str, Any]:
         """Save while steps go on, until the save is done, and at most to the time `until`."""
         for _ in range(3):
             self.step()
+        self.backward_ends.clear()
         ends, is_copied = [self.clock.now()], []
         start = time.perf_counter()
         checkpoint.save_sharded(self.state(), path, use_async=True, staging=staging)
@@ -125,8 +142,12 @@ class Run:
             "writing": statistics.median(times[copying:] or times[-1:]),
             "call": call,
         }
+        if self.backward_ends:
+            found["first passes"] = self.clock.between(ends[0], self.backward_ends[0])
         if self.device.type == "cuda":
+            found["before the copy"] = self.clock.between(ends[0], COPY_TIMES[-1][0])
             found["copy during the step"] = self.clock.between(*COPY_TIMES[-1])
+            found["after the copy"] = self.clock.between(COPY_TIMES[-1][1], ends[1])
         result: dict[str, Any] = {name: round(value, 2) for name, value in found.items()} | {"steps": len(times)}
         if saving.done():
             checkpoint.wait()
@@ -140,17 +161,27 @@ COPY_TIMES: list[tuple[Any, Any]] = []
 
 
 def watch_copies() -> None:
+    """Keep the copies of each save, and events before the first and after the last piece on the stream of copies."""
     begin = _staging.Copies.__init__
+    times: list[Any] = []
 
     def init(self: Any, *args: Any) -> None:
-        start = Clock(torch.device("cuda")).now() if torch.cuda.is_available() else None
+        times.clear()
         begin(self, *args)
         COPIES.append(self)
-        for stream in _staging._streams.values():
-            with on_stream(stream):
-                COPY_TIMES.append((start, Clock(torch.device("cuda")).now()))
+        if times:
+            COPY_TIMES.append((times[0], times[-1]))
+
+    @contextlib.contextmanager
+    def timed_stream(stream: Any) -> Iterator[None]:
+        clock = Clock(torch.device("cuda"))
+        with on_stream(stream):
+            times.append(clock.now())
+            yield
+            times.append(clock.now())
 
     _staging.Copies.__init__ = init  # type: ignore[method-assign]
+    _staging.on_stream = timed_stream  # type: ignore[attr-defined]
 
 
 def bandwidth(device: torch.device, size: int = 1 << 30) -> float:
@@ -234,19 +265,19 @@ def measure(
     run = Run(sizes, device, capture)
     run.times(5)
     record.add(seconds=preparation.finish())
-    step = statistics.median(run.times(10))
+    step, passes = (statistics.median(each or [0.0]) for each in run.times(10))
     count = sum(tensor.nbytes for state in run.state()["optimizer"].values() for tensor in state.values()
                 if isinstance(tensor, torch.Tensor))  # fmt: skip
     count += sum(tensor.nbytes for tensor in run.network.parameters())
     record.add(**{"state in GB": round(count / 1e9, 2), "step": round(step, 2)})
-    passes = 0.0
-    if not capture:
-        passes = statistics.median(run.times(5, run.passes))
+    if passes:
         record.add(**{"forward and backward": round(passes, 2)})
+    nowhere = folder / "small" / "manifest.json" / "step"
     if device.type == "cuda":
         speed = bandwidth(device)
-        record.add(**{"GB/s": round(speed, 1), "copy": round(count / speed / 1e6, 1)})
-    nowhere = folder / "small" / "manifest.json" / "step"
+        with without_errors():
+            quiet = run.quiet_copy(nowhere)
+        record.add(**{"GB/s": round(speed, 1), "copy": round(count / speed / 1e6, 1), "quiet copy": round(quiet, 1)})
     # The first save with clones on the device also allocates their memory, which PyTorch keeps for the second.
     for name, staging in (("first on the device", "device"), ("on the device", "device"), ("on the host", "host")):
         with without_errors():
