@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from ..amp import _autocast
 from ..amp._amp_state import _amp_state
-from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
+from ._warnings import warn_user
 from .wrappers import OptimizerWrapper, unwrapped
 
 __all__ = [
@@ -145,14 +144,13 @@ class FP8MixedPrecision(BF16MixedPrecision):
         emulate = self.options["emulate"] or all(map(on_host, model.parameters()))
         report = fp8.convert(model, **{**self.options, "emulate": emulate})
         self.converted += report
-        if all(row.reason for row in report) and is_first():
+        if all(row.reason for row in report):
             counts = Counter(row.reason for row in report)
             reasons = "; ".join(f"{count} of {len(report)}: {reason}" for reason, count in counts.items())
-            warnings.warn(
+            warn_user(
                 "fp8: no layer of the model multiplies in float8, so that it trains in bfloat16: "
                 f"{reasons or 'it has no linear layer'}. FP8MixedPrecision takes the arguments of apex.fp8.convert, "
-                "such as smallest_weight",
-                stacklevel=5,  # the call of boost
+                "such as smallest_weight"
             )
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:

@@ -40,6 +40,10 @@ class ModelWrapper(nn.Module):
         """The optimizer that was boosted with the model; None if it no longer exists."""
         return None if self._optimizer is None else self._optimizer()
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer of an nn.Sequential, or whatever the user's model returns."""
+        return unwrapped(self)[index]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -184,6 +188,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._is_unscaled = False
         self._next_norm: Tensor | None = None  # of the next step's gradients, once it is measured
         self._last_norm: Tensor | None = None  # of the last step's gradients
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step divides by the scale of a user's torch.amp.GradScaler: no, only this wrapper would know it."""
+        return False
 
     param_groups = delegated("optim", "param_groups")
     state = delegated("optim", "state")
