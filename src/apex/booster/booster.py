@@ -130,16 +130,16 @@ class Booster:
             _check_device(model)
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
-        self._stages.before(model, optimizer)
         boosted: Any = optimizer
-        if self.plugin is None:
-            model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
-        else:
-            takes_it = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
-            arguments = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes_it else ()))
-            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*arguments)
-            if precision is not None and not takes_it:
-                model, boosted, criterion = precision.configure(model, boosted, criterion)
+        with self._stages.fused(model, optimizer):
+            if self.plugin is None:
+                model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
+            else:
+                takes_it = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
+                arguments = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes_it else ()))
+                model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*arguments)
+                if precision is not None and not takes_it:
+                    model, boosted, criterion = precision.configure(model, boosted, criterion)
         if not isinstance(model, ModelWrapper):
             model = ModelWrapper(model)
         if isinstance(boosted, OptimizerWrapper):

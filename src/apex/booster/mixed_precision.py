@@ -338,6 +338,7 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """Return the precision of this name, with default arguments."""
     if mixed_precision_type not in _PRECISIONS:
         raise ValueError(
-            f"mixed_precision_type={mixed_precision_type!r} is not known; use one of {', '.join(_PRECISIONS)}"
+            f"mixed_precision={mixed_precision_type!r} is not known; use one of {', '.join(_PRECISIONS)}, or None for "
+            "float32"
         )
     return _PRECISIONS[mixed_precision_type]()
