@@ -7,12 +7,14 @@ import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import apex
 from apex.booster import Booster
@@ -206,6 +208,18 @@ def test_an_optimizer_of_two_models_is_refused() -> None:
         booster.boost(two, optimizer)
 
 
+def test_lazy_modules_and_losses_that_are_numbers_are_refused() -> None:
+    lazy = nn.Sequential(nn.LayerNorm(16), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"1.weight has no shape yet.*call the model once"):
+        apex.boost(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
+    assert lazy[0].weight.dtype == torch.float32
+    for precision in ("bf16", None, "fp16_naive"):
+        model = net()
+        _, optimizer, _ = apex.boost(model, adam(model), precision)
+        with pytest.raises(TypeError, match="loss"):
+            optimizer.backward(3.0)
+
+
 def test_models_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
@@ -386,3 +400,23 @@ def test_the_warning_of_float8_names_the_line_of_the_user(front: str) -> None:
     with pytest.warns(UserWarning, match="no layer of the model multiplies in float8") as found:
         boost(model, adam(model), *arguments)
     assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_weights_in_torchs_ddp_are_not_cast(one_process: None) -> None:
+    """DistributedDataParallel exchanges no gradients of weights that were cast: each process would train for itself."""
+    for precision in ("bf16", "fp16_naive", "fp8"):
+        model = DistributedDataParallel(net())
+        optimizer = adam(model)
+        with pytest.raises(ValueError, match="boost the bare model first and wrap the returned one"):
+            apex.boost(model, optimizer, precision, device="cpu")
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+    for precision in (None, "bf16", "fp16"):
+        model = DistributedDataParallel(net())
+        Booster("cpu", precision).boost(model, adam(model))

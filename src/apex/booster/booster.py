@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._arguments import checked
 from ..amp._checks import check_loss
@@ -121,6 +122,7 @@ class Booster:
         """
         _check_trainable(model, optimizer)
         precision = self.mixed_precision
+        _check_replicated(model, precision)
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         self._stages.check_model(model)
@@ -287,8 +289,26 @@ def _check_trainable(model: Any, optimizer: Any) -> None:
         )
 
 
+def _check_replicated(model: nn.Module, precision: Any) -> None:
+    """Raise if weights would be cast inside of torch's DistributedDataParallel, which then exchanges no gradients."""
+    if getattr(precision, "casts_weights", False) and any(
+        isinstance(m, DistributedDataParallel) for m in model.modules()
+    ):
+        raise ValueError(
+            "the model is in torch's DistributedDataParallel already, which would not exchange gradients of weights "
+            f"that are cast to {precision.dtype} now: boost the bare model first and wrap the returned one, use "
+            "TorchDDPPlugin, or a precision with float32 weights such as BF16MixedPrecision('O4')"
+        )
+
+
 def _check_device(model: nn.Module) -> None:
     """Raise if a model has parameters without data, whose masters and state would have none either."""
+    lazy = [name for name, param in model.named_parameters() if nn.parameter.is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet, because it belongs to a lazy module of PyTorch: call the model once with an "
+            "example before you make the optimizer and boost"
+        )
     empty = [name for name, param in model.named_parameters() if param.is_meta]
     if empty:
         raise ValueError(

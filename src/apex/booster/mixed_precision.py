@@ -42,6 +42,8 @@ class Precision(MixedPrecision):
 
     # The dtype of matrix products; None for the dtype of their inputs.
     dtype: torch.dtype | None = None
+    # Whether the model's weights get this dtype.
+    casts_weights = False
 
     def scaler(self) -> GradScaler | None:
         """Return a new loss scaler, or None if the precision needs none."""
@@ -119,6 +121,7 @@ class BF16MixedPrecision(Precision):
         if opt_level not in ("O4", "O5"):
             raise ValueError(f"opt_level={opt_level!r} is not known; use 'O4' (autocast) or 'O5' (bfloat16 weights)")
         self.opt_level = opt_level
+        self.casts_weights = opt_level == "O5"
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         return (self._in_half if self.opt_level == "O5" else self._under_autocast)(model, optimizer, criterion)
@@ -168,6 +171,7 @@ class FP16NaiveMixedPrecision(Precision):
     """
 
     dtype = torch.float16
+    casts_weights = True
 
     def __init__(
         self,

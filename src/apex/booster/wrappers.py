@@ -13,6 +13,7 @@ from .._delegation import delegated
 from .._distributed.comparison import check_settings, optimizer_settings
 from .._distributed.experts import scaled_router_losses
 from .._distributed.norms import total_norm
+from ..amp._checks import check_loss
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
@@ -225,6 +226,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Run a backward pass from the scaled loss; the other arguments go to `Tensor.backward`."""
+        if not isinstance(loss, Tensor):
+            check_loss(loss)  # raises
         with self._held():
             self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
