@@ -420,3 +420,12 @@ def test_weights_in_torchs_ddp_are_not_cast(one_process: None) -> None:
     for precision in (None, "bf16", "fp16"):
         model = DistributedDataParallel(net())
         Booster("cpu", precision).boost(model, adam(model))
+
+
+def test_weights_in_fsdp_are_not_cast(one_process: None) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = net()
+    fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="use TorchFSDPPlugin with the bare model"):
+        apex.boost(model, adam(model), device="cpu")
+    assert all(param.dtype == torch.float32 for param in model.parameters())

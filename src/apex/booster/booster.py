@@ -290,14 +290,24 @@ def _check_trainable(model: Any, optimizer: Any) -> None:
 
 
 def _check_replicated(model: nn.Module, precision: Any) -> None:
-    """Raise if weights would be cast inside of torch's DistributedDataParallel, which then exchanges no gradients."""
-    if getattr(precision, "casts_weights", False) and any(
-        isinstance(m, DistributedDataParallel) for m in model.modules()
-    ):
+    """Raise if weights would be cast that torch's DistributedDataParallel or FSDP manages already.
+
+    DistributedDataParallel would exchange no gradients of them. FSDP gathers weights of the dtype that it has noted.
+    """
+    if not getattr(precision, "casts_weights", False):
+        return
+    instead = "or a precision with float32 weights such as BF16MixedPrecision('O4')"
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "the model is in torch's DistributedDataParallel already, which would not exchange gradients of weights "
             f"that are cast to {precision.dtype} now: boost the bare model first and wrap the returned one, use "
-            "TorchDDPPlugin, or a precision with float32 weights such as BF16MixedPrecision('O4')"
+            f"TorchDDPPlugin, {instead}"
+        )
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise ValueError(
+            f"the model is sharded by FSDP already, which would not know that its weights are cast to "
+            f"{precision.dtype} now: use TorchFSDPPlugin with the bare model, {instead}"
         )
 
 
