@@ -14,7 +14,12 @@ import apex
 from apex.booster import BoostedStep, Booster
 from apex.booster._stages import Stages
 from apex.booster._step import EAGER, Variant
-from apex.booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
+from apex.booster.mixed_precision import (
+    BF16MixedPrecision,
+    FP8MixedPrecision,
+    FP16ApexMixedPrecision,
+    MixedPrecision,
+)
 from apex.booster.plugin import TorchDDPPlugin
 from apex.ops.multi_tensor.torch_lists import TorchLists
 from tests.booster import problem
@@ -556,6 +561,33 @@ def test_boost_refuses_a_missing_optimizer_or_model(precision: str) -> None:
     assert model.weight.dtype == torch.float32
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got a SGD"):
         apex.boost(torch.optim.SGD(model.parameters(), 0.1), model, precision)  # type: ignore[arg-type]
+
+
+class FailingPrecision(MixedPrecision):
+    """A precision that cannot be used, as `amp` cannot with a model in half precision."""
+
+    def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> Any:
+        raise RuntimeError("not today")
+
+
+def test_a_precision_that_fails_leaves_model_and_optimizer_as_they_were(graphs: None) -> None:
+    model = problem.net()
+    optimizer = problem.adam(model)
+    kinds = [type(module) for module in model.modules()]
+    groups = [{**group} for group in optimizer.param_groups]
+    attributes = set(vars(optimizer))
+    booster = Booster("cpu", FailingPrecision(), fuse=True)
+    with pytest.raises(RuntimeError, match="not today"):
+        booster.boost(model, optimizer)
+    assert [type(module) for module in model.modules()] == kinds
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.param_groups == groups
+    assert set(vars(optimizer)) == attributes
+    given = apex.optimizers.FusedAdam(model.parameters())
+    with pytest.raises(RuntimeError, match="already"):
+        Booster("cpu", "fp16_apex", fuse=True).boost(model.half(), given)
+    assert not given.master_weights
+    assert "fuse" not in str(booster.report())
 
 
 def test_refused_steps() -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import apex
 from apex.booster import Booster
 from apex.booster.mixed_precision import BF16MixedPrecision, FP16TorchMixedPrecision
-from apex.optimizers import FusedAdam
+from apex.optimizers import FusedAdam, FusedSGD
 
 from .problem import adam, batch, net
 
@@ -205,6 +208,18 @@ def test_an_optimizer_of_two_models_is_refused() -> None:
         booster.boost(two, optimizer)
 
 
+def test_lazy_modules_and_losses_that_are_numbers_are_refused() -> None:
+    lazy = nn.Sequential(nn.LayerNorm(16), nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"1.weight has no shape yet.*call the model once"):
+        apex.boost(lazy, torch.optim.SGD(lazy.parameters(), lr=0.1))
+    assert lazy[0].weight.dtype == torch.float32
+    for precision in ("bf16", None, "fp16_naive"):
+        model = net()
+        _, optimizer, _ = apex.boost(model, adam(model), precision)
+        with pytest.raises(TypeError, match="loss"):
+            optimizer.backward(3.0)
+
+
 def test_models_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4)
@@ -282,3 +297,135 @@ def test_optimizers_of_sparse_gradients_are_not_fused() -> None:
     assert not torch.equal(model.weight, before)
     [row] = [row for row in booster.report() if row.stage == "fuse optimizer"]
     assert row.text == "EmbeddingBag has sparse gradients, which fused optimizers do not take"
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, eps=1e-3, fused=True),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.1),
+}
+
+
+def boosted(precision: str) -> Any:
+    model = net()
+    return apex.boost(model, adam(model), precision, device="cpu")
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_grad_scaler_of_the_user_scales_and_unscales(kind: str, unscales: bool) -> None:
+    """A GradScaler tells an optimizer that divides gradients itself the scale: the inner optimizer must not miss it."""
+    results = []
+    for is_boosted in (False, True):
+        model: Any = net()
+        optimizer: Any = OPTIMIZERS[kind](model.parameters())
+        if is_boosted:
+            model, optimizer, _ = apex.boost(model, optimizer, None, device="cpu")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
+        for number in range(4):
+            inputs, targets = batch(number)
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([param.detach() for param in model.parameters()])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp16_naive"])
+def test_a_grad_scaler_that_would_see_no_gradients_is_refused(precision: str) -> None:
+    model, optimizer, _ = boosted(precision)
+    scaler = torch.amp.GradScaler("cpu")
+    inputs, targets = batch(0)
+    scaler.scale(nn.functional.cross_entropy(model(inputs), targets)).backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"remove the GradScaler and call optimizer.backward"):
+        scaler.step(optimizer)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+def test_clipping_scaled_gradients_warns(precision: str) -> None:
+    """As with torch.amp, clipping by PyTorch before unscaling leaves nothing of the gradients."""
+    model, optimizer, _ = boosted(precision)
+
+    def step(clip: Callable[[], Any]) -> None:
+        inputs, targets = batch(0)
+        optimizer.zero_grad()
+        optimizer.backward(nn.functional.cross_entropy(model(inputs), targets))
+        clip()
+        optimizer.step()
+
+    def by_pytorch() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(lambda: None)
+        step(lambda: optimizer.clip_grad_by_norm(0.1))
+        if precision == "fp16":
+            step(lambda: (optimizer.unscale_grad(), by_pytorch()))
+    with pytest.warns(UserWarning, match="multiplied by the loss scale") as found:
+        step(by_pytorch)
+    assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.mark.parametrize("cast", [nn.Module.float, nn.Module.double, lambda model: model.to(torch.float32)])
+@pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
+def test_weights_with_masters_are_not_cast(precision: str, cast: Any) -> None:
+    model, *_ = boosted(precision)
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"model.state_dict\(\) has the float32 values"):
+        cast(model)
+    torch.testing.assert_close([param.detach() for param in model.parameters()], before, rtol=0, atol=0)
+    assert model.to("cpu") is model
+    cast(boosted("fp16")[0])  # has float32 weights
+
+
+def test_layers_of_a_boosted_sequence_have_indices() -> None:
+    layers = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    model, *_ = apex.boost(layers, torch.optim.SGD(layers.parameters(), lr=0.1), device="cpu")
+    assert model[-1] is layers[-1]
+    with pytest.raises(TypeError, match="not subscriptable"):
+        boosted("bf16")[0][0]
+
+
+@pytest.mark.parametrize("front", ["boost", "Booster"])
+def test_the_warning_of_float8_names_the_line_of_the_user(front: str) -> None:
+    model = net()
+    boost: Any = apex.boost if front == "boost" else Booster("cpu", "fp8").boost
+    arguments: Any = ("fp8",) if front == "boost" else ()
+    with pytest.warns(UserWarning, match="no layer of the model multiplies in float8") as found:
+        boost(model, adam(model), *arguments)
+    assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_weights_in_torchs_ddp_are_not_cast(one_process: None) -> None:
+    """DistributedDataParallel exchanges no gradients of weights that were cast: each process would train for itself."""
+    for precision in ("bf16", "fp16_naive", "fp8"):
+        model = DistributedDataParallel(net())
+        optimizer = adam(model)
+        with pytest.raises(ValueError, match="boost the bare model first and wrap the returned one"):
+            apex.boost(model, optimizer, precision, device="cpu")
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+    for precision in (None, "bf16", "fp16"):
+        model = DistributedDataParallel(net())
+        Booster("cpu", precision).boost(model, adam(model))
+
+
+def test_weights_in_fsdp_are_not_cast(one_process: None) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = net()
+    fsdp.fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="use TorchFSDPPlugin with the bare model"):
+        apex.boost(model, adam(model), device="cpu")
+    assert all(param.dtype == torch.float32 for param in model.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from ..amp._amp_state import HALF, AmpState
 from ..amp._model_casts import ForwardCasts, _cast_model
 from ..amp.scaler import NonfiniteCounts, OverflowMessages
-from ..checkpoint._ranks import is_first
 from ..logging import get_dist_logger
 from ..ops.multi_tensor import scale
 from ..optimizers._base import LOW_PRECISION, FusedOptimizer
 from ..optimizers._buckets import MASTER
 from ..optimizers._formats import has_master, master_of, set_master
 from ..transformer.amp import GradScaler
+from ._warnings import warn_user
 from .wrappers import ModelWrapper, OptimizerWrapper, masters_of, unwrapped
 
 
@@ -47,6 +46,19 @@ class CastModel(ModelWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._casts.run(self._under_autocast, args, kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply `float`, `to` and so on; raise before anything changes if that casts weights that have masters."""
+        half = next((param for param in self.parameters() if param.dtype in HALF), None)
+        if self.masters is not None and half is not None:
+            dtype = fn(torch.empty(0, dtype=half.dtype, device=half.device)).dtype
+            if dtype != half.dtype:
+                raise RuntimeError(
+                    f"the weights of a boosted model stay {half.dtype}, because their float32 masters are in the "
+                    f"optimizer: they cannot become {dtype}. model.state_dict() has the float32 values; to train with "
+                    'float32 weights, boost with mixed_precision=None or BF16MixedPrecision("O4")'
+                )
+        return super()._apply(fn, recurse)
 
     def _under_autocast(self, *args: Any, **kwargs: Any) -> Any:
         if self._autocast is None:
@@ -276,9 +288,9 @@ def cast_weights(
     unused = [name for name in ("stochastic_rounding", "master_bits") if getattr(optimizer, name, None)]
     if in_state and "stochastic_rounding" in unused:
         return None
-    if unused and is_first():
+    if unused:
         message = f"{unused[0]}={getattr(optimizer, unused[0])} of {type(optimizer).__name__} has no effect: "
-        warnings.warn(f"{message}its parameters are float32 masters beside those of the model", stacklevel=6)
+        warn_user(f"{message}its parameters are float32 masters beside those of the model")
     return None if optimizer is None else Masters(optimizer, exact)
 
 
@@ -296,6 +308,9 @@ class MixedOptimizer(OptimizerWrapper):
         super().__init__(optim)
         self.scaler, self.masters = scaler, masters
         self._has_scaled = False  # whether a loss has been scaled since the last step
+        # A gradient that is multiplied by the loss scale, and its version counter after the last backward pass.
+        self._scaled_grad: tuple[Tensor, int] | None = None
+        self._warned_of_changes = False
         self._has_stepped = False
         self._found_inf: Tensor | None = None
         self._nonfinite: list[NonfiniteCounts] = []
@@ -321,6 +336,17 @@ class MixedOptimizer(OptimizerWrapper):
         self.masters.update_model()
         return result
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise if a user's torch.amp.GradScaler, which asks this in its `step`, does not see the gradients."""
+        if self.scaler is not None or isinstance(self.masters, Masters):
+            has = "float32 masters without gradients" if self.scaler is None else "a loss scale of its own"
+            raise RuntimeError(
+                f"a torch.amp.GradScaler cannot step this optimizer, because it has {has}: remove the GradScaler and "
+                'call optimizer.backward(loss) and optimizer.step(). Booster(mixed_precision="fp16") has a loss scale'
+            )
+        return False
+
     def _names_by_id(self) -> dict[int, str]:
         named = zip(self.parameters, self.names or (), strict=False)
         return {id(param): name for param, name in named if name is not None}
@@ -337,6 +363,29 @@ class MixedOptimizer(OptimizerWrapper):
         self._messages.read()
         self._has_scaled = True
         return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
+        super().backward(loss, inputs, retain_graph, **kwargs)
+        if self.scaler is not None and not self._is_zero:
+            params = self.masters._master_of if isinstance(self.masters, Masters) else self.parameters
+            gradient = next((param.grad for param in params if param.grad is not None), None)
+            self._scaled_grad = None if gradient is None else (gradient, gradient._version)
+
+    def _warn_of_changes(self) -> None:
+        """Warn once if scaled gradients were changed: a clip to a norm or value would divide it by the loss scale.
+
+        One gradient suffices, because clipping changes all of them.
+        """
+        if self._scaled_grad is None or self._warned_of_changes:
+            return
+        gradient, version = self._scaled_grad
+        if gradient._version != version:
+            self._warned_of_changes = True
+            warn_user(
+                "gradients were changed between backward and step, while they were multiplied by the loss scale: if "
+                "they were clipped, nearly nothing is left of them. Clip by optimizer.clip_grad_by_norm or "
+                "clip_grad_by_value, or call optimizer.unscale_grad() before"
+            )
 
     def _refuse_more_gradients(self) -> None:
         """Raise if a backward pass would add scaled gradients to unscaled ones, or gradients that the step ignores."""
@@ -367,6 +416,8 @@ class MixedOptimizer(OptimizerWrapper):
                 f"loss scale, {self.scaler.get_scale()}: call booster.backward(loss, optimizer) or "
                 "optimizer.backward(loss) in place of loss.backward(), once before every step"
             )
+        if not self._is_unscaled:
+            self._warn_of_changes()
         super().unscale_grad()
 
     def _has_gradients(self) -> bool:
@@ -440,7 +491,7 @@ class MixedOptimizer(OptimizerWrapper):
 
     def step(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         result = super().step(closure, *args, **kwargs)
-        self._has_scaled = False
+        self._has_scaled, self._scaled_grad = False, None
         if self.scaler is not None and self._found_inf is not None:
             floor, found_inf, counts = getattr(self.scaler, "min_scale", None), self._found_inf, self._nonfinite
             self._found_inf, self._nonfinite, scale, before = None, [], self.scaler._scale, self._scale_before
@@ -455,7 +506,7 @@ class MixedOptimizer(OptimizerWrapper):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._is_unscaled and self.scaler is not None:  # gradients were clipped, and are dropped without a step
             self.scaler._per_optimizer_states.pop(id(self.optim), None)
-        self._has_scaled = False
+        self._has_scaled, self._scaled_grad = False, None
         super().zero_grad(*args, **kwargs)
         if isinstance(self.masters, Masters):  # also if `optim` was fused since, which drops its own `zero_grad`
             self.masters.zero_gradients(bool(args[0] if args else kwargs.get("set_to_none", True)))

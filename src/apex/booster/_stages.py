@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._triton import has_triton
 
 from .. import _fuse
+from .._fuse.rule import FusedModule, restore
 from ..ops._graph import CudaGraphs
 from ..optimizers._base import FusedOptimizer
 from ._compile import CompiledModel
@@ -95,6 +97,27 @@ class Stages:
             )
         if replicated and self.capture:
             self._reasons["capture"] = "the model is in torch's DistributedDataParallel"
+
+    @contextlib.contextmanager
+    def fused(self, model: nn.Module, optimizer: Any) -> Iterator[None]:
+        """Fuse a model and its optimizer, before the block casts anything; undo it if the block raises an error."""
+        rows = len(self._rows)
+        masters = getattr(optimizer, "master_weights", None)
+        was_fused = {module for module in model.modules() if isinstance(module, FusedModule)}
+        optimizer_class = type(optimizer)
+        self.before(model, optimizer)
+        try:
+            yield
+        except BaseException:
+            del self._rows[rows:]
+            for module in list(model.modules()):
+                if isinstance(module, FusedModule) and module not in was_fused:
+                    restore(module)
+            if type(optimizer) is not optimizer_class:
+                _fuse.unfuse(optimizer)
+            elif masters is not None:
+                optimizer.master_weights = masters
+            raise
 
     def before(self, model: nn.Module, optimizer: Any) -> None:
         """Fuse a model and its optimizer. Called when they are on their device, before anything is cast."""

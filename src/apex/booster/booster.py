@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .._arguments import checked
 from ..amp._checks import check_loss
@@ -121,6 +122,7 @@ class Booster:
         """
         _check_trainable(model, optimizer)
         precision = self.mixed_precision
+        _check_replicated(model, precision)
         name_of = {id(param): name for name, param in model.named_parameters()}
         params = [] if optimizer is None else [param for group in optimizer.param_groups for param in group["params"]]
         self._stages.check_model(model)
@@ -130,16 +132,16 @@ class Booster:
             _check_device(model)
         if not (self.plugin is not None and self.plugin.control_device()):
             _move(model, optimizer, self.device)
-        self._stages.before(model, optimizer)
         boosted: Any = optimizer
-        if self.plugin is None:
-            model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
-        else:
-            takes_it = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
-            arguments = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes_it else ()))
-            model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*arguments)
-            if precision is not None and not takes_it:
-                model, boosted, criterion = precision.configure(model, boosted, criterion)
+        with self._stages.fused(model, optimizer):
+            if self.plugin is None:
+                model, boosted, criterion = (precision or FP32Precision()).configure(model, optimizer, criterion)
+            else:
+                takes_it = self.plugin.takes_precision and (precision is None or isinstance(precision, Precision))
+                arguments = (model, optimizer, criterion, dataloader, lr_scheduler, *((precision,) if takes_it else ()))
+                model, boosted, criterion, dataloader, lr_scheduler = self.plugin.configure(*arguments)
+                if precision is not None and not takes_it:
+                    model, boosted, criterion = precision.configure(model, boosted, criterion)
         if not isinstance(model, ModelWrapper):
             model = ModelWrapper(model)
         if isinstance(boosted, OptimizerWrapper):
@@ -287,8 +289,36 @@ def _check_trainable(model: Any, optimizer: Any) -> None:
         )
 
 
+def _check_replicated(model: nn.Module, precision: Any) -> None:
+    """Raise if weights would be cast that torch's DistributedDataParallel or FSDP manages already.
+
+    DistributedDataParallel would exchange no gradients of them. FSDP gathers weights of the dtype that it has noted.
+    """
+    if not getattr(precision, "casts_weights", False):
+        return
+    instead = "or a precision with float32 weights such as BF16MixedPrecision('O4')"
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "the model is in torch's DistributedDataParallel already, which would not exchange gradients of weights "
+            f"that are cast to {precision.dtype} now: boost the bare model first and wrap the returned one, use "
+            f"TorchDDPPlugin, {instead}"
+        )
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise ValueError(
+            f"the model is sharded by FSDP already, which would not know that its weights are cast to "
+            f"{precision.dtype} now: use TorchFSDPPlugin with the bare model, {instead}"
+        )
+
+
 def _check_device(model: nn.Module) -> None:
     """Raise if a model has parameters without data, whose masters and state would have none either."""
+    lazy = [name for name, param in model.named_parameters() if nn.parameter.is_lazy(param)]
+    if lazy:
+        raise ValueError(
+            f"{lazy[0]} has no shape yet, because it belongs to a lazy module of PyTorch: call the model once with an "
+            "example before you make the optimizer and boost"
+        )
     empty = [name for name, param in model.named_parameters() if param.is_meta]
     if empty:
         raise ValueError(

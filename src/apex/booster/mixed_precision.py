@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 from ..amp import _autocast
 from ..amp._amp_state import _amp_state
-from ..checkpoint._ranks import is_first
 from ..ops._host import on_host
 from ..transformer.amp import GradScaler, HysteresisScaler
 from ._precision import CastModel, MixedOptimizer, autocast_criterion, cast_weights
+from ._warnings import warn_user
 from .wrappers import OptimizerWrapper, unwrapped
 
 __all__ = [
@@ -43,6 +42,8 @@ class Precision(MixedPrecision):
 
     # The dtype of matrix products; None for the dtype of their inputs.
     dtype: torch.dtype | None = None
+    # Whether the model's weights get this dtype.
+    casts_weights = False
 
     def scaler(self) -> GradScaler | None:
         """Return a new loss scaler, or None if the precision needs none."""
@@ -120,6 +121,7 @@ class BF16MixedPrecision(Precision):
         if opt_level not in ("O4", "O5"):
             raise ValueError(f"opt_level={opt_level!r} is not known; use 'O4' (autocast) or 'O5' (bfloat16 weights)")
         self.opt_level = opt_level
+        self.casts_weights = opt_level == "O5"
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
         return (self._in_half if self.opt_level == "O5" else self._under_autocast)(model, optimizer, criterion)
@@ -145,14 +147,13 @@ class FP8MixedPrecision(BF16MixedPrecision):
         emulate = self.options["emulate"] or all(map(on_host, model.parameters()))
         report = fp8.convert(model, **{**self.options, "emulate": emulate})
         self.converted += report
-        if all(row.reason for row in report) and is_first():
+        if all(row.reason for row in report):
             counts = Counter(row.reason for row in report)
             reasons = "; ".join(f"{count} of {len(report)}: {reason}" for reason, count in counts.items())
-            warnings.warn(
+            warn_user(
                 "fp8: no layer of the model multiplies in float8, so that it trains in bfloat16: "
                 f"{reasons or 'it has no linear layer'}. FP8MixedPrecision takes the arguments of apex.fp8.convert, "
-                "such as smallest_weight",
-                stacklevel=5,  # the call of boost
+                "such as smallest_weight"
             )
 
     def configure(self, model: nn.Module, optimizer: Any = None, criterion: Any = None) -> tuple[Any, Any, Any]:
@@ -170,6 +171,7 @@ class FP16NaiveMixedPrecision(Precision):
     """
 
     dtype = torch.float16
+    casts_weights = True
 
     def __init__(
         self,
@@ -340,6 +342,7 @@ def mixed_precision_factory(mixed_precision_type: str) -> MixedPrecision:
     """Return the precision of this name, with default arguments."""
     if mixed_precision_type not in _PRECISIONS:
         raise ValueError(
-            f"mixed_precision_type={mixed_precision_type!r} is not known; use one of {', '.join(_PRECISIONS)}"
+            f"mixed_precision={mixed_precision_type!r} is not known; use one of {', '.join(_PRECISIONS)}, or None for "
+            "float32"
         )
     return _PRECISIONS[mixed_precision_type]()

@@ -13,6 +13,7 @@ from .._delegation import delegated
 from .._distributed.comparison import check_settings, optimizer_settings
 from .._distributed.experts import scaled_router_losses
 from .._distributed.norms import total_norm
+from ..amp._checks import check_loss
 
 __all__ = ["ModelWrapper", "OptimizerWrapper"]
 
@@ -39,6 +40,10 @@ class ModelWrapper(nn.Module):
     def optimizer(self) -> Any:
         """The optimizer that was boosted with the model; None if it no longer exists."""
         return None if self._optimizer is None else self._optimizer()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a layer of an nn.Sequential, or whatever the user's model returns."""
+        return unwrapped(self)[index]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -185,6 +190,11 @@ class OptimizerWrapper(torch.optim.Optimizer):
         self._next_norm: Tensor | None = None  # of the next step's gradients, once it is measured
         self._last_norm: Tensor | None = None  # of the last step's gradients
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step divides by the scale of a user's torch.amp.GradScaler: no, only this wrapper would know it."""
+        return False
+
     param_groups = delegated("optim", "param_groups")
     state = delegated("optim", "state")
     defaults = delegated("optim", "defaults")
@@ -216,6 +226,8 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any) -> None:
         """Run a backward pass from the scaled loss; the other arguments go to `Tensor.backward`."""
+        if not isinstance(loss, Tensor):
+            check_loss(loss)  # raises
         with self._held():
             self.scale_loss(loss).backward(inputs=inputs, retain_graph=retain_graph, **kwargs)
 
