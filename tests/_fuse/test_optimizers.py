@@ -121,6 +121,26 @@ def test_parameters_that_are_frozen_at_first_have_their_own_step_counts(name: st
     assert [int(state["step"]) for state in results[0][1].values()] == [10, 6]
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_that_are_added_have_the_options_of_the_optimizer(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    groups = []
+    for fused in (True, False):
+        params = parameters()
+        optimizer = make(params[:1], **options)
+        if fused:
+            apex.fuse(optimizer, verbose=False)
+        optimizer.add_param_group({"params": params[1:]})
+        train(optimizer, params, 2)
+        if fused:
+            apex.unfuse(optimizer)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        names = {*optimizer.param_groups[0]} - {"params", "fused", "foreach"}
+        groups.append(([{name: group[name] for name in names} for group in optimizer.param_groups], params))
+    assert groups[0][0] == groups[1][0]
+    torch.testing.assert_close(groups[0][1], groups[1][1])
+
+
 def test_before_the_first_step_and_copies() -> None:
     params = parameters()
     optimizer = torch.optim.AdamW(params, lr=0.1)

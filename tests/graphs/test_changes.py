@@ -11,6 +11,7 @@ import math
 import types
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +284,59 @@ def test_changes_between_calls_are_noticed(name: str, device: str) -> None:
     assert_equal_bits(results(name, lambda step: step, device), results(name, way, device))
     assert steps[-1].graphs == (1 if name == "a_buffer" else 2)  # a tensor is copied to the graph's memory
     assert steps[-1]._replays
+
+
+class Counting(nn.Module):
+    """A module whose output depends on the number of calls, as a queue with a pointer in Python does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Identity(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def test_a_number_of_a_module_that_every_call_changes_is_named() -> None:
+    model = nn.Sequential(Counting())
+    run = captured(lambda x: model(x), "cpu")
+    found = []
+    with pytest.warns(UserWarning, match="every call changes Counting.calls, which no graph can"):
+        found += [float(run(torch.ones(()))) for _ in range(6)]
+    assert found == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    quiet = nn.Sequential(nn.Dropout(0.0)).eval()
+    mode = captured(lambda x: quiet.train()(x), "cpu")  # a mode that the function sets is no count
+    for _ in range(6):
+        quiet.eval()
+        mode(torch.ones(2))
+    assert mode._replays
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "loader", "attribute"])
+def test_iterators_are_not_captured(kind: str) -> None:
+    """A replay would compute with the items of the capture again."""
+    items = [torch.full((2,), float(number)) for number in range(6)]
+    makers: dict[str, Callable[[], Any]] = {
+        "list": lambda: iter(items),
+        "generator": lambda: (item for item in items),
+        "loader": lambda: iter(torch.utils.data.DataLoader(items, batch_size=None)),  # type: ignore[arg-type]
+        "attribute": lambda: iter(items),
+    }
+    iterator = makers[kind]()
+    owner = types.SimpleNamespace(iterator=makers["list"]())
+    run = captured((lambda: next(owner.iterator) * 2) if kind == "attribute" else lambda: next(iterator) * 2, "cpu")
+    with pytest.warns(UserWarning, match="it uses the iterator .*iterator, which a replay would not advance"):
+        found = [float(run()[0]) for _ in range(6)]
+    assert found == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+def test_files_are_no_iterators(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        run = captured(lambda x: (file.write("step"), x * 2)[1], "cpu")
+        for _ in range(5):
+            run(torch.ones(2))
+    assert run._replays
 
 
 def test_a_number_of_an_argument_that_every_call_changes_is_named() -> None:

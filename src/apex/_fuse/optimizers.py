@@ -38,6 +38,8 @@ RULES: dict[type[Optimizer], Callable[[Any, dict[str, Any]], Optimizer]] = {
 }
 if hasattr(torch.optim, "Muon"):  # from PyTorch 2.9 on
     RULES[torch.optim.Muon] = lambda params, group: fused.FusedMuon(params)
+# Entries that steps of fused optimizers add to groups.
+_COUNTS = ("step", "mu_product")
 _REFUSED = ("maximize", "differentiable", "lr_decay")
 
 
@@ -62,20 +64,24 @@ def reason(optimizer: Optimizer) -> str:
 
 def replace(optimizer: Any) -> None:
     """Turn a torch.optim optimizer into a fused one. Its groups stay the same objects, because schedulers hold them."""
-    original, first = type(optimizer), optimizer.param_groups[0]
+    original, first, defaults = type(optimizer), optimizer.param_groups[0], optimizer.defaults
     known = {*first}
-    _become(optimizer, RULES[original]([{**group} for group in optimizer.param_groups], first))
-    optimizer._fused_from = original, {"step", *first} - known  # a fused optimizer may add "step" later
+    source = RULES[original]([{**group} for group in optimizer.param_groups], first)
+    source.defaults.update(defaults)  # groups that are added later take them
+    _become(optimizer, source)
+    optimizer._fused_from = original, {*_COUNTS, *first} - known, defaults
 
 
 def restore(optimizer: Any) -> None:
     """Undo `replace` and keep the state of the fused optimizer."""
-    original, added = optimizer._fused_from
+    original, added, defaults = optimizer._fused_from
     saved = optimizer.state_dict()
     for group in (*saved["param_groups"], *optimizer.param_groups):
         for name in added:
             group.pop(name, None)
-    _become(optimizer, original([{**group} for group in optimizer.param_groups]), saved)
+    source = original([{**group} for group in optimizer.param_groups])
+    source.defaults.update(defaults)
+    _become(optimizer, source, saved)
 
 
 def _become(optimizer: Any, source: Any, saved: dict[str, Any] | None = None) -> None:

@@ -91,6 +91,11 @@ class Graph:
     ) -> None:
         self._context = capture = CaptureContext(True, device)
         references = References(function, map_tensors(lambda _: None, arguments))
+        if references.iterators:
+            raise NotImplementedError(
+                f"it uses the iterator {references.iterators[0]}, which a replay would not advance; pass its items as "
+                "arguments"
+            )
         known = list(optimizers.values())
         # The function gets host tensors as device tensors, so that its own copies to the device do nothing.
         self._inputs = [_static(tensor, device) for tensor in flattened(arguments)[0]]

@@ -7,6 +7,7 @@ import dis
 import enum
 import functools
 import inspect
+import io
 import math
 import operator
 import traceback
@@ -99,11 +100,14 @@ class References:
     The search covers the function's arguments and their defaults, variables of enclosing functions, globals of its
     file, and attributes of all these that its code names, also over several dots; items of dicts and lists; and, in the
     same way, functions and methods of the same file that it calls. For modules it covers their mode and the tensors
-    that they hold. It skips numbers in modules, behind properties, and in lists of more than 64 items.
+    that they hold, and `module_numbers` their numbers. It skips numbers behind properties, and in lists of more than 64
+    items.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, Any] = ((), {})) -> None:
         self.scalers: list[torch.amp.GradScaler] = []
+        # Names of iterators, such as that of a data loader, which a replay would not advance.
+        self.iterators: list[str] = []
         # Locations of numbers, flags and strings, tensors, modules and optimizers, and of lengths of lists.
         self.variables: list[StateLocation] = []
         self._modules: dict[int, nn.Module] = {}
@@ -131,6 +135,18 @@ class References:
                         inverted = location.item(BatchStatistics._fields.index("inverted"))
                         locations.append(inverted._replace(temporary=False))
         return locations
+
+    def module_numbers(self) -> list[StateLocation]:
+        """Return the locations of numbers and strings in modules, without their modes.
+
+        They are too many to be compared before every replay.
+        """
+        return [
+            StateLocation(f"{type(module).__name__}.{key}", vars(module), (key,))
+            for module in self._modules.values()
+            for key, value in vars(module).items()
+            if key != "training" and isinstance(value, bool | int | float | str)
+        ]
 
     def entries(self) -> list[Mapping[str, Any]]:
         """Return the dicts of all modules that hold submodules, parameters and hooks."""
@@ -183,6 +199,8 @@ class References:
                 value = part.read()
                 if _is_tensor(value) or _is_plain(value) or self._note(value):
                     self.variables.append(part)
+                elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+                    self.iterators.append(part.name)
                 elif callable(value) and not isinstance(value, type):
                     self._search(value, code.co_filename)
 

@@ -141,8 +141,12 @@ class CapturedStep:
         """
         before = []
         if kind.calls + 1 == self._warmup:
-            variables = References(self._function, map_tensors(lambda _: None, arguments)).variables
-            locations = (*variables, *hyperparameters(list(self._optimizers.values())))
+            references = References(self._function, map_tensors(lambda _: None, arguments))
+            locations = (
+                *references.variables,
+                *references.module_numbers(),
+                *hyperparameters(list(self._optimizers.values())),
+            )
             before = [(location, location.read()) for location in locations]
         args, kwargs = arguments
         capture = _graph_numbers.active(_graph_numbers.CaptureContext(False, device))
