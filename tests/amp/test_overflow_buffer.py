@@ -19,7 +19,7 @@ def values_of(buffer: MagnitudeBuffer) -> list[float]:
 @pytest.mark.parametrize("route", routes())
 def test_each_number_is_that_of_its_tensor_in_every_step(route, monkeypatch):
     """Numbers of an earlier step, in the same memory, leave nothing behind, whichever way a tensor is read."""
-    monkeypatch.setattr(float8, "MOST_PARTIALS", 3)  # few programs, because the interpreter runs one after the other
+    monkeypatch.setattr(float8, "WRITE_PARTIALS", 3)  # few programs, because the interpreter runs one after the other
     monkeypatch.setattr("apex.amp._overflow_buffer._CHUNK", 4)  # so that a step needs two allocations
     device = torch.device(route.device)
     torch.manual_seed(0)
@@ -35,10 +35,12 @@ def test_each_number_is_that_of_its_tensor_in_every_step(route, monkeypatch):
     expected = [float(tensor.abs().max()) for tensor in tensors]
     expected[3] = torch.finfo(torch.float32).max
     with _library.implementation(route.implementation):
-        buffer = MagnitudeBuffer(0, device)
+        buffer = MagnitudeBuffer(5, device)
         for step in (tensors, tensors[::-1], tensors[:3]):
             buffer.used = 0
-            assert [buffer.measure(tensor) for tensor in step] == list(range(len(step)))
+            assert [buffer.measure(tensor) for tensor in step] == [(5, index) for index in range(len(step))]
+            for other in (half[:0], half.long(), half.float().to_sparse(), half.cfloat()):
+                assert buffer.measure(other) is None
             order = expected if step[0] is half else expected[::-1]
             found = torch.tensor(values_of(buffer), dtype=torch.float64)
             wanted = torch.tensor(order[: len(step)], dtype=torch.float64)

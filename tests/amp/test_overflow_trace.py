@@ -439,6 +439,34 @@ def test_outputs_of_any_structure_and_modules_that_are_not_called(capsys: pytest
     assert names == [("first", 1), ("parts", 1), ("parts", 1), ("last", 1), ("last", 2)]
 
 
+def test_parameters_that_modules_return_have_one_hook_and_none_after_the_end() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.positions, self.last = nn.Linear(6, 8), Positions(), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x) + self.positions())
+
+    model, optimizer = prepared(Model(), "O0", loss_scale="dynamic")
+    trace = amp.trace_overflow(model)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        names = [record.module for record in trace.records if record.kind == "backward"]
+        assert sorted(names) == ["first", "last", "positions"]
+        assert len(model.positions.weight._backward_hooks) == 1
+    trace.remove()
+    assert not model.positions.weight._backward_hooks
+
+
 def test_recomputed_activations_are_traced(capsys: pytest.CaptureFixture) -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -17,6 +17,9 @@ from ..ops._library import autocast_off
 
 # Numbers that one allocation holds. A step of a GPT with 12 layers needs about 220.
 _CHUNK = 256
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+Slot = tuple[int, int]  # number of a buffer, and index in it
 
 
 class MagnitudeBuffer:
@@ -24,23 +27,39 @@ class MagnitudeBuffer:
 
     def __init__(self, number: int, device: torch.device) -> None:
         self.number, self.device, self.used = number, device, 0
-        has_kernel = float8.has_amax_kernel(torch.empty(1, dtype=torch.float32, device=device))
-        self._shape = (_CHUNK, float8.MOST_PARTIALS) if has_kernel else (_CHUNK,)
+        self._kernel_dtypes = float8.amax_dtypes(device)
+        self._shape = (_CHUNK, float8.WRITE_PARTIALS) if self._kernel_dtypes else (_CHUNK,)
         self._chunks: list[Tensor] = []
         # The memory of each number: a row of partial maxima, as int32, or without kernels one float32.
         self._rows: list[Tensor] = []
 
-    def measure(self, tensor: Tensor) -> int:
-        """Write the largest magnitude of a tensor that has elements to the next number, and return its index."""
-        if self.used == len(self._rows):
+    def measure(self, tensor: Tensor) -> Slot | None:
+        """Write the largest magnitude of a tensor to the next number, and return its slot.
+
+        Return None for tensors that have none: sparse, nested or empty ones, and other dtypes.
+        """
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            return None
+        index = self.used
+        if index == len(self._rows):
             self._allocate()
-        row = self._rows[self.used]
-        self.used += 1
-        if row.dim() and float8.has_amax_kernel(tensor):
+        if tensor.dtype in self._kernel_dtypes and type(tensor) is Tensor and tensor.is_contiguous():
+            float8.write_amax(tensor, self._rows[index])
+        elif not self._measure_any(tensor, self._rows[index]):
+            return None
+        self.used = index + 1
+        return self.number, index
+
+    def _measure_any(self, tensor: Tensor, row: Tensor) -> bool:
+        """Write the largest magnitude of a tensor to a row; return False if its dtype has no magnitude."""
+        if tensor.dtype not in _DTYPES:
+            return False
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate
+        if tensor.dtype in self._kernel_dtypes and float8.fills_memory(tensor):
             float8.write_amax(tensor, row)
         else:
             _write_by_operators(tensor.detach(), row.view(torch.float32))
-        return self.used - 1
+        return True
 
     def values(self) -> list[Tensor]:
         """Return the numbers of this step as a list of vectors."""

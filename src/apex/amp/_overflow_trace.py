@@ -7,26 +7,26 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from ..ops._host import HOST
 from ..ops._library import sees_operators_only
 from ._overflow_buffer import MagnitudeBuffer
+from ._overflow_buffer import Slot as _Slot
 
-_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 # Most records of a step: forward passes without a backward pass end no step, and would be recorded without end.
 _MOST_RECORDS = 1 << 15
-
-_Slot = tuple[int, int]  # number of the device, and index in its buffer
 
 
 class Record(NamedTuple):
@@ -98,24 +98,55 @@ class _ForwardHook:
         self.trace, self.name, self.layer, self.step, self.calls = trace, name, layer, -1, 0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if _is_recorded(module) and self.trace._continues():
-            self.trace._after_forward(self, (*args, *kwargs.values()) if kwargs else args, output)
+        """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
+        trace = self.trace
+        if not trace._records(module):
+            return
+        if self.step != trace._step:
+            self.step, self.calls = trace._step, 0
+        self.calls += 1
+        outputs = (output,) if isinstance(output, Tensor) else _tensors((output,))
+        input_slots: tuple[_Slot, ...] = ()
+        for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
+            slot = trace._known_slot(tensor)
+            if slot is None:
+                for result in outputs:
+                    if tensor is result:  # overwritten
+                        slot = trace._known_slot(tensor, any_version=True)
+                if slot is None:
+                    slot = trace._new_slot(tensor)
+            if slot is not None:
+                input_slots += (slot,)
+        for tensor in outputs:
+            if trace._known_slot(tensor) is not None:
+                continue  # an earlier module's output, unchanged
+            slot = trace._new_slot(tensor)
+            if slot is None:
+                continue
+            trace._measured.append((self, "forward", self.calls, tensor.dtype, slot, input_slots))
+            # The hook is the tensor's, because backward hooks of modules fail if a module works in place. It is
+            # registered without the handle for its removal, which takes most of the time of `register_hook`.
+            node = tensor.grad_fn
+            if node is not None and tensor._backward_hooks is None:
+                hooks: OrderedDict[int, Any] = OrderedDict()
+                # Handles have other numbers.
+                hooks[-1] = functools.partial(trace._after_backward, self, self.calls, input_slots)
+                tensor._backward_hooks = hooks
+                node._register_hook_dict(tensor)
+            elif tensor.requires_grad:
+                handle = tensor.register_hook(functools.partial(trace._after_backward, self, self.calls, input_slots))
+                if node is None:  # a parameter or an input, which outlives the step
+                    trace._leaf_handles.append(handle)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Measure the inputs of a module that may overwrite them."""
-        if _is_recorded(module) and self.trace._continues():
-            for tensor in _floats((*args, *kwargs.values())):
-                self.trace._slot(tensor)
+        if self.trace._records(module):
+            for tensor in _tensors((*args, *kwargs.values())):
+                if self.trace._known_slot(tensor) is None:
+                    self.trace._new_slot(tensor)
 
     def __reduce__(self) -> Any:
         return _inactive_hook, ()
-
-
-def _is_recorded(module: nn.Module) -> bool:
-    """Return whether a call of a module is recorded: a plain call that belongs to training."""
-    if torch.compiler.is_compiling() or sees_operators_only():
-        return False
-    return module.training or torch.is_grad_enabled()
 
 
 def _ignore(*_: Any) -> None:
@@ -138,6 +169,8 @@ class OverflowTrace:
         # The last step that has arrived on the host, and its values.
         self.last: tuple[Taken, list[float]] | None = None
         self._handles: list[Any] = []
+        # Hooks of parameters and inputs that modules returned: they would outlive the step.
+        self._leaf_handles: list[Any] = []
         self._buffers: dict[torch.device, MagnitudeBuffer] = {}
         self._is_removed = False
         self._measured: list[_Measured] = []
@@ -232,12 +265,15 @@ class OverflowTrace:
                     self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
 
     def _switch_off(self) -> None:
-        for handle in self._handles:
+        for handle in (*self._handles, *self._leaf_handles):
             handle.remove()
         self._handles.clear()
+        self._leaf_handles.clear()
 
     def _begin(self) -> None:
         """Forget the records of the last step."""
+        while self._leaf_handles:
+            self._leaf_handles.pop().remove()
         self._measured = []
         self._ends_step = False
         self._step += 1
@@ -246,48 +282,24 @@ class OverflowTrace:
         for buffer in self._buffers.values():
             buffer.used = 0
 
-    def _continues(self) -> bool:
-        """Begin the next step if one has ended, and return whether there is room for more records."""
+    def _records(self, module: nn.Module) -> bool:
+        """Return whether a call of a module is recorded: a plain call that belongs to training, if there is room.
+
+        Begin the next step if one has ended.
+        """
+        if is_compiling() or sees_operators_only() or not (module.training or is_grad_enabled()):
+            return False
         if self._ends_step:
             self._begin()
         return len(self._measured) < _MOST_RECORDS
 
-    def _after_forward(self, hook: _ForwardHook, inputs: tuple[Any, ...], output: Any) -> None:
-        """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
-        if hook.step != self._step:
-            hook.step, hook.calls = self._step, 0
-        hook.calls += 1
-        outputs = _floats((output,))
-        input_slots: tuple[_Slot, ...] = ()
-        for tensor in _floats(inputs):
-            slot = None
-            for result in outputs:
-                if tensor is result:  # overwritten, or passed on
-                    slot = self._known_slot(tensor, any_version=True)
-            input_slots += (self._slot(tensor) if slot is None else slot,)
-        for tensor in outputs:
-            if self._known_slot(tensor) is not None:
-                continue  # an earlier module's output, unchanged
-            record = hook, "forward", hook.calls, tensor.dtype, self._slot(tensor), input_slots
-            self._measured.append(record)
-            if tensor.requires_grad:
-                # On the tensor, because backward hooks of modules fail if a module works in place.
-                _add_hook(tensor, _GradientHook(self, record))
-
-    def _slot(self, tensor: Tensor) -> _Slot:
-        """Return the slot of a tensor's largest magnitude, which is measured unless it is known.
-
-        A view of all elements of a known tensor is known too.
-        """
-        slot = self._known_slot(tensor)
-        if slot is None:
-            base = tensor._base
-            if base is not None and base.numel() == tensor.numel() and base.dtype == tensor.dtype:
-                slot = self._known_slot(base)
-            if slot is None:
-                slot = self._measure(tensor)
-            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), slot
-        return slot
+    def _after_backward(self, hook: _ForwardHook, call: int, inputs: tuple[_Slot, ...], gradient: Tensor) -> None:
+        """Record the gradient of an output of a call of a module."""
+        measured = self._measured
+        if len(measured) < _MOST_RECORDS:
+            slot = (self._buffers.get(gradient.device) or self._new_buffer(gradient.device)).measure(gradient)
+            if slot is not None:
+                measured.append((hook, "backward", call, gradient.dtype, slot, inputs))
 
     def _known_slot(self, tensor: Tensor, any_version: bool = False) -> _Slot | None:
         """Return the slot of a measured tensor; None if it was not measured, or was written to since.
@@ -295,66 +307,48 @@ class OverflowTrace:
         With `any_version`, return the slot even if the tensor was written to since.
         """
         known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            return None
-        return known[2] if any_version or known[1] == _version(tensor) else None
+        if known is not None and known[0]() is tensor and (any_version or known[1] == _version(tensor)):
+            return known[2]
+        return None
 
-    def _measure(self, tensor: Tensor) -> _Slot:
-        """Write the largest magnitude of a tensor to its device's buffer and return its slot."""
-        if type(tensor) is not Tensor:
-            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's maximum would communicate
-        buffer = self._buffers.get(tensor.device)
-        if buffer is None:
-            buffer = self._buffers[tensor.device] = MagnitudeBuffer(len(self._buffers), tensor.device)
-        return buffer.number, buffer.measure(tensor)
+    def _new_slot(self, tensor: Tensor) -> _Slot | None:
+        """Measure a tensor that has no known slot, and return its slot; None if it cannot be measured.
 
+        A view of all elements of a known tensor gets the slot of that tensor.
+        """
+        base = tensor._base
+        if base is not None and base.numel() == tensor.numel() and base.dtype == tensor.dtype:
+            slot = self._known_slot(base)
+        else:
+            slot = None
+        if slot is None:
+            slot = (self._buffers.get(tensor.device) or self._new_buffer(tensor.device)).measure(tensor)
+        if slot is not None:
+            self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), slot
+        return slot
 
-class _GradientHook:
-    """The hook of an output tensor, which records its gradient."""
-
-    __slots__ = ("record", "trace")
-
-    def __init__(self, trace: OverflowTrace, record: _Measured) -> None:
-        self.trace, self.record = trace, record
-
-    def __call__(self, gradient: Tensor) -> None:
-        trace = self.trace
-        if len(trace._measured) < _MOST_RECORDS and _has_magnitude(gradient):
-            hook, _, call, _, _, inputs = self.record
-            trace._measured.append((hook, "backward", call, gradient.dtype, trace._measure(gradient), inputs))
+    def _new_buffer(self, device: torch.device) -> MagnitudeBuffer:
+        self._buffers[device] = MagnitudeBuffer(len(self._buffers), device)
+        return self._buffers[device]
 
 
 def _version(tensor: Tensor) -> int:
     """Return a number that grows when a tensor is written to; 0 for inference tensors, which do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
-def _add_hook(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """Call `tensor.register_hook(hook)`, without the handle for its removal, which takes most of the host time."""
-    node = tensor.grad_fn
-    if node is None or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
-        return
-    tensor._backward_hooks = OrderedDict({-1: hook})  # handles have other numbers
-    node._register_hook_dict(tensor)
-
-
-def _floats(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors, at any depth of `values`, whose largest magnitude can be measured."""
+def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    """Return the tensors at any depth of `values`."""
     tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            if _has_magnitude(value):
-                tensors.append(value)
+            tensors.append(value)
         elif value is not None:
-            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and _has_magnitude(leaf)]
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return tensors
-
-
-def _has_magnitude(tensor: Tensor) -> bool:
-    """Return whether the largest magnitude of a tensor can be measured."""
-    is_plain = tensor.dtype in _DTYPES and tensor.layout is torch.strided and not tensor.is_nested
-    return is_plain and tensor.numel() > 0
 
 
 def origin_of(records: list[Record], scale: float) -> str:

@@ -155,14 +155,15 @@ def test_largest_magnitudes_of_any_dense_tensor_are_written(dtype, route):
     values = matrix((2, 3, 5, 7), dtype, route.device)
     partials = torch.full((4,), -1, dtype=torch.int32, device=route.device)
     with _library.implementation(route.implementation):
-        runs_kernel = float8.has_amax_kernel(values)
-        assert runs_kernel == (route.implementation == "triton")
-        assert not float8.has_amax_kernel(values.expand(2, 3, 5, 7)[:, ::2])
-        assert not float8.has_amax_kernel(values[:, :1].expand(2, 3, 5, 7))
-        assert not float8.has_amax_kernel(values.double())
-        if not runs_kernel:
+        dtypes = float8.amax_dtypes(values.device)
+        assert dtypes == (float8.FAMILY.triton_dtypes if route.implementation == "triton" else frozenset())
+        assert not float8.fills_memory(values.expand(2, 3, 5, 7)[:, ::2])
+        assert not float8.fills_memory(values[:, :1].expand(2, 3, 5, 7))
+        assert not float8.fills_memory(values.as_subclass(type("Other", (torch.Tensor,), {})))
+        if not dtypes:
             return
         for dense in (values, values.to(memory_format=torch.channels_last), values.transpose(1, 3), values[0, 0, 0, 0]):
+            assert float8.fills_memory(dense)
             float8.write_amax(dense, partials)
             assert partials.view(torch.float32).max() == dense.abs().max().float()
             assert (partials >= 0).all()

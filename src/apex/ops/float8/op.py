@@ -114,23 +114,34 @@ def _amax_launch(elements: int, programs: int) -> Any:
     )
 
 
-def has_amax_kernel(input: Tensor) -> bool:
-    """Return whether `write_amax` takes a tensor: kernels run for it, and its elements fill its memory in any order.
+def amax_dtypes(device: torch.device) -> frozenset[torch.dtype]:
+    """Return the dtypes of tensors on a device that `write_amax` takes; none if kernels do not run there."""
+    dtypes = FAMILY.triton_dtypes
+    return frozenset(dtype for dtype in dtypes if _library.explain(FAMILY, device, dtype).implementation == "triton")
 
-    Other tensors are never refused, even if `APEX_IMPL=triton` asks for kernels.
-    """
-    if type(input) not in _library.PLAIN or input.dtype not in FAMILY.triton_dtypes:
+
+def fills_memory(input: Tensor) -> bool:
+    """Return whether `write_amax` can read a tensor: a plain one whose elements fill its memory, in any order."""
+    if type(input) not in _library.PLAIN:
         return False
     # The debug function returns 0 exactly for tensors that PyTorch calls non-overlapping and dense.
-    return _library.runs_triton_now(FAMILY, input) and not torch._debug_has_internal_overlap(input)
+    return input.is_contiguous() or not torch._debug_has_internal_overlap(input)
 
 
 def write_amax(input: Tensor, partials: Tensor) -> None:
     """Fill `partials`, contiguous int32, with the largest magnitudes of parts that together cover a tensor.
 
-    Magnitudes are the bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch.
+    Magnitudes are the bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch, which is quickest
+    with `WRITE_PARTIALS` parts.
     """
-    _amax_launch(input.numel(), partials.numel())((input, partials))
+    _write_launch(input.numel(), partials.numel()).with_two(input, partials)
+
+
+@launch_rule
+def _write_launch(elements: int, programs: int) -> Any:
+    return kernels.float8_amax_from_end.prepare(
+        (programs,), (elements, programs), BLOCK=config.WRITE_BLOCK, num_warps=config.WRITE_WARPS
+    )
 
 
 def _cast(input: Tensor, amax: Tensor, by_row: bool, dtype: torch.dtype) -> tuple[Tensor, ...]:
