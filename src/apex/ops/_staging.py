@@ -89,7 +89,8 @@ class Copies:
     the training may then change the tensors at once. Otherwise optimizer steps wait for the copies.
 
     Clones that are neighbours in host memory are parts of one tensor and copied to the host together: CUDA queues a
-    thousand operations, and a training process that queues more waits for the device.
+    thousand operations, and a training process that queues more waits for the device. Clones are made while tensors
+    that need none are copied: the optimizer waits for the copies, so their beginning must not wait for the clones.
     """
 
     def __init__(self, memory: mmap.mmap, tensors: Sequence[tuple[Tensor, int]], on_device: bool) -> None:
@@ -100,8 +101,9 @@ class Copies:
         # The tensors that are read while the training goes on, with their version counters.
         self._versions: list[tuple[Tensor, int]] = []
         self.changed: Tensor | None = None
-        # By device: sources of copies, each with its offset.
-        sources: dict[torch.device, list[tuple[Tensor, int]]] = {}
+        # By device: tensors that are copied without a clone, each with its offset, and groups that are cloned together.
+        direct: dict[torch.device, list[tuple[Tensor, int]]] = {}
+        cloned: dict[torch.device, list[list[tuple[Tensor, int]]]] = {}
 
         def piece(entry: tuple[Tensor, int]) -> Any:
             tensor, offset = entry
@@ -111,24 +113,30 @@ class Copies:
         ordered = sorted((entry for entry in tensors if entry[0].numel()), key=lambda entry: entry[1])
         for key, entries in itertools.groupby(ordered, piece):
             if key is not None:
-                sources.setdefault(key[0], []).append(self._clone(list(entries)))
+                cloned.setdefault(key[0], []).append(list(entries))
                 continue
             for tensor, offset in entries:
                 if on_host(tensor):
                     part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor)
                 else:
                     self._versions.append((tensor, _version(tensor)))
-                    sources.setdefault(tensor.device, []).append((tensor, offset))
-        for device, some in sources.items():
-            stream = _streams.get(device) or _streams.setdefault(device, torch.Stream(device))
-            with on_stream(stream):
-                for tensor, offset in some:
-                    part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
-                self._events.append((device, stream.record_event()))
+                    direct.setdefault(tensor.device, []).append((tensor, offset))
+        for device, some in direct.items():
+            self._copy(memory, device, some)
+        for device, pieces in cloned.items():
+            self._copy(memory, device, [self._clone(entries) for entries in pieces])
+        self._events = [(device, _streams[device].record_event()) for device in {*direct, *cloned}]
         if self._versions:
             _reading.append(self)
             if not _hooks:
                 _hooks.append(register_optimizer_step_pre_hook(lambda *_: wait_for_copies()))
+
+    @staticmethod
+    def _copy(memory: mmap.mmap, device: torch.device, sources: list[tuple[Tensor, int]]) -> None:
+        """Start copies of a device's tensors to their offsets, after the work that is queued now."""
+        with on_stream(_streams.get(device) or _streams.setdefault(device, torch.Stream(device))):
+            for tensor, offset in sources:
+                part_of(memory, offset, tensor.dtype, tensor.shape).copy_(tensor, non_blocking=True)
 
     def _clone(self, entries: list[tuple[Tensor, int]]) -> tuple[Tensor, int]:
         """Return bytes on the device with clones of the tensors, as they will lie in host memory, and their offset."""

@@ -51,6 +51,25 @@ def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
 
 @kernel
 @triton.jit
+def float8_amax_from_end(input, partials, elements, programs, BLOCK: tl.constexpr):
+    """Compute the largest magnitude of every `programs`-th block; 0 for a program without a block.
+
+    Begins with the last block: if `input` was written just before, its end is in the cache. Each thread reduces 8
+    elements at once, because maxima of single elements need three times as many registers.
+    """
+    program = tl.program_id(0)
+    largest = tl.zeros([BLOCK // 8], tl.int32)
+    last = tl.cdiv(elements, BLOCK) - 1
+    offsets = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    for number in range(program, last + 1, programs):
+        index = tl.cast(last - number, tl.int64) * BLOCK + offsets
+        bits = _magnitude(tl.load(input + index, mask=index < elements, other=0.0))
+        largest = tl.maximum(largest, tl.max(bits, 1))
+    tl.store(partials + program, tl.max(largest, 0))
+
+
+@kernel
+@triton.jit
 def float8_amax_both(input, amax, rows, columns, column_blocks, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Compute the largest magnitudes of rows and then of columns into `amax`, which is zero before."""
     program = tl.program_id(0)

@@ -139,7 +139,7 @@ def write_amax(input: Tensor, partials: Tensor) -> None:
 
 @launch_rule
 def _write_launch(elements: int, programs: int) -> Any:
-    return kernels.float8_amax.prepare(
+    return kernels.float8_amax_from_end.prepare(
         (programs,), (elements, programs), BLOCK=config.WRITE_BLOCK, num_warps=config.WRITE_WARPS
     )
 
