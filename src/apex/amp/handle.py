@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -29,10 +28,11 @@ from ..ops.multi_tensor import scale, zero
 from . import _autocast
 from ._amp_state import _amp_state
 from ._checks import check_flags, check_loss, checked_optimizers
+from ._gradient_checks import check_gradients, warn_of_changes
 from ._master_params import AmpOptimizerState, adopt_changes, adopt_frozen, agree
 from .opt import AmpHandle as AmpHandle
 from .opt import NoOpHandle as NoOpHandle
-from .scaler import LossScaler, NonfiniteCounts, _overflow_messages, names_of_parameters
+from .scaler import LossScaler, NonfiniteCounts, _overflow_messages
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -358,8 +358,8 @@ def amp_step_of(step: Callable[..., Any]) -> Callable[..., Any]:
             with torch.enable_grad():
                 loss = closure()
         if not self._amp_stash.already_patched:
-            _check_gradients(self._amp_stash)
-            _warn_of_changes(self._amp_stash)
+            check_gradients(self._amp_stash)
+            warn_of_changes(self._amp_stash)
         result = _step(self, step, *((None, *args) if args else ()), **kwargs)
         return loss if closure is not None else result
 
@@ -443,7 +443,7 @@ def _step_with_closure(
             loss = cast_closure()
         if stash.already_patched or (stash.found_inf is not None and bool(stash.found_inf)):
             raise _Overflow
-        _check_gradients(stash)
+        check_gradients(stash)
         return loss
 
     try:
@@ -457,47 +457,6 @@ def _step_with_closure(
         stash.already_patched = True
         _step(optimizer, step)  # skipped, because of `already_patched`
         return loss
-
-
-def _check_gradients(stash: AmpOptimizerState) -> None:
-    """Raise an error if masters lack gradients that the model has, or if `check_combined_tensors` finds moved ones."""
-    if stash.combined is not None and stash.combined.check:
-        moved = stash.combined.outside()
-        if moved:
-            names = names_of_parameters()
-            called = [names.get(id(param), f"a parameter of shape {tuple(param.shape)}") for param in moved]
-            raise RuntimeError(
-                f"the gradients of {len(moved)} parameter(s) are not in the combined buffer any more: "
-                f"{', '.join(called[:5])}. Change gradients in place (param.grad.mul_(...)) instead of replacing them, "
-                "or call amp.initialize without check_combined_tensors to have them copied back"
-            )
-    if stash.optimizer_unscales or not stash.all_fp16_params:
-        return
-    updated = (*stash.all_fp32_from_fp16_params, *stash.all_fp32_from_fp32_params)
-    if all(param.grad is None for param in updated) and any(param.grad is not None for param in stash.all_fp16_params):
-        raise RuntimeError(
-            "optimizer.step() finds gradients on the model's half-precision parameters but none on their float32 "
-            "masters: call backward inside `with amp.scale_loss(loss, optimizer) as scaled_loss`, and let the last "
-            "one before a step be without delay_unscale"
-        )
-
-
-def _warn_of_changes(stash: AmpOptimizerState) -> None:
-    """Warn once if gradients of the model changed since they were copied to the masters, which a step does not see.
-
-    One gradient suffices, because clipping changes all of them.
-    """
-    if stash.copied_grad is None or stash.warned_of_changes:
-        return
-    gradient, version = stash.copied_grad
-    if gradient._version != version:
-        stash.warned_of_changes = True
-        warnings.warn(
-            "gradients of model.parameters() have changed since amp.scale_loss ended, and the step does not see it: it "
-            "reads the float32 gradients of the master weights. To clip these, call "
-            "torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)",
-            stacklevel=3,
-        )
 
 
 def amp_zero_grad_of(zero_grad: Callable[..., None]) -> Callable[..., None]:

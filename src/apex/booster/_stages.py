@@ -19,7 +19,7 @@ from .._fuse.rule import FusedModule, restore
 from ..ops._graph import CudaGraphs
 from ..optimizers._base import FusedOptimizer
 from ._compile import CompiledModel
-from ._precision import has_state_masters
+from ._masters import has_state_masters
 from ._report import StageReport, StageRow, fused_row
 from ._snapshot import TrainingSnapshot
 from ._step import EAGER, BoostedStep, Variant, _wait

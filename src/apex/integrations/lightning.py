@@ -14,7 +14,7 @@ from .. import fp8
 from .._fuse import fuse
 from ..amp._containers import applier, to_type
 from ..amp._model_casts import _cast_model
-from ..booster._precision import StateMasters
+from ..booster._masters import StateMasters
 from ..booster._report import StageReport, StageRow, fused_row
 from ..ops._host import HOST, on_host
 from ..optimizers._base import FusedOptimizer

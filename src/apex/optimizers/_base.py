@@ -236,8 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 numbers = {**numbers, "lr": float(rate)}
             for bucket in buckets:
                 bucket_scaling = scaling.on(bucket.device)
-                count = step.to(bucket.device) if isinstance(step, Tensor) else step
-                count = self._step_of(bucket, count)
+                count = self._step_of(bucket, step.to(bucket.device) if isinstance(step, Tensor) else step)
                 self._update(numbers, bucket, count, bucket_scaling, self._seed_for(bucket, seed))
                 if scaling.unscale is not None:
                     _unscale_gradients(bucket.gradients(), scaling)
