@@ -109,10 +109,7 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
         prepared((_Wrapper(x), None), (0.5,))
 
 
-@pytest.mark.parametrize("two", [False, True], ids=["any number", "two"])
-def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(
-    two: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     _import_norm_kernels()
     prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
     monkeypatch.setattr(_launch, "current_device", lambda: -1)
@@ -128,34 +125,9 @@ def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(
     aligned, odd = memory[:16], memory[1:17]
     for _ in range(2):
         for pair in ((aligned, aligned), (odd, aligned), (aligned, odd), (odd, odd), (memory[4:20], aligned)):
-            prepared.with_two(*pair) if two else prepared(pair)
+            prepared(pair)
     # The first of these kinds, to which the last pair belongs, was launched once more.
     assert launched == [f"program {kind}" for kind in (0, 0, 1, 2, 3, 0)]
-
-
-def test_launches_with_two_tensors_are_those_with_a_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments, tensors without memory, other devices and recording."""
-    _import_norm_kernels()
-    prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
-    x, y = torch.ones(16), torch.ones(16, dtype=torch.int32)
-    launched: list[tuple] = []
-    prepared._compiled[-1, x.dtype, y.dtype] = (lambda *arguments: launched.append(arguments), (7, 8), 0)
-    monkeypatch.setattr(_launch, "current_device", lambda: -1)
-    monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
-    prepared.with_two(x, y)
-    prepared((x, y))
-    assert launched == 2 * [(1, 1, 1, 5, 7, 8, x.data_ptr(), y.data_ptr(), 2, 3)]
-    general: list[tuple] = []
-    monkeypatch.setattr(_launch.PreparedLaunch, "__call__", lambda self, tensors: general.append(tensors))
-    with record_launches():
-        prepared.with_two(x.to("meta"), y)
-    prepared.with_two(x[:0], y)
-    prepared.with_two(x[1:], y)
-    prepared.with_two(x.double(), y)
-    monkeypatch.setattr(_launch, "current_device", lambda: 1)
-    prepared.with_two(x, y)
-    assert [len(tensors[0]) for tensors in general] == [16, 0, 15, 16, 16]
-    assert len(launched) == 2
 
 
 def test_integers_given_for_floats_are_made_floats(monkeypatch: pytest.MonkeyPatch) -> None:

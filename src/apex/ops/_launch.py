@@ -34,10 +34,6 @@ _RUN_IS_KNOWN = (3, 3) <= _TRITON <= (3, 9)
 _ALIGNMENT = 16
 
 
-# The entry of a kernel that has not been compiled.
-_UNKNOWN: tuple[Any, tuple[Any, ...], int] = (None, (), 1)
-
-
 @dataclass(frozen=True)
 class Launch:
     """One recorded launch with all its arguments, sufficient to compile the kernel."""
@@ -146,17 +142,6 @@ class PreparedLaunch:
                 self(tensors, floats)
             return
         run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
-
-    def with_two(self, first: Tensor, second: Tensor) -> None:
-        """Launch the kernel with two tensors, as `self((first, second))` does, in less host time."""
-        if _recorder is None:
-            index, one, two = first.get_device(), first.data_ptr(), second.data_ptr()
-            run, middle, absent = self._compiled.get((index, first.dtype, second.dtype), _UNKNOWN)
-            is_aligned = not (one | two) % _ALIGNMENT
-            if one and two and is_aligned and not absent and current_device() == index:
-                run(*self._head, current_stream(index), *middle, one, two, *self.sizes, *self.constants)
-                return
-        self((first, second))
 
     def _record(
         self, recorder: MutableSequence[Launch], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]

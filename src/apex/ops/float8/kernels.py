@@ -33,19 +33,12 @@ def _fit(x, LIMIT: tl.constexpr):
 @kernel
 @triton.jit
 def float8_amax(input, partials, elements, programs, BLOCK: tl.constexpr):
-    """Compute the largest magnitude of every `programs`-th block; 0 for a program without a block.
-
-    Begins with the last block: if `input` was written just before, its end is in the cache. Each thread reduces 8
-    elements at once, because maxima of single elements need three times as many registers.
-    """
+    """Compute the largest magnitude of every `programs`-th block; each program has at least one block."""
     program = tl.program_id(0)
-    largest = tl.zeros([BLOCK // 8], tl.int32)
-    last = tl.cdiv(elements, BLOCK) - 1
-    offsets = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    for number in range(program, last + 1, programs):
-        index = tl.cast(last - number, tl.int64) * BLOCK + offsets
-        bits = _magnitude(tl.load(input + index, mask=index < elements, other=0.0))
-        largest = tl.maximum(largest, tl.max(bits, 1))
+    largest = tl.zeros([BLOCK], tl.int32)
+    for block in range(program, tl.cdiv(elements, BLOCK), programs):
+        index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, _magnitude(tl.load(input + index, mask=index < elements, other=0.0)))
     tl.store(partials + program, tl.max(largest, 0))
 
 

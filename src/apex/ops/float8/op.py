@@ -134,7 +134,7 @@ def write_amax(input: Tensor, partials: Tensor) -> None:
     Magnitudes are the bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch, which is quickest
     with `WRITE_PARTIALS` parts.
     """
-    _write_launch(input.numel(), partials.numel()).with_two(input, partials)
+    _write_launch(input.numel(), partials.numel())((input, partials))
 
 
 @launch_rule
