@@ -49,6 +49,7 @@ from triton.compiler.compiler import make_backend
 import apex.ops
 from apex.ops import _compile_ahead, _device, _launch, _library
 from apex.ops._examples import Call, Example, Make, Random, all_examples
+from apex.ops._launch_arguments import Described
 
 
 class Target:
@@ -106,6 +107,8 @@ def source_of(launch: _launch.Launch) -> ASTSource:
         if position >= first_constant or value is None or (isinstance(value, int) and value == 1):
             signature[name] = "constexpr"
             constants[name] = value
+        elif isinstance(value, Described):
+            signature[name] = f"tensordesc<{_POINTERS[value.dtype][1:]}{list(value.block)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = _POINTERS[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]

@@ -219,7 +219,8 @@ def _refuse_masks_of_integers(interpreter: Any) -> None:
         access = getattr(builder, name)
 
         def checked(self: Any, *arguments: Any, **named: Any) -> Any:
-            mask = arguments[position].data
+            mask = arguments[position]
+            mask = mask if isinstance(mask, numpy.ndarray) else mask.data  # an array, for loads by a descriptor
             if mask.dtype != numpy.bool_:
                 raise TypeError(f"a mask must consist of booleans, not of {mask.dtype}")
             return access(self, *arguments, **named)

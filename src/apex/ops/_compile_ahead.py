@@ -22,6 +22,7 @@ from .. import _env
 from . import _library
 from ._device import DeviceFacts, facts, pretend
 from ._launch import Launch, record_launches
+from ._launch_arguments import Described, as_argument
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ def planning(gpu: GPU, keep: bool = True) -> Iterator[MutableSequence[Launch]]:
 def program(launch: Launch) -> tuple[Any, ...]:
     """Return the inputs of a compilation by Triton, except its facts about the integers (see `program_key`)."""
     prepared = launch.prepared
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in launch.tensors)
+    tensors: tuple[Any, ...] = launch.tensors
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+    dtypes += tuple(tensor.block for tensor in tensors if isinstance(tensor, Described))
     # A function is represented by its name, because Triton wraps update rules anew for every list.
     names = ((each, getattr(each, "fn", None)) for each in prepared.constants)
     constants = tuple(each if fn is None else f"{fn.__module__}.{fn.__qualname__}" for each, fn in names)
@@ -100,7 +103,7 @@ def compile_launch(launch: Launch, gpu: GPU) -> Any:
     cache key is the one of a real launch, although the tensors are on the device "meta".
     """
     prepared = launch.prepared
-    arguments = (*launch.tensors, *prepared.sizes, *launch.floats, *prepared.constants)
+    arguments = (*map(as_argument, launch.tensors), *prepared.sizes, *launch.floats, *prepared.constants)
     driver.set_active(
         types.SimpleNamespace(
             get_current_device=lambda: gpu.target,  # a key of Triton's table of kernels in this process

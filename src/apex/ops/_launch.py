@@ -23,6 +23,7 @@ from triton.runtime.errors import OutOfResources
 
 from .. import _env
 from ._device import current_device, current_stream, launch_rule
+from ._launch_arguments import Described, as_argument
 
 KERNELS: dict[str, Kernel] = {}
 
@@ -45,7 +46,10 @@ class Launch:
 
 
 class Kernel:
-    """A Triton kernel whose arguments are tensors first, then integers, then floats, then `tl.constexpr` values."""
+    """A Triton kernel whose arguments are tensors first, then integers, then floats, then `tl.constexpr` values.
+
+    In place of a tensor it may take a descriptor (`Described`); it is then launched by Triton itself.
+    """
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -158,20 +162,22 @@ class PreparedLaunch:
             table = _env.tuned_launches()
             cause = "" if table is None else f"; the table that APEX_TUNED names, {table}, may be the cause"
             raise RuntimeError(f"{self.kernel.name} needs more than this GPU has: {error}{cause}") from error
-        if _RUN_IS_KNOWN and device.type == "cuda" and device.index is not None:
+        by_address = not any(isinstance(tensor, Described) for tensor in tensors)
+        if _RUN_IS_KNOWN and by_address and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
             self._compiled[key] = (*_launcher(compiled), absent)
 
     def _launch_plainly(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> Any:
         device: Any = tensors[0].device  # type: ignore[union-attr]
         function, tail = self.kernel.function, (*self.sizes, *floats, *self.constants)
+        given = tuple(map(as_argument, tensors))
         for tensor in tensors:
             if tensor is not None and not tensor.data_ptr() and tensor.numel():
                 raise TypeError(f"{self.kernel.name} cannot take a {type(tensor).__name__}, which has no memory itself")
         if device.type != "cuda":  # Triton's interpreter
-            return function[self.grid](*tensors, *tail)
+            return function[self.grid](*given, *tail)
         with torch.cuda.device(device):
-            return function[self.grid](*tensors, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
+            return function[self.grid](*given, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from apex.ops import _library
+from apex.ops import _launch_arguments, _library
 from apex.ops.newton_schulz import config, newton_schulz, op, reference
 from tests.support.harness import Route, routes
 
@@ -106,9 +106,17 @@ def test_half_precision(route: Route, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("route", routes())
 @pytest.mark.parametrize(("n", "depth"), [(128, 64), (300, 70), (17, 200)])
 @pytest.mark.parametrize("tall", [False, True])
-def test_product_is_the_reference(route: Route, n: int, depth: int, tall: bool) -> None:
+@pytest.mark.parametrize("described", [False, True])
+def test_product_is_the_reference(
+    route: Route, described: bool, n: int, depth: int, tall: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if route.implementation != "triton":
         pytest.skip("the kernel")
+    if described:
+        if not _launch_arguments.HAS_DESCRIPTORS:
+            pytest.skip("this Triton has no descriptors")
+        n, depth = 128 * -(-n // 128), 64 * -(-depth // 64)
+        monkeypatch.setattr(config, "loads_by_descriptor", lambda *_: True)
     left = matrices(2, n, depth).to(route.device, torch.float16)
     left = left.mT.contiguous().mT if tall else left
     addend = torch.randn(2, n, n, dtype=torch.float16, generator=torch.Generator().manual_seed(1)).to(route.device)
@@ -119,6 +127,33 @@ def test_product_is_the_reference(route: Route, n: int, depth: int, tall: bool) 
     torch.testing.assert_close(actual.double(), exact, rtol=2**-10, atol=depth * 2.0**-20)
     assert torch.equal(actual, actual.mT)
     assert torch.equal(op.launch(left, left, 0.5, addend, -2.0), actual)
+
+
+@pytest.mark.skipif(not _launch_arguments.HAS_DESCRIPTORS, reason="this Triton has no descriptors")
+@pytest.mark.parametrize(
+    ("gpu", "shape", "block"),
+    [
+        ("sm_90", (11, 2048, 2048), (128, 64)),
+        ("sm_90", (11, 8192, 2048), (64, 128)),
+        ("sm_90", (11, 2048, 2000), None),  # a tile would reach into the next matrix
+        ("sm_90", (1, 512, 512), None),
+        ("sm_100", (11, 2048, 2048), None),
+    ],
+    ids=str,
+)
+def test_large_products_load_by_descriptors_on_hopper(
+    gpu: str, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> None:
+    compile_ahead = pytest.importorskip("apex.ops._compile_ahead")
+    batch = torch.empty(shape, dtype=torch.float16, device="meta")
+    short = batch if shape[1] <= shape[2] else batch.mT
+    with compile_ahead.planning(compile_ahead.GPUS[gpu]) as launches:
+        op.launch(short, short, 1.0, None, 0.0)
+    assert [getattr(each, "block", None) for each in launches[0].tensors] == [block, block, None, None]
+    if block is not None:
+        assert block in compile_ahead.program(launches[0])[2]
+        argument = launches[0].tensors[0].argument()
+        assert list(argument.shape) == [shape[0] * shape[1], shape[2]]
 
 
 @pytest.mark.parametrize("route", routes())

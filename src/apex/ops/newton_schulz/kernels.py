@@ -21,12 +21,15 @@ def symmetric_product(
     left_batch, left_row, left_column,
     right_batch, right_row, right_column,
     alpha, beta,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, LARGE: tl.constexpr, WIDE: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of `alpha left rightᵀ + beta addend` and its mirror image per program.
 
-    EVEN: n and K are multiples of TILE and DEPTH, so that no load needs a mask. WIDE: convert to float32 first, for
-    Triton's interpreter, which cannot multiply bfloat16.
+    EVEN: n and K are multiples of TILE and DEPTH, so that no load needs a mask. LARGE: a result has 2**31 elements or
+    more; otherwise places in it are 32-bit numbers, since 64-bit ones take 99 registers more. WIDE: convert to float32
+    first, for Triton's interpreter, which cannot multiply bfloat16. DESCRIBED: left and right are descriptors of
+    matrices [B n, K] ("rows") or, transposed, [B K, n] ("columns"), and EVEN; None: they are addresses.
     """
     number = tl.program_id(0)
     # Tiles are counted row by row: row i starts at i (i + 1) / 2. The root may be off by one for large numbers.
@@ -38,34 +41,55 @@ def symmetric_product(
 
     rows = row * TILE + tl.arange(0, TILE)
     columns = column * TILE + tl.arange(0, TILE)
-    steps = tl.arange(0, DEPTH)
-    left += batch * left_batch + rows.to(tl.int64)[:, None] * left_row + steps[None, :] * left_column
-    right += batch * right_batch + columns.to(tl.int64)[:, None] * right_row + steps[None, :] * right_column
     total = tl.zeros([TILE, TILE], tl.float32)
+    if DESCRIBED is None:
+        steps = tl.arange(0, DEPTH)
+        left += batch * left_batch + rows.to(tl.int64)[:, None] * left_row + steps[None, :] * left_column
+        right += batch * right_batch + columns.to(tl.int64)[:, None] * right_row + steps[None, :] * right_column
     for start in tl.range(0, depth, DEPTH):
-        if EVEN:
-            a = tl.load(left)
-            b = tl.load(right)
+        if DESCRIBED == "rows":
+            first = tl.program_id(1) * n
+            a = left.load([first + row * TILE, start])
+            b = tl.trans(right.load([first + column * TILE, start]))
+        elif DESCRIBED == "columns":
+            first = tl.program_id(1) * depth + start
+            a = tl.trans(left.load([first, row * TILE]))
+            b = right.load([first, column * TILE])
         else:
-            inside = (start + steps < depth)[None, :]
-            a = tl.load(left, mask=inside & (rows < n)[:, None], other=0.0)
-            b = tl.load(right, mask=inside & (columns < n)[:, None], other=0.0)
+            if EVEN:
+                a = tl.load(left)
+                b = tl.trans(tl.load(right))
+            else:
+                inside = (start + steps < depth)[None, :]
+                a = tl.load(left, mask=inside & (rows < n)[:, None], other=0.0)
+                b = tl.trans(tl.load(right, mask=inside & (columns < n)[:, None], other=0.0))
+            left += DEPTH * left_column
+            right += DEPTH * right_column
         if WIDE:
             a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, tl.trans(b), total)
-        left += DEPTH * left_column
-        right += DEPTH * right_column
+        total = tl.dot(a, b, total)
 
     total = total * alpha
+    if LARGE:
+        rows, columns = rows.to(tl.int64), columns.to(tl.int64)
+    out += batch * n * n
     inside = (rows < n)[:, None] & (columns < n)[None, :]
-    places = batch * n * n + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    places = rows[:, None] * n + columns[None, :]
     if addend is not None:
-        total += beta * tl.load(addend + places, mask=inside, other=0.0).to(tl.float32)
+        if EVEN:
+            total += beta * tl.load(addend + batch * n * n + places).to(tl.float32)
+        else:
+            total += beta * tl.load(addend + batch * n * n + places, mask=inside, other=0.0).to(tl.float32)
     result = total.to(out.dtype.element_ty)
-    tl.store(out + places, result, mask=inside)
-    if row != column:
-        mirrored = batch * n * n + columns.to(tl.int64)[:, None] * n + rows[None, :]
-        tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])
+    mirrored = columns[:, None] * n + rows[None, :]
+    if EVEN:
+        tl.store(out + places, result)
+        if row != column:
+            tl.store(out + mirrored, tl.trans(result))
+    else:
+        tl.store(out + places, result, mask=inside)
+        if row != column:
+            tl.store(out + mirrored, tl.trans(result), mask=(columns < n)[:, None] & (rows < n)[None, :])
 
 
 @kernel

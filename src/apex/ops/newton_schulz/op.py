@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from .. import _library
 from .._checks import check_tensors
 from .._device import facts
 from .._host import HOST
+from .._launch_arguments import HAS_DESCRIPTORS, Described
 from .._tolerance import excess
 from . import config, reference
 
@@ -79,16 +81,30 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
     """Return `alpha left rightᵀ + beta addend` by the kernel; the caller knows that the result is symmetric."""
     batch, n, depth = left.shape
     out = torch.empty(batch, n, n, dtype=left.dtype, device=left.device)
-    side, step, num_warps, num_stages = config.tile(facts(left.device))
-    tiles = -(-n // side)
-    sizes = (n, depth, *left.stride(), *right.stride())
+    device, sizes = facts(left.device), (n, depth, *left.stride(), *right.stride())
+    way = _described_as(left, right) if config.loads_by_descriptor(device, batch, n, depth) else None
+    side, step, num_warps, num_stages = config.tile(device, way is not None)
+    matrices: Any = (left, right)
+    if way is not None:
+        block = (side, step) if way == "rows" else (step, side)
+        matrices = [Described((each if way == "rows" else each.mT).flatten(0, 1), block) for each in matrices]
     even = n % side == 0 and depth % step == 0
-    options = {"TILE": side, "DEPTH": step, "EVEN": even, "WIDE": left.device == HOST}
+    options: dict[str, Any] = {"EVEN": even, "LARGE": n * n >= 2**31, "WIDE": left.device == HOST, "DESCRIBED": way}
+    options |= {"num_warps": num_warps, "num_stages": num_stages}
+    tiles = -(-n // side)
     grid = (tiles * (tiles + 1) // 2, batch)
-    kernels.symmetric_product(
-        grid, (left, right, addend, out), sizes, (alpha, beta), **options, num_warps=num_warps, num_stages=num_stages
-    )
+    tensors = (*matrices, addend, out)
+    kernels.symmetric_product(grid, tensors, sizes, (alpha, beta), TILE=side, DEPTH=step, **options)
     return out
+
+
+def _described_as(left: Tensor, right: Tensor) -> str | None:
+    """Return which dimension of the matrices is contiguous, "rows" or "columns"; None if descriptors do not fit."""
+    if not HAS_DESCRIPTORS or any(each.data_ptr() % 16 for each in (left, right)):
+        return None
+    if left.is_contiguous() and right.is_contiguous():
+        return "rows"
+    return "columns" if left.mT.is_contiguous() and right.mT.is_contiguous() else None
 
 
 def normalized(matrices: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
