@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
 import stat
 import tempfile
@@ -19,7 +20,7 @@ import torch
 
 from apex import _atomic, checkpoint
 from apex._atomic import atomic_file, replacing, temporary_beside, unfinished_folder
-from apex.checkpoint import _files
+from apex.checkpoint import _files, _series
 
 
 def names(folder: Path) -> list[str]:
@@ -97,6 +98,20 @@ def test_several_threads_remove_old_checkpoints(tmp_path: Path) -> None:
     assert all(name.startswith("step-") for name in found)
     for name in found:
         checkpoint.verify(tmp_path / name)
+
+
+def test_a_checkpoint_may_vanish_while_it_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_user_files = _series.has_user_files
+
+    def has_files_after_another_thread(path: Path) -> bool:
+        shutil.rmtree(path)
+        return has_user_files(path)
+
+    series = checkpoint.Series(tmp_path, keep=1, sharded=True)
+    series.save({"weights": torch.ones(2)}, 1)
+    monkeypatch.setattr(_series, "has_user_files", has_files_after_another_thread)
+    series.save({"weights": torch.ones(2)}, 2)
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_threads_with_checksums_switched_off(tmp_path: Path) -> None:

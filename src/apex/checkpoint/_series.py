@@ -167,11 +167,11 @@ def _remove(path: Path) -> None:
         return
     if not is_checkpoint(path):
         return
-    if has_user_files(path):
-        discard(path, None)
-        return
     # Removal takes several steps, so the folder is renamed first: under its own name it is complete or absent.
     removed = temporary_beside(path)
     with contextlib.suppress(FileNotFoundError):  # another thread was faster
+        if has_user_files(path):
+            discard(path, None)
+            return
         os.rename(path, removed)
     discard(removed, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-# Whether this Triton takes descriptors that the host makes.
-HAS_DESCRIPTORS = (
-    importlib.util.find_spec("triton") is not None
-    and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
-)
+
+@functools.cache
+def has_descriptors() -> bool:
+    """Return whether this Triton takes descriptors that the host makes; imports Triton, if it is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 @dataclass(frozen=True)

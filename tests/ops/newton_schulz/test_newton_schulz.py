@@ -113,7 +113,7 @@ def test_product_is_the_reference(
     if route.implementation != "triton":
         pytest.skip("the kernel")
     if described:
-        if not _launch_arguments.HAS_DESCRIPTORS:
+        if not _launch_arguments.has_descriptors():
             pytest.skip("this Triton has no descriptors")
         n, depth = 128 * -(-n // 128), 64 * -(-depth // 64)
         monkeypatch.setattr(config, "loads_by_descriptor", lambda *_: True)
@@ -129,7 +129,7 @@ def test_product_is_the_reference(
     assert torch.equal(op.launch(left, left, 0.5, addend, -2.0), actual)
 
 
-@pytest.mark.skipif(not _launch_arguments.HAS_DESCRIPTORS, reason="this Triton has no descriptors")
+@pytest.mark.skipif(not _launch_arguments.has_descriptors(), reason="this Triton has no descriptors")
 @pytest.mark.parametrize(
     ("gpu", "shape", "block"),
     [

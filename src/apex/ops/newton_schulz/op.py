@@ -13,7 +13,7 @@ from .. import _library
 from .._checks import check_tensors
 from .._device import facts
 from .._host import HOST
-from .._launch_arguments import HAS_DESCRIPTORS, Described
+from .._launch_arguments import Described, has_descriptors
 from .._tolerance import excess
 from . import config, reference
 
@@ -100,7 +100,7 @@ def launch(left: Tensor, right: Tensor, alpha: float, addend: Tensor | None, bet
 
 def _described_as(left: Tensor, right: Tensor) -> str | None:
     """Return which dimension of the matrices is contiguous, "rows" or "columns"; None if descriptors do not fit."""
-    if not HAS_DESCRIPTORS or any(each.data_ptr() % 16 for each in (left, right)):
+    if not has_descriptors() or any(each.data_ptr() % 16 for each in (left, right)):
         return None
     if left.is_contiguous() and right.is_contiguous():
         return "rows"
