@@ -49,8 +49,9 @@ def standard(
         R = product(short, short, 1.0, None, 0.0)
         Z = product(R, R, c, R, b)
         del short, R  # memory for the next product: see `config.peak_elements`
-        factors, target = (Z, X) if wide else (X, Z), out if index == last else None
-        X = torch.baddbmm(X, *factors, beta=a, out=target)
+        target = out if index == last else None
+        X = torch.baddbmm(X, *((Z, X) if wide else (X, Z)), beta=a, out=target)
+        del Z
     return X if out is None or coefficients else out.copy_(X)
 
 
