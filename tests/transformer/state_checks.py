@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +157,26 @@ def stages_chunks_and_split(rank: int) -> None:
     ps.destroy_model_parallel()
 
 
+def groups_of_all_are_connected(rank: int) -> None:
+    """Check that no process returns, and could destroy its groups, before the slowest has connected its own."""
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    connected, make_groups = Path(folder[0], "connected"), ps.make_groups
+
+    def made_slowly(*args: Any) -> Any:
+        groups = make_groups(*args)
+        if rank == 5:
+            time.sleep(0.5)
+            connected.touch()
+        return groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ps, "make_groups", made_slowly)
+        ps.initialize_model_parallel(2, 2)
+    assert connected.exists()
+    ps.destroy_model_parallel()
+
+
 def overrides(rank: int) -> None:
     ps.set_tensor_model_parallel_world_size(4)
     ps.set_tensor_model_parallel_rank(3)
@@ -223,6 +247,7 @@ CHECKS = {
         mistakes_change_nothing,
         sizes_beyond_the_processes_warn,
         stages_chunks_and_split,
+        groups_of_all_are_connected,
         overrides,
         contexts_and_experts,
         meshes,

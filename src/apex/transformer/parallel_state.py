@@ -117,6 +117,9 @@ def initialize_model_parallel(
     if init_mpi_proc_group:
         state.mpi_group = make_group(backend="mpi")
         state.groups.made.append(state.mpi_group)
+    if dist.get_backend() == "gloo":
+        # A process that destroyed its groups at once would close connections while others still open theirs.
+        dist.barrier()
     _state.become(state)
 
 
