@@ -88,8 +88,9 @@ def test_peak_memory(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("route", routes())
-@pytest.mark.parametrize("shape", [(2, 270, 540), (1, 540, 270)], ids=str)
-def test_half_precision(route: Route, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(2, 140, 280), (1, 280, 140)], ids=str)
+def test_half_precision(route: Route, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "SMALL", 128)  # products of half precision are slow on many CPUs
     batch = matrices(*shape)
     expected = by_svd(batch, MUON)
     given = batch.to(route.device, torch.bfloat16)
