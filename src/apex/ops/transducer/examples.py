@@ -72,7 +72,9 @@ def _joint_example(name: str, full: bool, packed: bool, relu: bool, **others: An
 
 
 def _draw(random: Random) -> Sizes:
-    features, frames, tokens = random.length(8, 1024), random.size(1, 512), random.size(1, 128)
+    features = random.length(8, 1024)
+    frames = random.size(1, min(512, max(1, random.most // features)))
+    tokens = random.size(1, min(128, max(1, random.most // (features * frames))))
     return random.size(1, max(1, random.most // (features * frames * tokens))), frames, tokens, features
 
 
