@@ -227,6 +227,8 @@ def grpo_loss(
     check_floats(log_probs=log_probs, advantages=advantages)
     check_tensors(mask=mask)
     check_given(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, vllm_is_ratio=vllm_is_ratio)
+    if chosen.beta and ref_log_probs is None:
+        raise ValueError(f"beta={chosen.beta} weighs the divergence from a reference: ref_log_probs is missing")
     counted = mask != 0
     given = [per_token(each, counted) for each in (old_log_probs, ref_log_probs, vllm_is_ratio)]
     log_probs, m = log_probs.masked_fill(~counted, 0.0), counted.to(log_probs.dtype)
