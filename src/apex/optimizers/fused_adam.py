@@ -91,7 +91,7 @@ class FusedAdam(EncodingOptimizer, ParameterSteps):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
-        check_decay(options, self.adam_w_mode, f"use FusedAdam(adam_w_mode={not self.adam_w_mode})")
+        check_decay(options, self.adam_w_mode, f"use apex.optimizers.FusedAdam(adam_w_mode={not self.adam_w_mode})")
         if options.get("cautious_weight_decay"):
             check_cautious(options.get("amsgrad"), self.adam_w_mode)
         if options.get("amsgrad") and options.get("state_format", self.state_format) != "float32":
