@@ -474,6 +474,22 @@ def test_sequences_are_not_compared_with_all_others(make: Any) -> None:
         make()
 
 
+def test_tokens_of_one_sequence_are_not_those_of_all() -> None:
+    """A mask, old log-probabilities or ids of one sequence broadcast to all."""
+    tokens, mask, advantages = torch.zeros(3, 2), torch.ones(3, 2), torch.ones(3)
+    head = FusedLinearGRPOLoss(beta=0.0)
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    for make in (
+        lambda: llm_losses.grpo_loss(tokens, mask[:1], advantages),
+        lambda: llm_losses.grpo_loss(tokens, mask, advantages, tokens[:1]),
+        lambda: llm_losses.sequence_log_probs(tokens, mask[:1]),
+        lambda: head(torch.ones(3, 2, 4), torch.ones(5, 4), ids[:1], mask, advantages),
+        lambda: head(torch.ones(3, 2, 4), torch.ones(5, 4), ids, mask, advantages, old_per_token_logps=tokens[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"\[1, 2\].*must have one shape"):
+            make()
+
+
 def test_rows_of_teachers_and_labels_fit() -> None:
     student = torch.zeros(2, 3, 5)
     with pytest.raises(ValueError, match="the teacher"):

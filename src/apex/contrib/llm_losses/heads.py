@@ -20,6 +20,7 @@ from ...ops._library import autocast_dtype, compute_dtype
 from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
 from .policy import PolicySettings, grpo_loss, per_token, policy_losses, policy_metrics, token_weights
 from .preference import (
+    check_alike,
     check_dpo,
     check_given,
     cpo_loss,
@@ -366,6 +367,10 @@ class FusedLinearGRPOLoss(_Loss):
         check_given(
             ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
             ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio,
+        )  # fmt: skip
+        check_alike(
+            selected_token_ids=selected_token_ids, attention_mask=attention_mask,
+            ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps,
         )  # fmt: skip
         settings = self.settings
         head: dict[str, Any] = {"temperature": self.temperature, "ignore_index": self.ignore_index}

@@ -28,6 +28,7 @@ def sequence_log_probs(
     """
     check_floats(log_probs=log_probs)
     check_tensors(mask=mask)
+    check_alike(log_probs=log_probs, mask=mask)
     counted = mask.to(log_probs.dtype)
     if ld_alpha is not None:
         position, lengths = counted.cumsum(1), counted.sum(1)
