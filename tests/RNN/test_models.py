@@ -355,6 +355,26 @@ def test_errors_name_the_argument() -> None:
         RNN.LSTM(INPUT, HIDDEN, 1, batch_first=True)(torch.zeros(BATCH, 0, INPUT))
 
 
+@pytest.mark.parametrize("name", [*PEERS, "mLSTM"])
+def test_inputs_of_another_size_are_refused(name: str) -> None:
+    """PyTorch's LSTM for CPUs does not check the size and reads memory behind the weights."""
+    network = getattr(RNN, name)(INPUT, HIDDEN, 2)
+    for size in (INPUT - 1, INPUT + 1):
+        with pytest.raises(ValueError, match=f"input_size, {INPUT}"):
+            network(torch.zeros(TIME, BATCH, size))
+    assert network.rnns[0].hidden[0] is None
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_hidden_states_as_an_argument_are_refused(bidirectional: bool) -> None:
+    """torch.nn.LSTM takes them second; here the second argument is a flag, and the states were ignored."""
+    network = RNN.LSTM(INPUT, HIDDEN, 1, bidirectional=bidirectional)
+    state = torch.zeros(1, BATCH, HIDDEN)
+    for states in (state, (state, state)):
+        with pytest.raises(TypeError, match="collect_hidden"):
+            network(torch.zeros(TIME, BATCH, INPUT), states)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*PEERS, "mLSTM"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -36,6 +36,12 @@ def test_round_trip(tmp_path: Path) -> None:
     assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_the_name_of_another_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"writes the format of torch\.save"):
+        checkpoint.save({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_checksums_that_are_switched_off(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from apex.contrib.openfold_triton import FusedAdamSWA
 from apex.contrib.openfold_triton.fused_adam_swa import AdamMathType
 from apex.ops import _library
+from apex.optimizers import FusedAdam
 from tests.support.harness import Route, assert_close, routes
 
 SIZES = ((7,), (3, 5), (1,), (700,))
@@ -135,6 +136,32 @@ def test_continues_from_an_adam_without_steps() -> None:
     optimizer.step()
     twin.exact_step()
     twin.check()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, FusedAdam])
+def test_continues_with_the_same_weight_decay(kind: type[torch.optim.Optimizer]) -> None:
+    param = nn.Parameter(torch.linspace(-2, 2, 6, dtype=torch.float64))
+    adam = kind([param], lr=0.1, weight_decay=0.5)
+    computed, average = nn.Parameter(param.detach().clone()), param.detach().clone()
+    twin = nn.Parameter(param.detach().clone())
+    optimizer = FusedAdamSWA.from_optim(adam, [twin], [computed], [average], 0.9)
+    for step in range(3):
+        param.grad = torch.arange(6.0, dtype=torch.float64) + step
+        computed.grad = param.grad.clone()
+        adam.step()
+        optimizer.step()
+    torch.testing.assert_close(twin, param)
+
+
+def test_weight_decay_of_the_other_kind_is_refused() -> None:
+    param = nn.Parameter(torch.ones(2))
+    saved = torch.optim.AdamW([param]).state_dict()
+    saved["param_groups"][0]["decoupled_weight_decay"] = True  # PyTorch 2.6 does not save it
+    optimizer = FusedAdamSWA([param], [param.detach()], [param.detach().clone()], 0.9)
+    with pytest.raises(ValueError, match=r"adam_math_mode=AdamMathType\.ApexAdamW"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(TypeError, match="SGD"):
+        FusedAdamSWA.from_optim(torch.optim.SGD([param]), [param], [param.detach()], [param.detach()], 0.9)
 
 
 def test_unequal_steps_are_refused() -> None:

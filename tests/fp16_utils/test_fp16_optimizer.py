@@ -129,6 +129,9 @@ def test_groups_and_attributes() -> None:
     optimizer.param_groups[0]["lr"] = 7.0
     assert optimizer.optimizer.param_groups[0]["lr"] == 7.0
     optimizer.loss_scale = 32.0
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="loss_scale must be a positive number"):
+            optimizer.loss_scale = wrong
     assert optimizer.loss_scale == 32.0
     with pytest.raises(RuntimeError, match="state_dict"):
         optimizer.__getstate__()

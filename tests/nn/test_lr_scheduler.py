@@ -125,3 +125,14 @@ def test_torchs_schedules_take_the_number_of_steps_first(
 ) -> None:
     found = rates(getattr(lr_scheduler, name), 6, total_steps=8, **options)
     assert found == pytest.approx(rates(getattr(torch.optim.lr_scheduler, name), 6, **torchs))
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "FlatAnnealingLR", "MultiStepLR", "LinearWarmupLR"])
+def test_ignored_arguments_warn(name: str) -> None:
+    """A schedule without a warm-up took `warmup_steps` and had none; misspelt names had no effect either."""
+    options: dict = {"milestones": [3]} if name == "MultiStepLR" else {}
+    ignored = {"eta_mim": 0.1} if name == "LinearWarmupLR" else {"warmup_steps": 5}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.warns(UserWarning, match=f"{name} ignores {next(iter(ignored))}=") as caught:
+        getattr(lr_scheduler, name)(optimizer, 10, **options, **ignored)
+    assert caught[0].filename == __file__

@@ -49,6 +49,32 @@ def test_div_scale_divides_gradients() -> None:
     assert not torch.allclose(trained(HybridAdam, factor=8.0, **options), expected)
 
 
+def test_div_scale_divides_the_gradients_of_a_closure() -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for param, div_scale, factor in zip(params, (8.0, -1), (8.0, 1.0), strict=True):
+        optimizer = FusedAdam([param], lr=0.1, eps=1.0)  # with a large eps the step depends on the gradient's size
+
+        def closure(param: Tensor = param, optimizer: Any = optimizer, factor: float = factor) -> Tensor:
+            optimizer.zero_grad()
+            loss = factor * param.square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure, div_scale=div_scale) == 3 * factor
+    torch.testing.assert_close(*params)
+
+
+@pytest.mark.parametrize("kind", [Lamb, Lars])
+def test_sparse_gradients_are_refused_before_anything_changes(kind: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
+    optimizer = kind(params)
+    with pytest.raises(RuntimeError, match=f"{kind.__name__} takes no sparse gradients"):
+        optimizer.step()
+    assert not optimizer.state
+    assert torch.equal(params[0], torch.ones(2))
+
+
 def test_options_without_effect_are_named() -> None:
     param, _ = problem()
     with pytest.warns(UserWarning, match=r"HybridAdam ignores clipping_norm=1.0, initial_scale=32\. Give limits"):

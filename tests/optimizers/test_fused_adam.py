@@ -314,6 +314,26 @@ def test_states_go_to_torch_and_back(kind: type[torch.optim.Optimizer], amsgrad:
     assert distance(params, exact) <= 1e-6
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_weight_decay_of_the_other_kind_is_refused(kind: type[torch.optim.Optimizer]) -> None:
+    """PyTorch saves the kind of decay in each group; the fused optimizer has one kind for all, and applied that."""
+    decoupled = kind is torch.optim.AdamW
+    params = parameters()
+    theirs = kind(params, weight_decay=0.1)
+    train(theirs, params, 2)
+    saved = theirs.state_dict()
+    saved["param_groups"][0]["decoupled_weight_decay"] = decoupled  # PyTorch 2.6 does not save it
+    optimizer = FusedAdam(params, lr=0.5, adam_w_mode=not decoupled)
+    with pytest.raises(ValueError, match=f"adam_w_mode={decoupled}"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+    with pytest.raises(ValueError, match="decoupled_weight_decay"):
+        optimizer.add_param_group({"params": [], "decoupled_weight_decay": decoupled, "weight_decay": 0.1})
+    without_decay = kind(params, weight_decay=0.0)
+    optimizer.load_state_dict(without_decay.state_dict())
+
+
 def test_copies_and_pickles() -> None:
     ours = parameters()
     optimizer = FusedAdam(ours, lr=0.1, adam_w_mode=False, weight_decay=0.1)

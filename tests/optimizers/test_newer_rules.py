@@ -232,6 +232,20 @@ def test_schedule_free_moves_to_the_average_and_back() -> None:
             torch.testing.assert_close(param.detach(), old)
 
 
+def test_a_step_refused_in_evaluation_changes_nothing() -> None:
+    """One of two groups in evaluation: the other one was updated, and state was made, before the error."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = FusedScheduleFreeAdamW([{"params": [param]} for param in params])
+    optimizer.param_groups[1]["train_mode"] = False
+    for param in params:
+        param.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"needs train\(\)"):
+        optimizer.step()
+    assert not optimizer.state
+    assert "step" not in optimizer.param_groups[0]
+    assert torch.equal(params[0], torch.ones(3))
+
+
 @pytest.mark.parametrize("cls", [FusedLion, FusedAdEMAMix])
 def test_state_in_8_bits(cls: Callable[..., Any]) -> None:
     params, exact = make(torch.bfloat16), make()

@@ -249,6 +249,11 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
         OffloadedOptimizer(make_params(), **options)
 
 
+def test_an_optimizer_instead_of_parameters_is_refused() -> None:
+    with pytest.raises(TypeError, match="params is a SGD; parameters and the class are needed"):
+        OffloadedOptimizer(torch.optim.SGD(make_params()))
+
+
 def test_sharded_parameters_are_refused(pretended: Pretended) -> None:
     param = torch.nn.Parameter(torch.ones(5000))
     param._local_tensor = torch.ones(2500)  # as a DTensor has it

@@ -187,9 +187,14 @@ class stackedRNN(_Network):
         through the sequence from its end to its start; outputs and collected states stay in the order of the input.
         """
         check_floats(input=input)
+        if isinstance(collect_hidden, Tensor | tuple | list):
+            raise TypeError("collect_hidden is a flag, and no hidden state as in torch.nn: the layers keep theirs")
         if input.dim() != 3 or not input.numel():
             layout = "[batch, time, input]" if self.batch_first else "[time, batch, input]"
             raise ValueError(f"input has shape {tuple(input.shape)}; expected is {layout}, and not empty")
+        features = self.rnns[0].input_size
+        if input.shape[-1] != features:  # oneDNN's LSTM does not check it and reads other memory
+            raise ValueError(f"input has shape {tuple(input.shape)}; its last dimension must be input_size, {features}")
         sequence = input.transpose(0, 1) if self.batch_first else input
         if reverse:
             sequence = sequence.flip(0)

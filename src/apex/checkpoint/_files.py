@@ -34,6 +34,11 @@ def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> Non
     they wait until the file is complete. If writing fails, rank 0 raises (with `wait` all processes do): an OSError
     with the system's error number, otherwise a RuntimeError.
     """
+    if Path(path).suffix == ".safetensors":
+        raise ValueError(
+            f"{os.fspath(path)}: this function writes the format of torch.save, which readers of .safetensors files do "
+            "not take; use another ending, or the Booster's save_model(use_safetensors=True)"
+        )
     failure: Exception | None = None
     if is_first():
         try:

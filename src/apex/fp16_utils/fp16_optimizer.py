@@ -271,7 +271,7 @@ class FP16_Optimizer:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        self.loss_scaler._loss_scale = value
+        self.loss_scaler._loss_scale = checked_scale("loss_scale", value)
 
     state = delegated("optimizer", "state")
     # Gives access to learning rates and masters.

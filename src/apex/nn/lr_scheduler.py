@@ -9,10 +9,18 @@ Colossal-AI.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from torch.optim import lr_scheduler as _torch
 from torch.optim.lr_scheduler import LRScheduler
+
+
+def _warn_of_ignored(scheduler: Any, arguments: dict[str, Any]) -> None:
+    """Warn of keyword arguments without effect; Colossal-AI's schedulers take any, so clients pass some."""
+    if arguments:
+        names = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        warnings.warn(f"{type(scheduler).__name__} ignores {names}", stacklevel=3)
 
 
 class _WarmupLR(LRScheduler):
@@ -50,6 +58,7 @@ class LinearWarmupLR(_WarmupLR):
     def __init__(
         self, optimizer: Any, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def _after_warmup(self, base: Any, part: float) -> Any:
@@ -77,6 +86,7 @@ class CosineAnnealingLR(CosineAnnealingWarmupLR):
     def __init__(
         self, optimizer: Any, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1, **kwargs: Any
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         super().__init__(optimizer, total_steps, 0, eta_min, last_epoch)
 
 
@@ -95,6 +105,7 @@ class PolynomialWarmupLR(_WarmupLR):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         self.end_lr, self.power = end_lr, power
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
@@ -115,6 +126,7 @@ class ConstantWarmupLR(_WarmupLR):
     def __init__(
         self, optimizer: Any, total_steps: int = 0, warmup_steps: int = 0, last_epoch: int = -1, **kwargs: Any
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def _after_warmup(self, base: Any, part: float) -> Any:
@@ -136,6 +148,7 @@ class FlatAnnealingWarmupLR(_WarmupLR):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         if not 0.0 <= pct_start <= 1.0:
             raise ValueError(f"pct_start={pct_start} must be from 0 to 1")
         span = max(0, total_steps - warmup_steps)
@@ -153,6 +166,7 @@ class FlatAnnealingLR(FlatAnnealingWarmupLR):
     def __init__(
         self, optimizer: Any, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1, **kwargs: Any
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         super().__init__(optimizer, total_steps, 0, pct_start, 0.0, last_epoch)
 
 
@@ -171,6 +185,7 @@ class MultiStepWarmupLR(_WarmupLR):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         if not milestones:
             raise ValueError(f"milestones={milestones!r} must be a list of at least one step")
         self.milestones, self.gamma = sorted(milestones), gamma
@@ -193,6 +208,7 @@ class MultiStepLR(MultiStepWarmupLR):
         last_epoch: int = -1,
         **kwargs: Any,
     ) -> None:
+        _warn_of_ignored(self, kwargs)
         super().__init__(optimizer, total_steps, 0, milestones, gamma, last_epoch)
 
 

@@ -81,6 +81,18 @@ def check_cautious(amsgrad: Any, adam_w_mode: Any) -> None:
         raise ValueError("cautious_weight_decay=True needs adam_w_mode=True: L2 decay is a part of the gradient")
 
 
+def check_decay(options: Mapping[str, Any], decoupled: Any, remedy: str) -> None:
+    """Raise an error if a group's weight decay is of the other kind; torch.optim saves the kind in each group."""
+    saved = options.get("decoupled_weight_decay")
+    if saved is None or bool(saved) == bool(decoupled) or not options["weight_decay"]:
+        return
+    kinds = {True: "decoupled from the gradient, as in AdamW", False: "added to the gradient (L2), as in Adam"}
+    raise ValueError(
+        f"decoupled_weight_decay={saved} with weight_decay={options['weight_decay']} means decay {kinds[bool(saved)]}, "
+        f"but here it is {kinds[bool(decoupled)]}: {remedy}"
+    )
+
+
 def check_nesterov(options: Mapping[str, Any]) -> None:
     """Raise an error if Nesterov momentum is requested without momentum or with dampening."""
     momentum, dampening = options["momentum"], options["dampening"]

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from ..ops.multi_tensor import rules
 from ._base import EncodingOptimizer, LossScaling, StateOptions, adam_hyperparameters, compiled_function, run_closure
 from ._buckets import Group, UpdateBucket
-from ._checks import check_cautious
+from ._checks import check_cautious, check_decay
 from ._parameter_steps import ParameterSteps
 
 
@@ -27,9 +27,9 @@ class AdamOptions(StateOptions, total=False):
 class FusedAdam(EncodingOptimizer, ParameterSteps):
     """Adam with weight decay decoupled from the gradient (`adam_w_mode`, AdamW) or added to it (L2).
 
-    It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts.
-    It works with `torch.amp.GradScaler` without waiting for the device. `FusedOptimizer` describes `capturable`,
-    `master_weights` and the keyword options.
+    It computes the same numbers as `torch.optim.AdamW` and `torch.optim.Adam`, and each loads the other's state dicts;
+    a state dict with weight decay of the other kind is refused. It works with `torch.amp.GradScaler` without waiting
+    for the device. `FusedOptimizer` describes `capturable`, `master_weights` and the keyword options.
 
     - `state_format`: how the moments are stored, "float32", "bfloat16", "int8" or "float8" (docs/state_formats.md);
     - `master_bits`: 24 or 32; masters of bfloat16 parameters are stored as the bits that the parameters lack;
@@ -91,6 +91,7 @@ class FusedAdam(EncodingOptimizer, ParameterSteps):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         super()._check_options(options)
+        check_decay(options, self.adam_w_mode, f"use apex.optimizers.FusedAdam(adam_w_mode={not self.adam_w_mode})")
         if options.get("cautious_weight_decay"):
             check_cautious(options.get("amsgrad"), self.adam_w_mode)
         if options.get("amsgrad") and options.get("state_format", self.state_format) != "float32":

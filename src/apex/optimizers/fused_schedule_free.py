@@ -72,10 +72,12 @@ class FusedScheduleFreeAdamW(FusedOptimizer):
             return param.detach().to(state_dtype(param), copy=True)
         return super()._initial_state(name, param, group)
 
+    def _before_step(self) -> None:
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError("FusedScheduleFreeAdamW.step() needs train() after eval()")
+
     def _next_step(self, index: int, group: dict[str, Any], device: torch.device, scaling: LossScaling) -> Any:
         """Count a step and its weight; a skipped step adds none."""
-        if not group["train_mode"]:
-            raise RuntimeError("FusedScheduleFreeAdamW.step() needs train() after eval()")
         step = super()._next_step(index, group, device, scaling)
         capture = _graph_numbers.current
         numbers = group if capture is None else capture.group(self, index)

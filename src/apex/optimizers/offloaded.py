@@ -61,6 +61,11 @@ class OffloadedOptimizer(FusedOptimizer):
         where: str = "gpu",
         **options: Any,
     ) -> None:
+        if isinstance(params, torch.optim.Optimizer):
+            raise TypeError(
+                f"params is a {type(params).__name__}; parameters and the class are needed: "
+                "OffloadedOptimizer(model.parameters(), FusedAdam, lr=...)"
+            )
         if not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
             raise ValueError(f"fraction={fraction!r} is not a number from 0 to 1")
         if not isinstance(minimal_size, int) or minimal_size < 0:

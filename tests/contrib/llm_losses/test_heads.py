@@ -21,7 +21,7 @@ from apex.contrib.llm_losses import (
     FusedLinearORPOLoss,
     FusedLinearSimPOLoss,
 )
-from apex.contrib.llm_losses.preference import DPO_LOSSES
+from apex.contrib.llm_losses.preference import DPO_LOSSES, SMOOTHED
 from apex.ops.xentropy import chunks
 
 BATCH, TOKENS, FEATURES, CLASSES = 4, 5, 6, 23
@@ -88,7 +88,7 @@ SMOOTH = ("sigmoid", "robust", "nca_pair", "bco_pair", "apo_zero", "apo_down", "
 def test_dpo(loss_type: str, dtype: torch.dtype) -> None:
     p, leaves, wide = with_leaves(dtype)
     beta, eps, half = 0.3, 0.1, BATCH // 2
-    module = FusedLinearDPOLoss(beta=beta, loss_type=loss_type, label_smoothing=eps)
+    module = FusedLinearDPOLoss(beta=beta, loss_type=loss_type, label_smoothing=eps if loss_type in SMOOTHED else 0.0)
     found, metrics = module(leaves[1], leaves[0], p["target"], leaves[2], p["ref_input"], p["ref_weight"])
     logps, ref, lengths = sequences(p, wide, average=False)
     ratio = logps - ref
@@ -443,11 +443,71 @@ def test_distillation(kind: str, beta: float, teacher: str, dtype: torch.dtype) 
         (lambda: llm_losses.dpo_loss(torch.ones(2), torch.ones(2), loss_type="ipo"), "needs chosen_lengths"),
         (lambda: llm_losses.dpo_loss(torch.ones(2), torch.ones(2), loss_weights=[1.0, 2.0]), "one for each loss_type"),
         (lambda: llm_losses.kto_loss(torch.ones(2), torch.ones(2), loss_type="bco"), "use kto, apo_zero_unpaired"),
+        (lambda: llm_losses.dpo_loss(torch.ones(2), torch.ones(2), torch.ones(2)), "give both, or neither"),
+        (lambda: llm_losses.grpo_loss(*torch.ones(3, 2, 2), beta=0.1), "ref_log_probs is missing"),
+        (lambda: llm_losses.distillation_loss(*torch.ones(2, 3, 4), reduction="batchmean"), "use mean, sum, none"),
+        (lambda: llm_losses.distillation_loss(*torch.ones(2, 3, 4), temperature=-1.0), "temperature=-1.0 must be"),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+COLUMN, ROW = torch.full((3, 1), -2.0), torch.full((3,), -1.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: llm_losses.dpo_loss(ROW, COLUMN),
+        lambda: llm_losses.dpo_loss(ROW, ROW, ROW, ROW, pair_weights=COLUMN),
+        lambda: llm_losses.cpo_loss(ROW, COLUMN),
+        lambda: llm_losses.orpo_loss(ROW, COLUMN),
+        lambda: llm_losses.kto_loss(ROW, COLUMN.bool()),
+        lambda: llm_losses.kto_kl(ROW, COLUMN),
+    ],
+)
+def test_sequences_are_not_compared_with_all_others(make: Any) -> None:
+    """Shapes [B] and [B, 1] broadcast to all pairs, and the mean over these is a number, too."""
+    with pytest.raises(ValueError, match=r"\[3\].*\[3, 1\].*must have one shape"):
+        make()
+
+
+def test_tokens_of_one_sequence_are_not_those_of_all() -> None:
+    """A mask, old log-probabilities or ids of one sequence broadcast to all."""
+    tokens, mask, advantages = torch.zeros(3, 2), torch.ones(3, 2), torch.ones(3)
+    head = FusedLinearGRPOLoss(beta=0.0)
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    for make in (
+        lambda: llm_losses.grpo_loss(tokens, mask[:1], advantages),
+        lambda: llm_losses.grpo_loss(tokens, mask, advantages, tokens[:1]),
+        lambda: llm_losses.sequence_log_probs(tokens, mask[:1]),
+        lambda: head(torch.ones(3, 2, 4), torch.ones(5, 4), ids[:1], mask, advantages),
+        lambda: head(torch.ones(3, 2, 4), torch.ones(5, 4), ids, mask, advantages, old_per_token_logps=tokens[:1]),
+    ):
+        with pytest.raises(ValueError, match=r"\[1, 2\].*must have one shape"):
+            make()
+
+
+def test_rows_of_teachers_and_labels_fit() -> None:
+    student = torch.zeros(2, 3, 5)
+    with pytest.raises(ValueError, match="the teacher"):
+        llm_losses.distillation_loss(student, torch.zeros(1, 3, 5))
+    with pytest.raises(ValueError, match="labels have shape"):
+        llm_losses.distillation_loss(student, student, torch.zeros(3, dtype=torch.int64))
+
+
+def test_settings_without_effect_warn() -> None:
+    with pytest.warns(UserWarning, match="no effect on loss_type sigmoid") as caught:
+        module = FusedLinearDPOLoss(use_ref_model=False, label_smoothing=0.1)
+    assert caught[0].filename == __file__
+    weight, hidden, target = torch.ones(4, 3), torch.ones(2, 2, 3), torch.ones(2, 2, dtype=torch.int64)
+    with pytest.warns(UserWarning, match="use_ref_model=True"):
+        module(weight, hidden, target, None, hidden, weight)
+    with pytest.warns(UserWarning, match=r"beta=0\.04 has no effect") as caught:
+        FusedLinearGRPOLoss(use_ref_model=False)
+    assert caught[0].filename == __file__
 
 
 def test_estimates_of_kl() -> None:

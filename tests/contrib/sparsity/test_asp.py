@@ -95,6 +95,15 @@ def test_dense_sparse_recomputed_restored() -> None:
     assert_sparse(model)
 
 
+@pytest.mark.parametrize(
+    "names", [{"disallowed_layer_names": ["module.3"]}, {"allowed_layer_names": ["0", "module.3"]}]
+)
+def test_names_of_no_layer_warn(names: dict) -> None:
+    """A wrapper changes names; the layer that should stay dense was pruned, or the other way round."""
+    with pytest.warns(UserWarning, match=r"is called module\.3"):
+        quiet(make(), **names)
+
+
 def test_masks_cannot_be_recomputed_without_values() -> None:
     model = make()
     quiet(model)

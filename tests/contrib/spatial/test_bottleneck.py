@@ -241,3 +241,12 @@ def test_layouts_that_shapes_leave_open(shape: tuple[int, ...]) -> None:
     pairs = [norm.get_scale_bias(False) for norm in module._norms()]
     expected = bottleneck_reference(x, module.w_conv, *zip(*pairs, strict=True), 1).square().sum()
     torch.testing.assert_close(actual, torch.autograd.grad(expected, inputs))
+
+
+def test_a_refused_allocation_takes_no_memory() -> None:
+    pool = PeerMemoryPool(256, 256, [0])
+    for dynamic in (False, True):
+        with pytest.raises(ValueError, match="channels_last needs four dimensions"):
+            pool.allocate_peer_tensors([4, 4], torch.float32, True, dynamic)
+        (tensor,) = pool.allocate_peer_tensors([64], torch.float32, False, dynamic)
+        assert tensor.shape == (64,)

@@ -304,6 +304,8 @@ EQUAL_CASES = [
 OTHER_CASES = [
     Case("different lengths", (20, 3, 20), (4, 2), options=CAUSAL, dtype=torch.bfloat16),
     Case("rows left over", (20, 20), (4, 2), options=CAUSAL, tail=20, dtype=torch.bfloat16),
+    Case("few rows left over", (20, 20), (4, 2), options=CAUSAL, tail=3, dtype=torch.bfloat16),
+    Case("rows left over after one", (20,), tail=4, dtype=torch.bfloat16),
     Case("window", (20, 20), options={"window_size": (3, 0)}, dtype=torch.bfloat16),
     Case("causal, other length of keys", (9, 9), options=CAUSAL, lengths_k=(13, 13), dtype=torch.bfloat16),
     Case("no rows", (0, 0), tail=4, dtype=torch.bfloat16),

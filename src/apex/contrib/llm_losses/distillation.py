@@ -84,6 +84,10 @@ def distillation_loss(
     if teacher_logits is not None:
         check_floats(teacher_logits=teacher_logits)
     check_optional_tensors(labels=labels)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction {reduction!r} is not known; use mean, sum, none")
+    if not temperature > 0.0:
+        raise ValueError(f"temperature={temperature} must be positive")
     dtype = compute_dtype(student_logits)
     student = functional.log_softmax(student_logits.to(dtype) / temperature, -1)
     if teacher_top_k is not None:
@@ -97,9 +101,13 @@ def distillation_loss(
         teacher = functional.pad(teacher, (0, max(0, -missing)), value=-math.inf)
     if kind not in ("jsd", "tvd"):
         raise ValueError(f"kind {kind!r} is not known; use jsd, tvd")
+    if student.shape != teacher.shape:
+        raise ValueError(f"the student has rows {list(student.shape[:-1])}, the teacher {list(teacher.shape[:-1])}")
     losses = (
         divergence(student, teacher.detach(), beta) if kind == "jsd" else total_variation(student, teacher.detach())
     )
+    if labels is not None and labels.shape != losses.shape:
+        raise ValueError(f"labels have shape {list(labels.shape)}, expected one for each row, {list(losses.shape)}")
     counted = torch.ones_like(losses, dtype=torch.bool) if labels is None else labels != ignore_index
     losses = losses.masked_fill(~counted, 0.0)
     if reduction == "none":

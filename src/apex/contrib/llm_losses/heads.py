@@ -7,6 +7,7 @@ computed once more.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from ...ops._library import autocast_dtype, compute_dtype
 from ...ops.xentropy import linear_cross_entropy, linear_log_probs, linear_token_loss
 from .policy import PolicySettings, grpo_loss, per_token, policy_losses, policy_metrics, token_weights
 from .preference import (
+    check_alike,
     check_dpo,
     check_given,
     cpo_loss,
@@ -64,6 +66,8 @@ class _Loss(nn.Module):
     def _reference(self, input: Tensor | None, weight: Tensor | None, target: Tensor, bias: Tensor | None) -> Any:
         """Return the reference model's log-probabilities of tokens, or None without such a model."""
         if not self.use_ref_model:
+            if input is not None or weight is not None:
+                warnings.warn(f"{type(self).__name__} ignores ref_input: it needs use_ref_model=True", stacklevel=4)
             return None
         if input is None or weight is None:
             raise ValueError("use_ref_model=True needs ref_input and ref_weight")
@@ -148,7 +152,7 @@ class FusedLinearDPOLoss(_PairedLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         types = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
-        check_dpo(types, self.label_smoothing)
+        check_dpo(types, self.label_smoothing, stacklevel=4)  # `__init__` calls this method
         self.needs_nll = "sft" in types
 
     def _loss(self, chosen: Tensor, rejected: Tensor, **more: Any) -> tuple[Tensor, ...]:
@@ -335,6 +339,8 @@ class FusedLinearGRPOLoss(_Loss):
         super().__post_init__()
         self.settings = PolicySettings(**self._chosen(*PolicySettings._fields))
         self.settings.check()
+        if self.beta and not self.use_ref_model:
+            warnings.warn(f"beta={self.beta} has no effect without a reference: set use_ref_model=True", stacklevel=3)
 
     def forward(
         self,
@@ -362,6 +368,10 @@ class FusedLinearGRPOLoss(_Loss):
             ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps, ref_input=ref_input,
             ref_weight=ref_weight, ref_bias=ref_bias, vllm_is_ratio=vllm_is_ratio,
         )  # fmt: skip
+        check_alike(
+            selected_token_ids=selected_token_ids, attention_mask=attention_mask,
+            ref_per_token_logps=ref_per_token_logps, old_per_token_logps=old_per_token_logps,
+        )  # fmt: skip
         settings = self.settings
         head: dict[str, Any] = {"temperature": self.temperature, "ignore_index": self.ignore_index}
         counted = attention_mask != 0
@@ -384,6 +394,8 @@ class FusedLinearGRPOLoss(_Loss):
         if not settings.is_separable:
             rows: Any = linear_log_probs(_input, lin_weight, target, bias, keep_logits=self.keep_logits, **head)
             options = {**settings._asdict(), **normalisers, "vllm_is_ratio": vllm_is_ratio}
+            if settings.beta and ref_per_token_logps is None:
+                ref_per_token_logps = rows.log_probs.detach()
             references = (old_per_token_logps, ref_per_token_logps)
             return grpo_loss(rows.log_probs, counted, advantages, *references, **options)
         weights = token_weights(counted, settings.loss_type, dtype=compute_dtype(_input), **normalisers)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ops._checks import check_floats, check_tensors
-from .preference import check_given
+from .preference import check_alike, check_given
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence", "sequence_token")
@@ -227,6 +227,9 @@ def grpo_loss(
     check_floats(log_probs=log_probs, advantages=advantages)
     check_tensors(mask=mask)
     check_given(old_log_probs=old_log_probs, ref_log_probs=ref_log_probs, vllm_is_ratio=vllm_is_ratio)
+    check_alike(log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
+    if chosen.beta and ref_log_probs is None:
+        raise ValueError(f"beta={chosen.beta} weighs the divergence from a reference: ref_log_probs is missing")
     counted = mask != 0
     given = [per_token(each, counted) for each in (old_log_probs, ref_log_probs, vllm_is_ratio)]
     log_probs, m = log_probs.masked_fill(~counted, 0.0), counted.to(log_probs.dtype)

@@ -6,6 +6,7 @@ log-probabilities, or their mean where stated. A log-ratio is the policy's minus
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,6 +28,7 @@ def sequence_log_probs(
     """
     check_floats(log_probs=log_probs)
     check_tensors(mask=mask)
+    check_alike(log_probs=log_probs, mask=mask)
     counted = mask.to(log_probs.dtype)
     if ld_alpha is not None:
         position, lengths = counted.cumsum(1), counted.sum(1)
@@ -59,6 +61,13 @@ def _score(log_ratio: Tensor, divergence: str, alpha: float) -> Tensor:
 def check_given(**arguments: Tensor | None) -> None:
     """Raise TypeError for the first keyword argument that is neither a floating-point tensor nor None."""
     check_floats(**{name: value for name, value in arguments.items() if value is not None})
+
+
+def check_alike(**tensors: Tensor | None) -> None:
+    """Raise an error if tensors differ in shape; broadcasting would compare each sequence with all others."""
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+    if any(shape != next(iter(shapes.values())) for shape in shapes.values()):
+        raise ValueError(f"{', '.join(f'{name} {shape}' for name, shape in shapes.items())} must have one shape")
 
 
 class _Pairs:
@@ -131,10 +140,11 @@ _DPO: dict[str, Callable[[_Pairs], Tensor]] = {
     "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_margin()),
 }
 DPO_LOSSES = tuple(_DPO)
+SMOOTHED = ("robust", "exo_pair", "aot", "aot_unpaired")
 
 
-def check_dpo(loss_types: Sequence[str], label_smoothing: float) -> None:
-    """Raise for a loss type that is not known, or a smoothing that it does not accept."""
+def check_dpo(loss_types: Sequence[str], label_smoothing: float, stacklevel: int = 3) -> None:
+    """Raise for a loss type that is not known, or a smoothing that it does not accept; warn of one without effect."""
     for loss_type in loss_types:
         if loss_type not in _DPO:
             raise ValueError(f"loss_type {loss_type!r} is not known; use {', '.join(DPO_LOSSES)}")
@@ -142,6 +152,12 @@ def check_dpo(loss_types: Sequence[str], label_smoothing: float) -> None:
             raise ValueError(f"label_smoothing={label_smoothing} must be between 0 and 1 for loss_type 'exo_pair'")
         if loss_type == "robust" and not 0.0 <= label_smoothing < 0.5:
             raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5 for 'robust'")
+    if label_smoothing and not set(loss_types) & set(SMOOTHED):
+        warnings.warn(
+            f"label_smoothing={label_smoothing} has no effect on loss_type {', '.join(loss_types)}; it belongs to "
+            f"{', '.join(SMOOTHED)}",
+            stacklevel=stacklevel,
+        )
 
 
 def dpo_loss(
@@ -170,6 +186,13 @@ def dpo_loss(
     """
     check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     check_given(ref_chosen_logps=ref_chosen_logps, ref_rejected_logps=ref_rejected_logps)
+    check_alike(
+        chosen_logps=chosen_logps, rejected_logps=rejected_logps, ref_chosen_logps=ref_chosen_logps,
+        ref_rejected_logps=ref_rejected_logps, chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths,
+        pair_weights=pair_weights,
+    )  # fmt: skip
+    if (ref_chosen_logps is None) != (ref_rejected_logps is None):
+        raise ValueError("ref_chosen_logps and ref_rejected_logps belong together: give both, or neither")
     types = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     factors = [1.0] * len(types) if loss_weights is None else list(loss_weights)
     check_dpo(types, label_smoothing)
@@ -210,6 +233,7 @@ def simpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the mean SimPO loss, and the rewards of both sides, detached; log-probabilities are means over tokens."""
     check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     z = beta * (chosen_logps - rejected_logps) - gamma
     losses = -logsigmoid(z) * (1 - label_smoothing) - logsigmoid(-z) * label_smoothing
     return losses.mean(), beta * chosen_logps.detach(), beta * rejected_logps.detach()
@@ -230,6 +254,7 @@ def orpo_loss(
     Log-probabilities are means over tokens. The likelihood term is not part of it.
     """
     check_floats(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
+    check_alike(chosen_logps=chosen_logps, rejected_logps=rejected_logps)
     log_odds = chosen_logps - rejected_logps - (_log1mexp(chosen_logps) - _log1mexp(rejected_logps))
     ratio = logsigmoid(log_odds)
     rewards = beta * chosen_logps.detach(), beta * rejected_logps.detach()
@@ -239,6 +264,7 @@ def orpo_loss(
 def kto_kl(policy_kl_logps: Tensor, ref_kl_logps: Tensor, group: object = None) -> Tensor:
     """Return KTO's KL estimate: the mean log-ratio of mismatched sequences over all ranks, at least 0, detached."""
     check_floats(policy_kl_logps=policy_kl_logps, ref_kl_logps=ref_kl_logps)
+    check_alike(policy_kl_logps=policy_kl_logps, ref_kl_logps=ref_kl_logps)
     mean = (policy_kl_logps - ref_kl_logps).detach().mean()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(mean, group=group)  # type: ignore[arg-type]
@@ -266,6 +292,7 @@ def kto_loss(
     check_floats(logps=logps)
     check_tensors(preference_labels=preference_labels)
     check_given(ref_logps=ref_logps, kl=kl)
+    check_alike(logps=logps, preference_labels=preference_labels, ref_logps=ref_logps)
     desirable = preference_labels.bool()
     ratio = logps if ref_logps is None else logps - ref_logps
     shifted = ratio if kl is None or loss_type != "kto" else ratio - kl.detach()

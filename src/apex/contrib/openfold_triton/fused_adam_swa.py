@@ -13,6 +13,8 @@ from ...ops._host import HOST
 from ...ops.multi_tensor import rules
 from ...optimizers._base import FusedOptimizer, LossScaling, adam_hyperparameters, run_closure
 from ...optimizers._buckets import Group, UpdateBucket
+from ...optimizers._checks import check_decay
+from ...optimizers.fused_adam import FusedAdam
 
 # The key of a parameter's average in its optimizer state during a step.
 _AVERAGE = "swa_param"
@@ -153,6 +155,12 @@ class FusedAdamSWA(FusedOptimizer):
         elif rest:
             torch._foreach_lerp_([self._averages[param] for param in rest], rest, 1 - self.swa_decay_rate)
 
+    def _check_options(self, options: dict[str, Any]) -> None:
+        super()._check_options(options)
+        decoupled = self.adam_math_mode is AdamMathType.ApexAdamW
+        other = AdamMathType.PyTorchAdam if decoupled else AdamMathType.ApexAdamW
+        check_decay(options, decoupled, f"use FusedAdamSWA(adam_math_mode={other})")
+
     def _state_names(self, group: dict[str, Any]) -> Sequence[str]:
         return "exp_avg", "exp_avg_sq", _AVERAGE
 
@@ -192,7 +200,9 @@ class FusedAdamSWA(FusedOptimizer):
         swa_params: Iterable[Tensor],
         swa_decay_rate: float,
     ) -> FusedAdamSWA:
-        """Return a FusedAdamSWA that continues from the state of a `torch.optim.Adam` with one parameter group."""
+        """Return a FusedAdamSWA that continues from an Adam or AdamW, PyTorch's or fused, with one parameter group."""
+        if not isinstance(adam_optimizer, torch.optim.Adam | torch.optim.AdamW | FusedAdam):
+            raise TypeError(f"adam_optimizer is a {type(adam_optimizer).__name__}, not an Adam or AdamW")
         if len(adam_optimizer.param_groups) != 1:
             raise ValueError(f"adam_optimizer has {len(adam_optimizer.param_groups)} parameter groups; one is accepted")
         group = adam_optimizer.param_groups[0]
@@ -200,6 +210,8 @@ class FusedAdamSWA(FusedOptimizer):
         steps = {int(state["step"]) for state in state_dict["state"].values() if "step" in state}
         if len(steps) > 1:
             raise ValueError(f"all parameters must have been updated equally often, not {sorted(steps)} times")
+        is_adamw = getattr(adam_optimizer, "adam_w_mode", isinstance(adam_optimizer, torch.optim.AdamW))
+        decoupled = group.get("decoupled_weight_decay", is_adamw)
         optimizer = cls(
             fp32_params,
             bf16_params,
@@ -210,7 +222,7 @@ class FusedAdamSWA(FusedOptimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             amsgrad=group["amsgrad"],
-            adam_math_mode=AdamMathType.PyTorchAdam,
+            adam_math_mode=AdamMathType.ApexAdamW if decoupled else AdamMathType.PyTorchAdam,
         )
         optimizer.load_state_dict(state_dict)
         return optimizer

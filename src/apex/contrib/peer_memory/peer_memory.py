@@ -56,8 +56,8 @@ class PeerMemoryPool:
                 + (", or call reset() after every step" if dynamic else "")
             )
         pieces = self.memory.bytes_of(start + (self.static_size if dynamic else 0), count)
-        setattr(self, f"{part}_offset", start + _aligned(count))
         tensors = [laid_out(piece, shape, dtype, channels_last) for piece in pieces]
+        setattr(self, f"{part}_offset", start + _aligned(count))
         for index, tensor in enumerate(tensors):
             tensor.peer = self.memory, index  # type: ignore[attr-defined]  # for push_pull_halos_1d
         return tensors

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,19 @@ def eligible_modules(
     allowed_layer_names: Iterable[str] | None,
     disallowed_layer_names: Iterable[str],
 ) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of the modules of these types or their subclasses whose names are allowed."""
+    """Return (name, module) of the modules of these types or their subclasses whose names are allowed.
+
+    Names that no such module has warn: a layer in a wrapper or below the named module would be pruned all the same.
+    """
     types: Any = tuple(whitelist_layer_types)
     modules = {name: module for name, module in model.named_modules() if isinstance(module, types)}
-    allowed = set(modules if allowed_layer_names is None else allowed_layer_names) - set(disallowed_layer_names)
+    allowed, disallowed = (
+        set(modules if allowed_layer_names is None else allowed_layer_names),
+        {*disallowed_layer_names},
+    )
+    if unknown := sorted((allowed | disallowed) - modules.keys()):
+        warnings.warn(f"no layer that could be pruned is called {', '.join(unknown)}", stacklevel=4)
+    allowed -= disallowed
     return [(name, module) for name, module in modules.items() if name in allowed]
 
 

@@ -22,10 +22,11 @@ class EachParameter(torch.optim.Optimizer):
         """Perform one step and return the closure's loss."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(group, param)
+        updated = [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        if any(param.grad.is_sparse for _, param in updated):  # before any parameter changes
+            raise RuntimeError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam")
+        for group, param in updated:
+            self._update(group, param)
         return loss
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ... import optimizers
 from ...optimizers import FusedLAMB, FusedSGD
+from ...optimizers._base import run_closure
 
 __all__ = ["FusedAdam", "FusedLAMB", "FusedSGD"]
 
@@ -35,11 +36,13 @@ class FusedAdam(optimizers.FusedAdam):
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, div_scale: float = -1, **scaler: Any
     ) -> Any:
-        """Perform one step. A positive `div_scale` divides all gradients first."""
+        """Perform one step. A positive `div_scale` divides all gradients first, those of the closure too."""
+        loss = run_closure(closure)
         if div_scale > 0:
             gradients = [
                 param.grad for group in self.param_groups for param in group["params"] if param.grad is not None
             ]
             if gradients:
                 torch._foreach_div_(gradients, div_scale)
-        return super().step(closure, **scaler)
+        super().step(**scaler)
+        return loss

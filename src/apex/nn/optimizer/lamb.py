@@ -34,8 +34,6 @@ class Lamb(EachParameter):
 
     def _update(self, group: dict[str, Any], param: torch.Tensor) -> None:
         assert param.grad is not None
-        if param.grad.is_sparse:
-            raise RuntimeError("Lamb takes no sparse gradients; use torch.optim.SparseAdam")
         state, (beta1, beta2) = self.state[param], group["betas"]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))

@@ -175,7 +175,8 @@ def _batch_size(
     for tensor, bounds in zip(tensors, edges, strict=True):
         if bounds is None or len(bounds) < 2 or not bounds[1] or tensor.dtype.itemsize != 2:
             return 0
-        if bounds != list(range(0, tensor.shape[0] + 1, bounds[1])):
+        # Rows after the last sequence, fewer than a sequence has, would become a part of the batch.
+        if bounds[-1] != tensor.shape[0] or bounds != list(range(0, tensor.shape[0] + 1, bounds[1])):
             return 0
         lengths.append(bounds[1])
     # PyTorch aligns its causal mask to the first query and key; for equal lengths that makes no difference.
