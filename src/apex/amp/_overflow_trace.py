@@ -86,13 +86,25 @@ class Taken(NamedTuple):
         return origin_of(self.records(values), values[0])
 
 
-class _ForwardHook:
-    """The hook after the forward pass of one module. Copies of the module, by copy or pickle, get an empty hook.
+class _Hook:
+    """A hook of a traced module. Copies of the module, by copy or pickle, get a hook that does nothing."""
+
+    __slots__ = ("trace",)
+
+    def __init__(self, trace: OverflowTrace) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return _inactive_hook, ()
+
+
+class _ForwardHook(_Hook):
+    """The hook after the forward pass of one module.
 
     `step` is the number of the step of the last call, and `calls` counts the calls of that step.
     """
 
-    __slots__ = ("calls", "layer", "name", "step", "trace")
+    __slots__ = ("calls", "layer", "name", "step")
 
     def __init__(self, trace: OverflowTrace, name: str, layer: str) -> None:
         self.trace, self.name, self.layer, self.step, self.calls = trace, name, layer, -1, 0
@@ -138,15 +150,18 @@ class _ForwardHook:
                 if node is None:  # a parameter or an input, which outlives the step
                     trace._leaf_handles.append(handle)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Measure the inputs of a module that may overwrite them."""
+
+class _HookBeforeOverwriting(_Hook):
+    """The hook before the forward pass of a module that may overwrite its inputs."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Measure the inputs before they are overwritten."""
         if self.trace._records(module):
             for tensor in _tensors((*args, *kwargs.values())):
                 if self.trace._known_slot(tensor) is None:
                     self.trace._new_slot(tensor)
-
-    def __reduce__(self) -> Any:
-        return _inactive_hook, ()
 
 
 def _ignore(*_: Any) -> None:
@@ -262,7 +277,8 @@ class OverflowTrace:
                 hook = _ForwardHook(self, name, module._get_name())
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
                 if getattr(module, "inplace", False):
-                    self._handles.append(module.register_forward_pre_hook(hook.before, with_kwargs=True))
+                    before = _HookBeforeOverwriting(self)
+                    self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def _switch_off(self) -> None:
         for handle in (*self._handles, *self._leaf_handles):
