@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._version import __version__
 from ..checkpoint._ranks import is_first
+
+# Functions without state that AOTAutograd refuses to cache: the traced autograd Functions of our batch norm, whose
+# passes are both in the graph and so in the cache's key, and, in PyTorch 2.12 to 2.14, autocast inside of the graph
+# (https://github.com/pytorch/pytorch/issues/191106).
+_CACHEABLE = (
+    "torch.ops.higher_order.autograd_function_apply",
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+)
 
 
 class CompiledModel:
@@ -24,16 +34,17 @@ class CompiledModel:
     took 63.9 ms with compiled blocks, and 34.9 ms under `torch.compile` of the whole model.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, options: dict[str, Any], dtype: torch.dtype | None = None) -> None:
+        """`dtype` is the one of the model's precision; it becomes part of the key of compiled code in caches."""
         self.name = type(model).__name__.removeprefix("Fused")
-        self._model, self._options = model, options
+        self._model, self._options, self._dtype = model, options, dtype
         self._call: Callable[..., Any] | None = None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Use the compiled forward pass inside the block."""
         if self._call is None:
-            self._call = torch.compile(self._model._call_impl, **self._options)
+            self._call = torch.compile(self._model._call_impl, **_cached(self._options, self._dtype))
         attributes = vars(self._model)
         before = attributes.get("_compiled_call_impl")  # of `model.compile()`, or of a step that called this one
         attributes["_compiled_call_impl"] = self._call
@@ -41,6 +52,25 @@ class CompiledModel:
             yield
         finally:
             attributes["_compiled_call_impl"] = before
+
+
+def _cached(options: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return options of torch.compile with which a second process finds the model in AOTAutograd's cache.
+
+    Without its cache, AOTAutograd traces and splits the graph in every process before Inductor's cache is asked. The
+    option's values are part of the cache's key. The version is needed, because the key holds the names of our operators
+    and not their derivatives, which the cached graph contains. The dtype is needed, because the key of PyTorch up to
+    2.11 says whether autocast is enabled and not for which dtype.
+    """
+    from torch._inductor import config  # here, because importing it takes seconds
+
+    name = "unsafe_marked_cacheable_functions"
+    marked = getattr(config, name, None)  # older releases of PyTorch have no such option
+    if marked is None or "mode" in options or options.get("backend", "inductor") != "inductor":
+        return options  # torch.compile takes a mode or options, not both, and other backends have other options
+    given = options.get("options") or {}
+    ours = dict.fromkeys(_CACHEABLE, f"apex {__version__}, {dtype}")
+    return {**options, "options": {**given, name: {**marked, **given.get(name, {}), **ours}}}
 
 
 @contextlib.contextmanager

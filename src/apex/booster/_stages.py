@@ -174,7 +174,7 @@ class Stages:
             self._reasons.setdefault("compile", obstacle)
         elif self.compile:
             options = self.compile_options if self.compile == "auto" else self._options
-            self._compiled.append(CompiledModel(inner, options))
+            self._compiled.append(CompiledModel(inner, options, getattr(precision, "dtype", None)))
 
     def _compile_obstacle(self, on_gpu: bool) -> str:
         """Return the reason why "auto" does not compile a model, "" if it does."""
