@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._version import __version__
 from ..checkpoint._ranks import is_first
 
-# Functions without state that AOTAutograd refuses to cache: the traced autograd Functions of our batch norm, whose
+# Functions without state that AOTAutograd refuses to cache: traced autograd Functions, as our batch norm's, whose
 # passes are both in the graph and so in the cache's key, and, in PyTorch 2.12 to 2.14, autocast inside of the graph
 # (https://github.com/pytorch/pytorch/issues/191106).
 _CACHEABLE = (
@@ -44,7 +46,7 @@ class CompiledModel:
     def active(self) -> Iterator[None]:
         """Use the compiled forward pass inside the block."""
         if self._call is None:
-            self._call = torch.compile(self._model._call_impl, **_cached(self._options, self._dtype))
+            self._call = torch.compile(_compilable(self._model), **_cached(self._options, self._dtype))
         attributes = vars(self._model)
         before = attributes.get("_compiled_call_impl")  # of `model.compile()`, or of a step that called this one
         attributes["_compiled_call_impl"] = self._call
@@ -54,13 +56,36 @@ class CompiledModel:
             attributes["_compiled_call_impl"] = before
 
 
+def _compilable(model: nn.Module) -> Callable[..., Any]:
+    """Return a call of the model that Dynamo compiles whole."""
+    function = model._call_impl
+    if not type(model).forward.__module__.startswith("torch.nn."):
+        return function
+
+    # Dynamo skips the frames of PyTorch's own modules, such as nn.Sequential. It would compile the layers inside one by
+    # one, and none that is PyTorch's.
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _digest() -> str:
+    """Return a digest of this package's sources."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def _cached(options: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """Return options of torch.compile with which a second process finds the model in AOTAutograd's cache.
 
     Without its cache, AOTAutograd traces and splits the graph in every process before Inductor's cache is asked. The
-    option's values are part of the cache's key. The version is needed, because the key holds the names of our operators
-    and not their derivatives, which the cached graph contains. The dtype is needed, because the key of PyTorch up to
-    2.11 says whether autocast is enabled and not for which dtype.
+    option's values are part of the cache's key. They have a digest of our sources, because the key holds the names of
+    our operators and not their derivatives, which the cached graph contains. They have the dtype, because the key of
+    PyTorch up to 2.11 says whether autocast is enabled and not for which dtype.
     """
     from torch._inductor import config  # here, because importing it takes seconds
 
@@ -69,7 +94,7 @@ def _cached(options: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any
     if marked is None or "mode" in options or options.get("backend", "inductor") != "inductor":
         return options  # torch.compile takes a mode or options, not both, and other backends have other options
     given = options.get("options") or {}
-    ours = dict.fromkeys(_CACHEABLE, f"apex {__version__}, {dtype}")
+    ours = dict.fromkeys(_CACHEABLE, f"apex {_digest()}, {dtype}")
     return {**options, "options": {**given, name: {**marked, **given.get(name, {}), **ours}}}
 
 
