@@ -47,6 +47,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "apex.mlp": ("MLP",),
     "apex.fp16_utils": ("FP16_Optimizer", "network_to_half"),
     "apex.RNN": (),
+    "apex.reparameterization": ("apply_weight_norm", "remove_weight_norm"),
     "apex.dump": ("HookerAndDumper", "compare"),
 }
 UPSTREAMS = {"nvidia": "NVIDIA", "rocm": "ROCm", "ascend": "Ascend", "colossal": "Colossal-AI"}

@@ -52,6 +52,7 @@ _SUBPACKAGES = frozenset(
         "optimizers",
         "parallel",
         "pipeline",
+        "reparameterization",
         "shardformer",
         "tensor",
         "testing",
