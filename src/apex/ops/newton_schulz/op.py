@@ -123,7 +123,7 @@ def self_check(device: torch.device) -> float:
     """Return the error of an iteration of both methods, as a multiple of its tolerance."""
     # Matrices of at most `SMALL` do not reach the kernel. Larger ones take half a minute on processors without float16.
     runs_kernel = _library.runs_triton(FAMILY, torch.empty(0, dtype=torch.float16, device=device))
-    rows, columns = (config.SMALL + 8, config.SMALL + 40) if runs_kernel else (8, 40)
+    rows, columns = (config.SMALL + 8, config.SMALL + 40) if runs_kernel else (96, 128)
     numbers = torch.arange(rows * columns, dtype=torch.float64, device=HOST)
     matrices = (numbers * 0.7).sin().view(1, rows, columns)
     triples = [(3.4445, -4.7750, 2.0315)] * 5
