@@ -120,6 +120,7 @@ class Reparameterization:
 
     def _forget(self, holder: nn.Module, name: str, gradient: Tensor) -> None:
         """Let the next forward pass compute the weight again: a backward pass has freed its graph."""
-        weight, self.evaluated, self._weight = self._weight, False, None
-        if weight is not None and getattr(holder, name, None) is weight:
+        weight = self._weight
+        self.evaluated, self._weight = False, None
+        if weight is not None and id(getattr(holder, name, None)) == id(weight):
             setattr(holder, name, weight.detach())  # modules with tensors of a graph cannot be copied
