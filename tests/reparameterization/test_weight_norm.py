@@ -83,6 +83,19 @@ def test_hooks_of_the_parent() -> None:
     torch.testing.assert_close(remove_weight_norm(model)(x), expected)
 
 
+@pytest.mark.parametrize("hook_child", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_second_call_changes_nothing(hook_child: bool, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
+    x = torch.randn(2, 4, dtype=dtype)
+    expected = model(x)
+    names = list(apply_weight_norm(model, hook_child=hook_child).state_dict())
+    assert list(apply_weight_norm(model, hook_child=hook_child).state_dict()) == names
+    torch.testing.assert_close(model(x), expected)
+    model(x).sum().backward()
+    torch.testing.assert_close(remove_weight_norm(model)(x), expected)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     computed = []
     compute = WeightNorm.compute_weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,10 @@ class Reparameterization:
         reparameterization: type[Reparameterization] | None = None,
         hook_child: bool = True,
     ) -> Reparameterization | None:
-        """Replace a weight's parameter, and return the hook; None for weights of embeddings and of one dimension."""
+        """Replace a weight's parameter, and return the hook.
+
+        Weights of embeddings, of one dimension, and parameters of a reparameterization stay as they are: None.
+        """
         if reparameterization is None:
             raise TypeError("reparameterization must be a subclass of Reparameterization, got None")
         holder, own_name = Reparameterization.get_module_and_name(module, name)
@@ -54,7 +57,7 @@ class Reparameterization:
         weight = holder._parameters.get(own_name)
         if weight is None:
             raise ValueError(f"{name!r} is no parameter of {type(module).__name__}")
-        if weight.dim() <= 1:
+        if weight.dim() <= 1 or any(each is weight for each in _parameters_of_hooks(module)):
             return None
         if not isinstance(weight, nn.Parameter) or isinstance(weight, nn.UninitializedParameter):
             raise TypeError(f"{name!r} has no values yet; run a forward pass first")
@@ -124,3 +127,13 @@ class Reparameterization:
         self.evaluated, self._weight = False, None
         if weight is not None and id(getattr(holder, name, None)) == id(weight):
             setattr(holder, name, weight.detach())  # modules with tensors of a graph cannot be copied
+
+
+def _parameters_of_hooks(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters from which weights of the module and of the modules inside it are computed."""
+    for each in module.modules():
+        for hook in each._forward_pre_hooks.values():
+            if isinstance(hook, Reparameterization):
+                holder, _ = Reparameterization.get_module_and_name(each, hook.name)
+                assert holder is not None
+                yield from hook.get_params(holder)
