@@ -121,8 +121,10 @@ def _against_operators(name: str, moved: int, ours: str, **eps: float) -> Algori
 
 
 _ADAMW: dict[str, Any] = {"lr": LR, "weight_decay": 0.1}
-# Muon's iteration in half precision is off by up to 6% of a step, moments of 8 bits by up to 4%.
+# Muon's iteration in half precision is off by up to 6% of a step. Moments of 8 bits have errors of 1/510 of the largest
+# in their group, so that the steps of the smallest elements are off by up to 0.7 in ResNet-50.
 _APPROXIMATE = 0.3 * LR
+_EIGHT_BITS = 1.0 * LR
 
 
 def _installed(package: str, module: str, name: str, **options: Any) -> dict[str, Maker]:
@@ -209,7 +211,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
         },
         dtype=torch.bfloat16,
         result_dtypes=(torch.bfloat16,),
-        slack=_APPROXIMATE,
+        slack=_EIGHT_BITS,
         gpu_only=True,
     ),
 )
