@@ -45,15 +45,6 @@ def test_recording_launches_nothing() -> None:
     assert [launch.prepared.kernel.name for launch in collected] == ["norm_forward_rows"]
 
 
-def _compiled(module: str, scratch: int = 0) -> SimpleNamespace:
-    """A compiled kernel as Triton makes it, as far as a launch is concerned."""
-    run = type("Launcher", (), {"__module__": module})()
-    run.launch = lambda *arguments: None
-    run.launch_cooperative_grid, run.launch_pdl = False, False
-    run.global_scratch_size, run.profile_scratch_size = scratch, 0
-    return SimpleNamespace(run=run, function=7, packed_metadata=(4, 1, 0))
-
-
 def test_recording_asks_no_tensor_for_its_address() -> None:
     """A FakeTensor, of which a launch is planned, warns where that is done."""
 
@@ -65,20 +56,6 @@ def test_recording_asks_no_tensor_for_its_address() -> None:
     with record_launches() as launches:
         op.kernels_forward.norm_forward_rows.prepare((1,), num_warps=1)((x, None))
     assert launches[0].tensors[0] is x
-
-
-def test_c_function_is_called_only_where_its_arguments_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia, nothing = "triton.backends.nvidia.driver", (None,) * 3
-    plainly = (7, (4, 1, 0), *nothing)
-    monkeypatch.setattr(_launch, "_TRITON", (3, 6))
-    compiled = _compiled(nvidia)
-    direct = (7, False, False, None, None, (4, 1, 0), *nothing)
-    assert _launch._launcher(compiled) == (compiled.run.launch, direct)
-    for other in (_compiled(nvidia, scratch=128), _compiled("triton.backends.amd.driver")):
-        assert _launch._launcher(other) == (other.run, plainly)
-    for version in ((3, 5), (3, 7), (3, 9)):
-        monkeypatch.setattr(_launch, "_TRITON", version)
-        assert _launch._launcher(compiled) == (compiled.run, plainly)
 
 
 class _Wrapper(torch.Tensor):
@@ -100,11 +77,12 @@ def test_a_tensor_without_memory_is_refused_also_after_others_were_launched(monk
     _import_norm_kernels()
     launched: list[tuple] = []
     prepared = _launch.PreparedLaunch(KERNELS["sum_partials"], (1,), (2,), (3,), num_warps=1, num_stages=1)
-    prepared._compiled[-1, x.dtype, None] = (lambda *arguments: launched.append(arguments), (), 1)
+    compiled = SimpleNamespace(run=lambda *arguments: launched.append(arguments), function=7, packed_metadata=(1, 1, 0))
+    prepared._compiled[-1, x.dtype, None] = prepared._direct_launch(compiled, 2), 1
     monkeypatch.setattr(_launch, "current_device", lambda: -1)
     monkeypatch.setattr(_launch, "current_stream", lambda index: 5)
     prepared((x, None), (0.5,))
-    assert launched == [(1, 1, 1, 5, x.data_ptr(), 0, 2, 0.5, 3)]
+    assert launched == [(1, 1, 1, 5, 7, (1, 1, 0), None, None, None, x.data_ptr(), 0, 2, 0.5, 3)]
     with pytest.raises(TypeError, match="sum_partials cannot take a _Wrapper"):
         prepared((_Wrapper(x), None), (0.5,))
 
@@ -118,7 +96,7 @@ def test_kernels_for_addresses_that_are_no_multiples_of_16_are_kept_apart(monkey
 
     def launch_first(self, key, tensors, floats):  # type: ignore[no-untyped-def]
         name = f"program {len(self._compiled)}"
-        self._compiled[key] = (lambda *arguments: launched.append(name), (), 0)
+        self._compiled[key] = (lambda *arguments: launched.append(name), 0)
 
     monkeypatch.setattr(_launch.PreparedLaunch, "_launch_first", launch_first)
     memory = torch.ones(32)

@@ -21,7 +21,7 @@ from triton.runtime.driver import driver
 from .. import _env
 from . import _library
 from ._device import DeviceFacts, facts, pretend
-from ._launch import Launch, record_launches
+from ._launch import SHARES_LAUNCHER, Launch, record_launches, shared_launcher
 from ._launch_arguments import Described, as_argument
 
 
@@ -127,10 +127,11 @@ def compile_launcher(compiled: Any) -> None:
     """
     from triton.backends.nvidia import driver as nvidia
 
+    make_launcher = shared_launcher.make if SHARES_LAUNCHER else nvidia.CudaLauncher
     log = logging.getLogger("triton.runtime.build")  # warns of code in the cache that cannot be loaded
     before, log.level = log.level, logging.ERROR
     try:
-        for make in (nvidia.CudaUtils, lambda: nvidia.CudaLauncher(compiled.src, compiled.metadata)):
+        for make in (nvidia.CudaUtils, lambda: make_launcher(compiled.src, compiled.metadata)):
             with contextlib.suppress(ImportError, AttributeError):
                 make()
     finally:

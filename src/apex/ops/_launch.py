@@ -2,8 +2,8 @@
 
 `@kernel` above `@triton.jit` makes a `Kernel`, which is called with a grid and the kernel's arguments. From the second
 call with the same dtypes, sizes and constants on, the compiled kernel is launched directly, with addresses in place of
-tensors: by the C function that launches it if Triton's version is known to have one, else by the kernel's `run`. This
-takes less than half the host time of Triton's `function[grid](...)`.
+tensors: by one C function for all kernels under Triton 3.6 (`_shared_launcher`), else by the kernel's `run`. This takes
+less than half the host time of Triton's `function[grid](...)`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from triton.runtime.errors import OutOfResources
 from .. import _env
 from ._device import current_device, current_stream, launch_rule
 from ._launch_arguments import Described, as_argument
+from ._library import LazyModule
+
+shared_launcher = LazyModule(f"{__package__}._shared_launcher")
 
 KERNELS: dict[str, Kernel] = {}
 
@@ -32,7 +35,11 @@ _recorder: MutableSequence[Launch] | None = None
 _TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # From Triton 3.3 to 3.9 a compiled kernel's `run` takes the arguments given here; other versions are launched plainly.
 _RUN_IS_KNOWN = (3, 3) <= _TRITON <= (3, 9)
+SHARES_LAUNCHER = _TRITON == (3, 6) and torch.version.hip is None
 _ALIGNMENT = 16
+
+# Launches a compiled kernel on a stream, with the addresses of all its tensors and with its floats.
+DirectLaunch = Callable[[int, "list[int]", tuple[float, ...]], None]
 
 
 @dataclass(frozen=True)
@@ -118,9 +125,8 @@ class PreparedLaunch:
         self.num_stages = num_stages
         self._head: tuple[int, ...] = grid + (1,) * (3 - len(grid))
         # Key: the device's index, the dtypes, and which tensors start at a multiple of 16 bytes,
-        # because Triton specialises on alignment. Value: the function that launches the compiled kernel, its arguments
-        # between stream and tensors, and the number of absent tensors.
-        self._compiled: dict[Any, tuple[Callable[..., None], tuple[Any, ...], int]] = {}
+        # because Triton specialises on alignment. Value: the direct launch, and the number of absent tensors.
+        self._compiled: dict[Any, tuple[DirectLaunch, int]] = {}
 
     def __call__(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...] = ()) -> None:
         """Launch the kernel on the current stream of the first tensor's device; None stands for an absent tensor."""
@@ -137,7 +143,7 @@ class PreparedLaunch:
             # Converted to float: for an integer, such as eps=1, Triton would compile a kernel for that number alone.
             self._launch_first(key, tensors, tuple(map(float, floats)))
             return
-        run, middle, absent = compiled
+        launch, absent = compiled
         if addresses.count(0) != absent:
             self._launch_plainly(tensors, tuple(map(float, floats)))
             return
@@ -145,7 +151,7 @@ class PreparedLaunch:
             with torch.cuda.device(index):
                 self(tensors, floats)
             return
-        run(*self._head, current_stream(index), *middle, *addresses, *self.sizes, *floats, *self.constants)
+        launch(current_stream(index), addresses, floats)
 
     def _record(
         self, recorder: MutableSequence[Launch], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
@@ -156,44 +162,48 @@ class PreparedLaunch:
 
     def _launch_first(self, key: Any, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> None:
         device = tensors[0].device  # type: ignore[union-attr]
+        by_address = not any(isinstance(tensor, Described) for tensor in tensors)
         try:
-            compiled = self._launch_plainly(tensors, floats)
+            compiled = self._launch_plainly(tensors, floats, share=SHARES_LAUNCHER and by_address)
         except OutOfResources as error:
             table = _env.tuned_launches()
             cause = "" if table is None else f"; the table that APEX_TUNED names, {table}, may be the cause"
             raise RuntimeError(f"{self.kernel.name} needs more than this GPU has: {error}{cause}") from error
-        by_address = not any(isinstance(tensor, Described) for tensor in tensors)
         if _RUN_IS_KNOWN and by_address and device.type == "cuda" and device.index is not None:
             absent = sum(tensor is None or not tensor.data_ptr() for tensor in tensors)
-            self._compiled[key] = (*_launcher(compiled), absent)
+            self._compiled[key] = self._direct_launch(compiled, len(tensors)), absent
 
-    def _launch_plainly(self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]) -> Any:
+    def _direct_launch(self, compiled: Any, tensors: int) -> DirectLaunch:
+        """Return the direct launch of a compiled kernel with this number of tensors, absent ones included."""
+        run = compiled.run
+        if hasattr(run, "bind"):  # a `SharedLauncher`
+            return run.bind(compiled, self._head, tensors, self.sizes)
+        head, middle = self._head, (compiled.function, compiled.packed_metadata, None, None, None)
+        sizes, constants = self.sizes, self.constants
+
+        def launch(stream: int, addresses: list[int], floats: tuple[float, ...]) -> None:
+            run(*head, stream, *middle, *addresses, *sizes, *floats, *constants)
+
+        return launch
+
+    def _launch_plainly(
+        self, tensors: tuple[Tensor | None, ...], floats: tuple[float, ...], share: bool = False
+    ) -> Any:
         device: Any = tensors[0].device  # type: ignore[union-attr]
         function, tail = self.kernel.function, (*self.sizes, *floats, *self.constants)
-        given = tuple(map(as_argument, tensors))
+        arguments = (*map(as_argument, tensors), *tail)
         for tensor in tensors:
             if tensor is not None and not tensor.data_ptr() and tensor.numel():
                 raise TypeError(f"{self.kernel.name} cannot take a {type(tensor).__name__}, which has no memory itself")
         if device.type != "cuda":  # Triton's interpreter
-            return function[self.grid](*given, *tail)
+            return function[self.grid](*arguments)
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         with torch.cuda.device(device):
-            return function[self.grid](*given, *tail, num_warps=self.num_warps, num_stages=self.num_stages)
-
-
-def _launcher(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return the function that launches a compiled kernel, and its arguments between stream and tensors.
-
-    The `run` of an NVIDIA kernel is a Python object that allocates scratch memory and calls a C function. Without
-    scratch memory the C function can be called directly, which saves 3 of 7 microseconds. This is done only for the
-    version of Triton that was tested on a GPU, since the C function's arguments change from version to version.
-    """
-    run = compiled.run
-    no_hooks = (None, None, None)  # launch metadata, hooks before and after the launch
-    is_nvidia = type(run).__module__ == "triton.backends.nvidia.driver"
-    if _TRITON == (3, 6) and is_nvidia and not (run.global_scratch_size or run.profile_scratch_size):
-        attributes = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-        return run.launch, (*attributes, None, None, compiled.packed_metadata, *no_hooks)
-    return run, (compiled.function, compiled.packed_metadata, *no_hooks)
+            if share:
+                compiled = function.run(*arguments, grid=self.grid, warmup=True, **options)
+                if compiled is not None:  # Triton's hook for a user's own cache may answer instead
+                    shared_launcher.load(compiled)
+            return function[self.grid](*arguments, **options)
 
 
 def settle_hash(function: Any) -> None:
