@@ -83,8 +83,13 @@ def program(launch: Launch) -> tuple[Any, ...]:
 
 def program_key(launch: Launch) -> tuple[Any, ...]:
     """Return a key that is equal for two launches exactly if they need the same compiled program."""
-    # Triton specialises on whether an integer is 1, is a multiple of 16, or needs more than 32 bits.
-    sizes = tuple((size == 1, size % 16 == 0, size >= 2**31) for size in launch.prepared.sizes)
+    # Triton specialises on whether an integer is 1, is a multiple of 16, or needs more than 32 bits; on the last alone
+    # if the kernel says so.
+    parameters = launch.prepared.kernel.function.params[len(launch.tensors) :]
+    sizes = tuple(
+        (size >= 2**31,) if parameter.do_not_specialize else (size == 1, size % 16 == 0, size >= 2**31)
+        for size, parameter in zip(launch.prepared.sizes, parameters, strict=False)
+    )
     # On AMD GPUs Triton addresses tensors of less than 2 GiB in another way.
     large = tuple(tensor is not None and tensor.untyped_storage().size() >= 2**31 for tensor in launch.tensors)
     return (*program(launch), sizes, large)

@@ -187,6 +187,11 @@ def backward_config(
     )
 
 
+def unmasked(config: ForwardConfig | BackwardConfig, rows: int, row_length: int) -> bool:
+    """Return whether a kernel for whole rows is compiled without masks, since its tiles cover the tensor exactly."""
+    return row_length == config.block and rows % config.rows_per_program == 0
+
+
 def folds(config: BackwardConfig, row_length: int, element_size: int, device: DeviceFacts) -> bool:
     """Return whether the rows of a tile are summed at once, because separate sums would not fit into registers.
 

@@ -58,7 +58,7 @@ def _folded(tile, FOLD: tl.constexpr):
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_rows(
     dy, saved, weight, bias, statistics, dsum, dx, partials,
     rows, row_length, limit,
@@ -139,7 +139,7 @@ def _forgotten(value, NVIDIA: tl.constexpr):
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_held(
     dy, saved, weight, bias, statistics, dx, partials,
     rows, row_length, limit,
@@ -191,7 +191,7 @@ def norm_backward_held(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_wide(
     dy, saved, weight, bias, statistics, dx, partials,
     rows, row_length, limit,
@@ -311,7 +311,7 @@ def norm_backward_row_means(
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_backward_columns(
     dy, saved, weight, bias, statistics, row_means, dx, partials,
     rows, row_length, limit,

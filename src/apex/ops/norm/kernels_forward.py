@@ -14,7 +14,7 @@ from .._launch import kernel
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_forward_rows(
     input, weight, bias, residual, added, total, output, statistics,
     rows, row_length, eps,

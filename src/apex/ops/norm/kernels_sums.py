@@ -11,7 +11,7 @@ from .._launch import kernel
 
 
 @kernel
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_partials(
     partials, dweight, dbias, dadded,
     count, row_length,

@@ -214,7 +214,7 @@ def _forward_launch(
             (-(-rows // chosen.rows_per_program),),
             (rows, row_length),
             ROWS=chosen.rows_per_program,
-            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            FULL=config.unmasked(chosen, rows, row_length),
             **flags,
         )
     else:
@@ -301,7 +301,7 @@ def _backward_launches(
             (chosen.programs if param_grads else config.plain_programs(chosen, rows),),
             sizes,
             ROWS=chosen.rows_per_program,
-            FULL=row_length == chosen.block and rows % chosen.rows_per_program == 0,
+            FULL=config.unmasked(chosen, rows, row_length),
             STAGES=chosen.num_stages,
             FOLD=config.folds(chosen, row_length, dtype.itemsize, here),
             ADDED=any(has_added),
