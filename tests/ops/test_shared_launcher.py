@@ -40,7 +40,7 @@ def _bits(number: float) -> int:
     ("number", "bits"), [(1.5, _bits(1.5)), (-1e300, _bits(-math.inf)), (math.nan, _bits(math.nan))]
 )
 def test_parameters_are_passed_as_integers_without_constants(
-    launched: list[tuple[Any, ...]], number: float, bits: int
+    launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, number: float, bits: int
 ) -> None:
     kernel = _kernel(TYPES)
     direct = _launch.PreparedLaunch(None, (5,), (12, 1, 2**33), (64,), 4, 1)._direct_launch(kernel, 2)  # type: ignore[arg-type]
@@ -48,8 +48,24 @@ def test_parameters_are_passed_as_integers_without_constants(
     arguments = (0x1000, 12, 2**33, bits)
     assert launched.pop() == (*HEAD, *arguments, *[0] * 16)
     x = torch.zeros(3)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
     kernel.run(*HEAD[:5], *HEAD[9:], x, None, 12, 1, 2**33, number, 64)
     assert launched.pop() == (*HEAD, x.data_ptr(), *arguments[1:], *[0] * 16)
+
+
+def test_memory_that_a_gpu_cannot_read_is_refused(launched: list[tuple[Any, ...]]) -> None:
+    kernel = _kernel({"x": "*fp32"})
+    with pytest.raises(ValueError, match="cannot read a CPU tensor"):
+        kernel.run(*HEAD[:5], *HEAD[9:], torch.zeros(3))
+    kernel.run(*HEAD[:5], *HEAD[9:], torch.zeros(0))  # has no memory
+    assert launched == [(*HEAD, *[0] * 20)]
+
+
+def test_unsigned_integers_keep_their_bits(launched: list[tuple[Any, ...]]) -> None:
+    kernel, seed = _kernel({"x": "*fp32", "seed": "u64"}), 2**64 - 5
+    _launch.PreparedLaunch(None, (5,), (seed,), (), 4, 1)._direct_launch(kernel, 1)(9, [0x1000], ())  # type: ignore[arg-type]
+    kernel.run(*HEAD[:5], *HEAD[9:], torch.zeros(0), seed)
+    assert [call[len(HEAD) + 1] for call in launched] == [-5, -5]
 
 
 def test_several_tensors_of_which_one_is_absent_and_no_floats(launched: list[tuple[Any, ...]]) -> None:

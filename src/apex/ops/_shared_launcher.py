@@ -76,7 +76,7 @@ class SharedLauncher:
         select = operator.itemgetter(*kept) if len(kept) > 1 else operator.itemgetter(slice(kept[0], kept[0] + 1))
         every, floats_first = len(kept) == tensors, tensors + len(sizes)
         types, launch, zeros = self._types[tensors:floats_first], self._launch, self._zeros
-        sizes = tuple(size for size, type in zip(sizes, types, strict=True) if type != "constexpr")
+        sizes = tuple(_signed(size) for size, type in zip(sizes, types, strict=True) if type != "constexpr")
         middle = (compiled.function, *self._attributes, compiled.packed_metadata, *_HOOKS)
 
         def launch_bound(stream: int, addresses: list[int], floats: tuple[float, ...]) -> None:
@@ -87,11 +87,21 @@ class SharedLauncher:
         return launch_bound
 
 
+def _signed(value: int) -> int:
+    """Return the signed integer with the 64 bits of `value`."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
 def _as_integer(value: Any) -> int:
-    """Return an argument's address, bits or value."""
+    """Return an argument's address, bits or value. Raises ValueError for memory that a GPU cannot read."""
     if isinstance(value, float):
         return _float_bits((value,))[0]
-    return value.data_ptr() if hasattr(value, "data_ptr") else int(value)
+    if not hasattr(value, "data_ptr"):
+        return _signed(int(value))
+    address = value.data_ptr()
+    if address and value.device.type == "cpu" and not value.is_pinned():
+        raise ValueError("a kernel on a GPU cannot read a CPU tensor that is not in pinned memory")
+    return address
 
 
 def make(source: Any, metadata: Any) -> Any:
