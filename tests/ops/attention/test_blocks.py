@@ -120,6 +120,7 @@ def test_rings_of_more_ranks_than_are_merged_at_once(route: Route, sequences: in
         assert_close(found, expected, dtype=dtype)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="PyTorch 2.6's attention for CPUs writes past grouped heads")
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_batches_in_the_layout_of_cudnn(monkeypatch: pytest.MonkeyPatch, sequences: int, columns: bool) -> None:
