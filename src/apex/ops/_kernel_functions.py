@@ -75,3 +75,13 @@ def random_words(seed, place, ROUNDS: tl.constexpr):
     low = place.to(tl.uint32)
     none = low * 0
     return tl.philox(seed, low, (place >> 32).to(tl.uint32), none, none, ROUNDS)
+
+
+@triton.jit
+def int32(values):
+    """Return a sum, cumulative sum or histogram of 32-bit integers.
+
+    The interpreters of Triton 3.2 to 3.5 compute some of them in 64 bits and call them 32, so that a store would write
+    twice the bytes. On a GPU both casts vanish.
+    """
+    return values.to(tl.int64).to(tl.int32)

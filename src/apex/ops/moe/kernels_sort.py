@@ -8,7 +8,7 @@ are counted in chunks of CHUNK. `counts` is [experts + 1, chunks], int32. EXPERT
 import triton
 import triton.language as tl
 
-from .._kernel_functions import mask_if
+from .._kernel_functions import int32, mask_if
 from .._launch import kernel
 
 
@@ -26,8 +26,7 @@ def moe_count(index, counts, rows, experts, chunks, CHUNK: tl.constexpr, EXPERTS
     """Count the rows of each expert in one chunk."""
     chunk = tl.program_id(0)
     row = chunk * CHUNK + tl.arange(0, CHUNK)
-    # Cast there and back: the interpreter of Triton 3.5 returns 64 bits and calls them 32.
-    bins = tl.histogram(_experts_of(index, row, rows, experts), EXPERTS).to(tl.int64).to(tl.int32)
+    bins = int32(tl.histogram(_experts_of(index, row, rows, experts), EXPERTS))
     expert = tl.arange(0, EXPERTS)
     tl.store(counts + expert.to(tl.int64) * chunks + chunk, bins, mask=expert <= experts)
 
@@ -42,7 +41,7 @@ def moe_scan(counts, totals, chunks, BLOCK: tl.constexpr):
     for start in tl.range(0, chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         count = tl.load(before + chunk, mask=chunk < chunks, other=0)
-        tl.store(before + chunk, total + tl.cumsum(count, 0) - count, mask=chunk < chunks)
+        tl.store(before + chunk, total + int32(tl.cumsum(count, 0)) - count, mask=chunk < chunks)
         total += tl.sum(count, 0)
     tl.store(totals + expert, total)
 
@@ -67,14 +66,14 @@ def moe_plan(
         total = tl.load(offsets + expert + 1, mask=inside, other=0) - start
     else:
         total = tl.load(totals + expert, mask=inside, other=0)
-        start = tl.cumsum(total, 0) - total
+        start = int32(tl.cumsum(total, 0)) - total
         tl.store(offsets + expert, start, mask=mask_if(program == 0, expert <= experts))
     pieces = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
-    ends = tl.cumsum(pieces, 0)
+    ends = int32(tl.cumsum(pieces, 0))
     tile = program * TILES + tl.arange(0, TILES)
-    owner = tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1)
+    owner = int32(tl.sum(((ends[None, :] <= tile[:, None]) & inside[None, :]).to(tl.int32), 1))
     first = tl.where(expert[None, :] == owner[:, None], (start - (ends - pieces) * BLOCK_ROWS)[None, :], 0)
-    row = tl.sum(first, 1) + tile * BLOCK_ROWS
+    row = int32(tl.sum(first, 1)) + tile * BLOCK_ROWS
     tl.store(tiles + tile, tl.where(owner < experts, owner, -1), mask=tile < bound)
     tl.store(tiles + bound + tile, row, mask=tile < bound)
 
@@ -89,7 +88,7 @@ def moe_scatter(index, counts, offsets, order, inverse, rows, experts, chunks, C
     inside = row < rows
     expert = _experts_of(index, row, rows, experts)
     same = _experts_of(index, peer, rows, experts)[None, :] == expert[:, None]
-    rank = tl.sum((same & (peer[None, :] < row[:, None])).to(tl.int32), 1)
+    rank = int32(tl.sum((same & (peer[None, :] < row[:, None])).to(tl.int32), 1))
     before = tl.load(counts + expert.to(tl.int64) * chunks + chunk, mask=inside, other=0)
     position = tl.load(offsets + expert, mask=inside, other=0) + before + rank
     tl.store(inverse + row, position, mask=inside)
