@@ -4,13 +4,14 @@
 
 `--every-launch` compiles every launch for every GPU. `--every-branch` also reads every launch whose absent tensors and
 flags differ, down to Triton's first form (TTIR): each release of Triton refuses other Python. Without them only the
-launches of `largest_of_each` are compiled, most of them for the first GPU, as Triton lowers for all GPUs of a vendor
-much alike. Every kernel is compiled for one GPU of each vendor (`BINARIES`), and for one of the others in turn.
+launches of `cover` are compiled, most of them for the first GPU, as Triton lowers for all GPUs of a vendor much alike.
+Every kernel is compiled for one GPU of each vendor (`BINARIES`), and for one of the others in turn.
 
 Launches go down to the assembly of GPUs: this shows what Triton or LLVM cannot lower there, and programs that need
 more shared memory than there is. One launch of every kernel is also optimised by LLVM and made a binary (by ptxas, or
-LLVM's assembler and linker) for one GPU of each vendor. Both depend on the instructions of a kernel rather than on its
-block sizes, neither refuses a kernel for its size, and for all launches they would take minutes more.
+LLVM's assembler and linker) for one of `BINARIES` in turn, with `--every-launch` for each GPU. Both depend on the
+instructions of a kernel rather than on its block sizes, neither refuses a kernel for its size, and for all launches
+they would take minutes more.
 
 A launch without a matrix product is laid out (TTIR and TTGIR) for the first of a vendor's GPUs and lowered from there
 for the others. Compared in a sample of 35 such launches: Triton makes the same LLVM code of this as of a layout for the
@@ -41,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton.language as tl
 from triton._C.libtriton import ir
 from triton.backends.compiler import Language
 from triton.compiler import ASTSource
@@ -245,25 +247,43 @@ def record_example(example: Example) -> None:
             Call(example, sizes, Make(dtype, torch.device("meta"))).results()
 
 
-# The GPUs for which the first launch of every kernel is optimised and made a binary in `make test`, one of each vendor.
+# The GPUs for which every kernel is compiled in `make test`, and for one of which it is made a binary.
 BINARIES = ("sm_90", "gfx942")
 
 
-def largest_of_each(launches: list[_launch.Launch], sizes: bool, rules: bool) -> list[_launch.Launch]:
-    """Return the launch with the largest blocks of every kernel, activation, precision of products and float8 type.
+PRECISIONS = ("ieee", "tf32", "tf32x3")
 
-    With `sizes` also of each size of the first tensor's elements, with `rules` of each update rule.
+
+def cover(launches: list[_launch.Launch], sizes: bool, rules: bool, activations: bool) -> list[_launch.Launch]:
+    """Return launches of every kernel in which each precision of products and each float8 type occurs.
+
+    They have the largest blocks that there are, and the smallest of a kernel comes first. With `activations` each
+    activation occurs, with `sizes` each size of the first tensor's elements, and each update rule with `rules`; without
+    that, each combination of types that a rule's state has.
     """
-    largest: dict[tuple[Any, ...], tuple[int, _launch.Launch]] = {}
-    for launch in launches:
-        kernel, constants, dtypes, _, stages = _compile_ahead.program(launch)
-        named = [constant for constant in constants if isinstance(constant, str) and (rules or "." not in constant)]
-        float8 = [dtype for dtype in dtypes if str(dtype).startswith("torch.float8")]
-        size = stages * math.prod(constant for constant in constants if isinstance(constant, int) and constant > 0)
-        key = kernel, dtypes[0].itemsize * sizes, *named, *float8
-        if key not in largest or size > largest[key][0]:
-            largest[key] = size, launch
-    return [launch for _, launch in largest.values()]
+    found: set[tuple[str, object]] = set()
+    taken: list[_launch.Launch] = []
+    for launch in sorted(launches, key=block_size, reverse=True):
+        kernel, constants, dtypes, _, _ = _compile_ahead.program(launch)
+        names = [constant for constant in constants if isinstance(constant, str)]
+        states = [constant for constant in constants if isinstance(constant, tuple) and not rules]
+        wanted = [
+            None,
+            *(name for name in names if name in PRECISIONS or (rules if "." in name else activations)),
+            *(dtype for dtype in dtypes if str(dtype).startswith("torch.float8")),
+            *(str(dtype) for dtype in (states[0] if states else ()) if isinstance(dtype, tl.dtype)),
+            *([dtypes[0].itemsize] if sizes else []),
+        ]
+        if any((kernel, each) not in found for each in wanted):
+            taken.append(launch)
+            found.update((kernel, each) for each in wanted)
+    return taken[::-1]
+
+
+def block_size(launch: _launch.Launch) -> int:
+    """Return the number of elements of a program's blocks, times the stages of its loops."""
+    constants = [each for each in launch.prepared.constants if isinstance(each, int) and each > 0]
+    return launch.prepared.num_stages * math.prod(constants)
 
 
 def one_of_each_branch(launches: list[_launch.Launch]) -> list[_launch.Launch]:
@@ -300,6 +320,15 @@ def gpu_in_turn(kernel: str, names: list[str]) -> str | None:
     return others[sorted(_launch.KERNELS).index(kernel) % len(others)] if others else None
 
 
+def made_whole(kernel: str, name: str) -> bool:
+    """Return whether `make test` makes a binary of a kernel for a GPU: for those of `BINARIES` in turn.
+
+    Kernels for float8 get one for each, because that is where the instructions of vendors differ most.
+    """
+    turn = BINARIES[sorted(_launch.KERNELS).index(kernel) % len(BINARIES)]
+    return name in BINARIES and (name == turn or kernel in FLOAT8_KERNELS or kernel not in kernels_of(turn))
+
+
 def kernels_of(name: str) -> set[str]:
     """Return the kernels that launch rules choose on a GPU."""
     kernels = set(_launch.KERNELS) - NOT_CHOSEN.get(TARGETS[name].gpu.backend, set())
@@ -308,6 +337,8 @@ def kernels_of(name: str) -> set[str]:
 
 def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[str, Any]]:
     """Compiles the different launches of each of the GPUs `names`: some of each, or every one of them."""
+    gc.freeze()  # what was imported stays, and need not be searched for garbage
+    gc.set_threshold(50_000, 20, 20)
     programs: dict[tuple[Any, ...], Program] = {}
     reports: dict[str, dict[str, Any]] = {}
     vendors: set[str] = set()
@@ -317,7 +348,7 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         vendor, launches = TARGETS[name].gpu.backend, record_all(TARGETS[name])
         expected[name], left_out = kernels_of(name), FLOAT8_KERNELS if name in NO_FLOAT8 else set()
         if not every_launch:
-            launches = largest_of_each(launches, sizes=not vendors, rules=vendor not in vendors)
+            launches = cover(launches, sizes=not vendors, rules=not vendors, activations=vendor not in vendors)
             if name not in BINARIES:
                 left_out = {kernel for kernel in _launch.KERNELS if gpu_in_turn(kernel, names) != name}
         launches = [launch for launch in launches if launch.prepared.kernel.name not in left_out]
@@ -326,12 +357,10 @@ def compile_all(names: list[str], every_launch: bool = False) -> dict[str, dict[
         for launch in launches:
             program = programs.setdefault((vendor, *_compile_ahead.program(launch)), Program(launch))
             program.names[name] = None
-    gc.freeze()  # what was imported stays, and need not be searched for garbage
-    gc.set_threshold(50_000, 20, 20)
     seen: dict[str, set[str]] = {name: set() for name in names}
     for program in programs.values():
         for name in program.names:
-            as_binary = every_launch or name in BINARIES
+            as_binary = every_launch or made_whole(program.launch.prepared.kernel.name, name)
             _add_to_report(reports[name], program, TARGETS[name], seen[name], as_binary)
         program.layout = None
     for name, report in reports.items():

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(1800)  # about three minutes on a quiet machine, all of Triton's compiler
+@pytest.mark.timeout(1800)  # about two minutes on a quiet machine, all of Triton's compiler
 def test_every_kernel_compiles(pytestconfig: pytest.Config) -> None:
     targets = ["sm_90", "sm_80", "sm_100", "gfx942", "gfx90a"]
     options = ["--every-launch"] if pytestconfig.getoption("every_launch") else []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from . import quick_interpreter
+from . import quick_arithmetic, quick_interpreter
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted on machines without a GPU"),
@@ -118,3 +120,88 @@ def test_masks_are_booleans() -> None:
     assert out.tolist() == [1.0, 1.0, 1.0, 0.0]
     with pytest.raises(Exception, match="mask must consist of booleans"):
         in_one_program[(2,)](out, 3, SIZE=4, RIGHT=False)
+
+
+def operands(shape: tuple[int, ...]) -> list[Any]:
+    """Return tensors of the interpreter of every type of number, blocks of `shape` or single numbers."""
+    from triton.runtime.interpreter import TensorHandle
+
+    random = np.random.default_rng(0)
+    floats = np.array([0.0, -0.0, 1.0, -2.5, math.inf, -math.inf, math.nan, 1e-40])
+    whole = np.array([0, 1, 2, 3, -1, 2**31 - 1, -(2**31), 7])
+    pools = [
+        (tl.float32, floats.astype(np.float32)),
+        (tl.float64, floats),
+        (tl.int32, whole.astype(np.int32)),
+        (tl.int64, whole.astype(np.int64)),
+        (tl.uint32, whole.astype(np.uint32)),
+        (tl.int1, whole > 0),
+        (tl.pointer_type(tl.float32), whole.astype(np.uint64)),
+    ]
+    return [
+        tl.tensor(
+            TensorHandle(random.choice(pool, shape or (1,)), kind), tl.block_type(kind, list(shape)) if shape else kind
+        )
+        for kind, pool in pools
+    ]
+
+
+def outcome(compute: Any, left: Any, right: Any) -> tuple[Any, ...]:
+    """Return a tensor's types, shape and bytes, or the kind of the error."""
+    try:
+        result = compute(left, right)
+    except Exception as error:
+        return (type(error),)
+    data = result.handle.data
+    if data.dtype.kind == "f":
+        data = np.where(np.isnan(data), math.nan, data).astype(data.dtype)  # the sign of NaN is nobody's promise
+    return result.type, result.handle.dtype, data.dtype, data.shape, data.tobytes()
+
+
+OPERATORS = (
+    quick_arithmetic.ARITHMETIC | quick_arithmetic.FRACTIONS | quick_arithmetic.COMPARISONS | quick_arithmetic.BITS
+)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_equal_those_of_the_interpreter(name: str) -> None:
+    test_masks_are_booleans()  # a launch has replaced the operators
+    quick = getattr(tl.tensor, name)
+    numbers = [0, 1, -1, 3, 2**31, 2**40, 0.0, -0.0, 0.5, -2.0, math.inf, math.nan, 1e300, True]
+    for shape, other_shape in [((8,), (8,)), ((8,), ()), ((), (8,)), ((), ()), ((8, 1), (1, 4)), ((4, 8), (8,))]:
+        for _ in range(2):  # what the first pair of types tells is used by the second
+            for left in operands(shape):
+                for right in [*operands(other_shape), *numbers]:
+                    assert outcome(quick, left, right) == outcome(quick.slow, left, right), (left.type, right)
+
+
+@triton.jit
+def _combine(sum_left, most_left, sum_right, most_right):
+    return sum_left + sum_right, tl.maximum(most_left, most_right)
+
+
+@triton.jit
+def _product(left, right):
+    return left * right
+
+
+@triton.jit
+def reductions(X, SUMS, MOST, PRODUCT, ROWS: tl.constexpr, COLUMNS: tl.constexpr, AXIS: tl.constexpr):
+    x = tl.load(X + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :])
+    total, most = tl.reduce((x, x), AXIS, _combine)
+    index = tl.arange(0, COLUMNS if AXIS == 0 else ROWS)
+    tl.store(SUMS + index, total)
+    tl.store(MOST + index, most)
+    tl.store(PRODUCT, tl.reduce(x, None, _product))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(8, 4), (1, 16), (4, 1)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_by_a_function(rows: int, columns: int, axis: int) -> None:
+    x = torch.randn(rows, columns)
+    sums, most, product = torch.empty(x.shape[1 - axis]), torch.empty(x.shape[1 - axis]), torch.empty(1)
+    reductions[(1,)](x, sums, most, product, ROWS=rows, COLUMNS=columns, AXIS=axis)
+    torch.testing.assert_close(sums, x.sum(axis))
+    assert torch.equal(most, x.amax(axis))
+    torch.testing.assert_close(product[0], x.prod())
