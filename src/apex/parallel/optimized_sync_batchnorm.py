@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
-from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm, batch_norm_with_statistics
+from ..ops.batch_norm import (
+    BatchNormSpec,
+    Channels,
+    average_factor,
+    batch_norm,
+    batch_norm_with_statistics,
+    check_values,
+)
 from ._statistics import GroupExchange, compare_first, new_consecutive_group, process_count
 
 
@@ -76,8 +83,8 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         processes = process_count(group) if uses_batch else 1
         exchange = GroupExchange(dist.group.WORLD if group is None else group) if processes > 1 else None  # type: ignore[arg-type]
-        if exchange is None and uses_batch and input.numel() == channels:
-            raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+        if exchange is None and uses_batch:
+            check_values(input, channels)
         eps, relu = self.eps, self.fuse_relu
         if exchange is None:
             arguments = (input, mean, variance, weight, bias, uses_batch, momentum, eps)
