@@ -15,8 +15,9 @@ class Reparameterization:
     """A weight that is computed from parameters; subclasses say from which and how.
 
     An object is a hook of `module` that runs before its forward pass. `name` is the weight's name in that module and
-    `dim` a dimension that subclasses use. The weight is computed once until a backward pass, an update of its
-    parameters or a change between training and `torch.no_grad`: all steps of a recurrent network use one tensor.
+    `dim` a dimension that subclasses use. With gradients the weight is computed once until a backward pass or an update
+    of its parameters: all steps of a recurrent network use one tensor. Under `torch.no_grad` it is computed at each
+    forward pass, because an update through `param.data`, as of moving averages, does not tell PyTorch.
     `retain_forward` is accepted, and has no effect.
     """
 
@@ -111,8 +112,12 @@ class Reparameterization:
         if torch.compiler.is_compiling():  # a graph computes it at each call
             setattr(holder, name, self.compute_weight(holder, name))
             return
+        if not torch.is_grad_enabled():
+            self.evaluated, self._weight = False, None
+            setattr(holder, name, self.compute_weight(holder, name))
+            return
         parameters = self.get_params(holder)
-        source = [torch.is_grad_enabled(), *((p._version, p.data_ptr(), p.dtype, p.requires_grad) for p in parameters)]
+        source = [(p._version, p.data_ptr(), p.dtype, p.requires_grad) for p in parameters]
         if self.evaluated and self._computed_from == source and getattr(holder, name) is self._weight:
             return
         weight = self.compute_weight(holder, name)
