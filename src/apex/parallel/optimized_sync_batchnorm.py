@@ -121,6 +121,13 @@ def convert_syncbn_model(
     preserved: a norm used twice becomes one SyncBatchNorm used twice. The model is changed in place, unless it is a
     batch norm itself.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    for name, each in module.named_modules():
+        is_lazy = isinstance(each, torch.nn.modules.lazy.LazyModuleMixin) and isinstance(each, _BatchNorm)
+        if is_lazy and each.has_uninitialized_params():
+            place = f"{name}: " if name else ""
+            raise ValueError(f"{place}{each} does not know its channels yet; pass it an input before it is converted")
     return _converted(module, process_group, channel_last, {})
 
 
@@ -146,8 +153,6 @@ def _converted_norm(
 ) -> torch.nn.Module:
     if not isinstance(module, _BatchNorm):
         return module
-    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        raise ValueError(f"{module} does not know its channels yet; pass it an input before it is converted")
     settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
     fuse_relu = bool(getattr(module, "fuse_relu", False))
     norm = SyncBatchNorm(*settings, process_group, channel_last, fuse_relu)
