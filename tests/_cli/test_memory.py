@@ -105,6 +105,12 @@ def test_a_file_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (["no.such.module:network"], "no.such.module"),
         (["nothing"], "neither MODULE:FACTORY nor"),
+        (["nothing.json"], "there is no file 'nothing.json'"),
+        (["nothing.py"], "there is no file 'nothing.py'"),
+        (["."], "there is no file 'config.json'"),
+        (["binary.py"], "lacks its factory, the function or class that makes the model: binary.py:FACTORY"),
+        (["binary.py:network"], "'binary.py:network' cannot be imported"),
+        (["--states", "{}:both"], "--states lists all optimizers and takes no model"),
         (["{}:missing"], "no function or class 'missing'"),
         (["{}:model"], "is a model, not a function"),
         (["{}:network"], "--input-shape"),
@@ -115,8 +121,13 @@ def test_a_file_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["{}:both", "--measure"], "needs a GPU"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], message: str, factories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments(
+    arguments: list[str], message: str, factories: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("binary.py").write_bytes(b"\x7fELF\x00")
     result = CliRunner().invoke(app, ["memory", *(each.format(factories) for each in arguments)])
     assert result.exit_code == 2
     assert message in words(result.output)

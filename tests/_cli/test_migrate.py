@@ -727,6 +727,16 @@ def test_refused_places_are_printed_with_file_line_and_rule(tmp_path: Path) -> N
     assert broken.read_text() == "import apex\nclass"
 
 
+def test_binary_files_are_no_python(tmp_path: Path) -> None:
+    for content in (b"\x7fELF\x02\x00\x00", SCRIPT.encode("utf-16"), SCRIPT.encode("utf-16-le")):
+        path = tmp_path / "binary.py"
+        path.write_bytes(content)
+        code, _, errors = run(path, "--write")
+        assert code == 2
+        assert f"{path}:1: syntax: not Python: it has zero bytes" in errors
+        assert path.read_bytes() == content
+
+
 def test_json(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(with_options(", opt_level='O2'"))
     (tmp_path / "good.py").write_text(SCRIPT)

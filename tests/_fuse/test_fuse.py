@@ -521,3 +521,13 @@ def test_a_gated_unit_whose_last_layer_keeps_another_dtype(last: torch.dtype) ->
     assert type(model) is not GatedT5, row
     assert model(x).dtype == last
     torch.testing.assert_close(model(x), plain(x), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.SiLU])
+def test_one_value_per_channel_is_refused_in_training(activation: Any) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(8), activation())
+    apex.fuse(model)
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        model(torch.randn(1, 8, 1, 1))
+    assert not model[0].running_mean.any()
+    assert model.eval()(torch.randn(1, 8, 1, 1)).shape == (1, 8, 1, 1)

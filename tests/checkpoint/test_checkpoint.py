@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,24 @@ def test_checksums_that_are_switched_off(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert checkpoint.load(tmp_path / "x.pt")["step"] == 1
+
+
+def test_files_of_torch_before_1_6(tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    torch.save(state_of(3), path, _use_new_zipfile_serialization=False)
+    found = checkpoint.load(path)
+    assert found.pop("weights").tolist() == [0.0, 3.0, 6.0, 9.0, 12.0]
+    assert found == {"step": 3, "names": ["a", ("b", None)]}
+    with pytest.raises(ValueError, match=r"before PyTorch 1\.6, which has no checksums"):
+        checkpoint.verify(path)
+    content = path.read_bytes()
+    for size in (20, len(content) // 2, len(content) - 3):
+        path.write_bytes(content[:size])
+        with pytest.raises((checkpoint.DamagedCheckpoint, pickle.UnpicklingError)):
+            checkpoint.load(path)
+    torch.save({"step": Path("x")}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(pickle.UnpicklingError):
+        checkpoint.load(path)
 
 
 def test_a_save_that_fails_changes_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """apex.contrib.cudnn_gbn and cudnn_gbn_lib in one process; test_group_batch_norm.py tests several."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,22 @@ def test_a_refused_batch_is_not_counted() -> None:
     assert module.num_batches_tracked == 0
     module(torch.ones(2, 8, 3, 3))
     assert module.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_one_value_per_channel_is_refused_in_training(tracked: bool) -> None:
+    x, module = torch.randn(1, 8, 1, 1), GroupBatchNorm2d(8, 1, track_running_stats=tracked)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(ValueError, match="more than one value per channel"):
+        module(x)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module.eval()
+    if tracked:
+        assert_close(module(x), x.double() / (1 + 1e-5) ** 0.5)
+    else:  # the batch's statistics are used in evaluation, too
+        with pytest.raises(ValueError, match="more than one value per channel"):
+            module(x)
+    assert module.train()(x[:0]).shape == (0, 8, 1, 1)
 
 
 def test_autocast_casts_the_input() -> None:

@@ -214,6 +214,17 @@ def test_helpers() -> None:
     assert check_if_rocm_pytorch() == (torch.version.hip is not None)
 
 
+@pytest.mark.parametrize("torch_channels_last", [True, False])
+def test_one_value_per_channel_is_refused_in_training(torch_channels_last: bool) -> None:
+    module = BatchNorm2d_NHWC(8, fuse_relu=True, torch_channels_last=torch_channels_last)
+    x = torch.randn((1, 8, 1, 1) if torch_channels_last else (1, 1, 1, 8))
+    for addend in (None, x):
+        with pytest.raises(ValueError, match="more than one value per channel"):
+            module(x, addend)
+    assert not module.running_mean.any()
+    assert_close(module.eval()(x), (x.double() / (1 + 1e-5) ** 0.5).relu())
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(RuntimeError, match="bn_group=2 needs connected processes"):
         BatchNorm2d_NHWC(8, bn_group=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -163,6 +164,53 @@ def test_nonfinite_values_differ_from_finite_ones(tmp_path: Path) -> None:
     assert compare(files[0], files[2]).first is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_nonfinite_values_differ_from_each_other(tmp_path: Path, dtype: torch.dtype) -> None:
+    files = [str(tmp_path / name) for name in "abc"]
+    for file, value in zip(files, (math.inf, -math.inf, math.nan), strict=True):
+        kind = {"module": "layer", "kind": "forward"}
+        HDF5FileOperation(file).write_data("0000_Layer", "feat_output", torch.tensor([1.0, value]).to(dtype), kind)
+    for number, one in enumerate(files):
+        assert compare(one, one).first is None
+        first = compare(one, files[number - 1]).first
+        assert first is not None
+        assert first.note == "NaN and infinities are not the same"
+
+
+def test_sparse_gradients_are_recorded(tmp_path: Path) -> None:
+    files = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model, dumper = nn.Embedding(5, 3, sparse=sparse), HookerAndDumper(str(tmp_path / f"{sparse}-"))
+        files.append(dumper.register_hooks(model, 0, 0))
+        model(torch.tensor([1, 4, 1])).square().sum().backward()
+        dumper.remove_hooks()
+    found = compare(*files)
+    assert [row.kind for row in found.rows] == ["forward", "backward", "parameter"]
+    assert found.first is None
+
+
+def test_a_name_that_looks_like_a_pattern(tmp_path: Path) -> None:
+    other, file = dump(tmp_path / "b1", fault="forward"), dump(tmp_path / "b[1]")
+    assert compare(file, other).first is not None
+    assert compare(other, file).first is not None  # the pattern is the name of `other`
+    assert compare(file, file).first is None
+    with pytest.raises(ValueError, match="second is an empty list"):
+        compare(file, [])
+
+
+def test_parts_of_other_shapes_differ(tmp_path: Path) -> None:
+    files = []
+    for number, (kind, shape) in enumerate([("forward", (4, 3)), ("forward", (2, 3)), ("forward", (2, 5))]):
+        files.append(str(tmp_path / str(number)))
+        attributes = {"module": "layer", "kind": kind}
+        HDF5FileOperation(files[-1]).write_data("0000_Layer", "feat_output", torch.ones(shape), attributes)
+    assert compare(files[0], [files[1], files[1]]).first is None
+    first = compare(files[0], files[1:]).first
+    assert first is not None
+    assert first.note == "shapes (2, 3), (2, 5) of the processes"
+
+
 def test_the_command_shows_and_draws_it(tmp_path: Path) -> None:
     files = [dump(tmp_path / "a"), dump(tmp_path / "b", fault="forward")]
     picture = tmp_path / "errors.png"
@@ -191,6 +239,31 @@ def test_dumps_that_cannot_be_compared_raise(tmp_path: Path, content: object, wo
     result = CliRunner().invoke(app, ["compare", dump(tmp_path / "a"), str(file)])
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+def test_hdf5_files_of_other_programs_raise(tmp_path: Path) -> None:
+    good, other = dump(tmp_path / "good"), tmp_path / "other"
+    contents = {
+        "/weights' in it is no record": lambda file: file.create_group("weights"),
+        "/x' in it is no record": lambda file: file.create_dataset("x", data=[1.0]),
+        "/1_Linear/words' in it is no tensor": lambda file: file.create_dataset("1_Linear/words", data=["a"]),
+        "/1_Linear/inner' in it is no tensor": lambda file: file.create_group("1_Linear/inner"),
+    }
+    for words, write in contents.items():
+        with h5py.File(other, "w") as file:
+            write(file)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            compare(good, other)
+    with pytest.raises(ValueError, match="is a folder, not a dump"):
+        compare(good, tmp_path)
+
+
+def test_a_bad_picture_is_refused_first(tmp_path: Path) -> None:
+    file = dump(tmp_path / "a")
+    for picture, words in (("x.foo", "does not end in"), ("no/x.png", "does not exist"), (".", "does not end in")):
+        result = CliRunner().invoke(app, ["compare", file, file, "--plot", str(tmp_path / picture)])
+        assert result.exit_code == 2
+        assert words in result.stderr.replace("\n", " ")
 
 
 def test_without_h5py_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,19 @@ def test_other_numbers_of_rows_are_multiplied_as_usual(shape):
     assert torch.equal(fp8.linear(input, weight), F.linear(input, weight))
 
 
+@pytest.mark.parametrize("rows", [15, 16])
+def test_weights_may_have_another_dtype(rows):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(32, 16, requires_grad=True), torch.randn(32, requires_grad=True)
+    input = torch.randn(rows, 16, dtype=torch.bfloat16)
+    output = fp8.linear(input, weight, bias)
+    assert output.dtype == torch.bfloat16
+    expected = F.linear(input.double(), weight.double(), bias.double())
+    assert (output - expected).norm() < 0.05 * expected.norm()
+    output.sum().backward()
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
 def test_gradients_that_nobody_wants():
     input, weight = torch.randn(16, 64, requires_grad=True), torch.randn(32, 64)
     fp8.linear(input, weight).sum().backward()

@@ -576,6 +576,11 @@ def reducer(rank: int) -> None:
     assert gradients[0].tolist() == [[1.5, 1.5], [1.5, 1.5]]
     assert gradients[1][0].tolist() == [0.0, 0.5, 1.0]
     assert gradients[1][1][0].tolist() == [0.5]
+    for nothing in ([param.grad for param in nn.Linear(2, 2).parameters()], 5, []):
+        with pytest.raises(ValueError, match="module_or_grads_list has no tensors"):
+            Reducer(nothing)
+    with pytest.raises(TypeError, match=r"a tensor of torch\.int64"):
+        Reducer([torch.ones(2), torch.ones(2, dtype=torch.int64)])
 
 
 def flat_calls(rank: int) -> None:

@@ -44,10 +44,19 @@ def test_machines_are_chosen(hostfile: Path) -> None:
         (["--hostfile", "options"], "'-oProxyCommand=touch' is no name of a machine"),
         (["--host", "one,-oProxyCommand=touch"], "'-oProxyCommand=touch' is no name of a machine"),
         (["--extra-launch-args", "alone"], "alone, which is not name=value"),
+        (["--hostfile", "binary"], "--hostfile='binary' is no text"),
+        (["--num-nodes", "2"], "of --host or --hostfile, which are missing"),
+        (["--ssh-port", "22"], "--ssh-port is for machines"),
+        (["--ssh-port", "0", "--host", "a"], "Invalid value for '--ssh-port'"),
+        (["--master-port", "65536"], "Invalid value for '--master-port'"),
+        (["--node-rank", "1"], "--node-rank=1 is not one of 1 machines"),
+        (["--node-rank", "2", "--nnodes", "2", "--master-addr", "a"], "--node-rank=2 is not one of 2 machines"),
+        (["--nnodes", "2", "--master-addr", "a", "--host", "a,b"], "--nnodes and --node-rank follow from the machines"),
     ],
 )
 def test_options_are_checked(options: list[str], message: str, hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(hostfile.parent)
+    Path("binary").write_bytes(b"\x7fELF\xd0\x00")
     Path("options").write_text("one\n-oProxyCommand=touch here\n")
     result = CliRunner().invoke(app, ["run", *options, "script.py"])
     assert result.exit_code == 2

@@ -176,6 +176,29 @@ def test_sparse_gradients_are_refused_before_anything_changes() -> None:
     assert (dense.grad == 1).all()
 
 
+def test_maximize_with_decay_is_refused_before_anything_changes() -> None:
+    param = nn.Parameter(torch.ones(3))
+    larc = LARC(torch.optim.SGD([param], lr=0.1, weight_decay=0.5, maximize=True))
+    param.grad = torch.full((3,), 2.0)
+    with pytest.raises(ValueError, match="maximize=True"):
+        larc.step()
+    assert param.tolist() == [1] * 3
+    assert param.grad.tolist() == [2] * 3
+    larc.param_groups[0]["weight_decay"] = 0
+    larc.step()
+    assert (param > 1).all()
+
+
+def test_bad_arguments() -> None:
+    optimizer = torch.optim.SGD(parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="must be an optimizer, got generator"):
+        LARC(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"trust_coefficient=-0\.1 must be at least 0"):
+        LARC(optimizer, trust_coefficient=-0.1)
+    with pytest.raises(ValueError, match="eps=nan"):
+        LARC(optimizer, eps=float("nan"))
+
+
 def test_copies() -> None:
     params = parameters()
     larc = copy.deepcopy(LARC(torch.optim.SGD(params, lr=0.1), clip=False))

@@ -161,6 +161,12 @@ def test_converting_takes_arguments_to_all_norms() -> None:
     assert single.running_mean is None
     with pytest.raises(ValueError, match="does not know its channels yet"):
         convert_syncbn_model(nn.Sequential(nn.LazyBatchNorm2d()))
+    part = nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match="1: LazyBatchNorm1d"):
+        convert_syncbn_model(part)
+    assert type(part[0]) is nn.BatchNorm1d
+    with pytest.raises(TypeError, match="module must be a"):
+        convert_syncbn_model([nn.BatchNorm1d(2)])
 
 
 def test_state_dicts_equal_pytorchs() -> None:

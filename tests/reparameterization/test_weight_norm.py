@@ -117,8 +117,6 @@ def test_weight_is_computed_again_only_when_needed(monkeypatch: pytest.MonkeyPat
     assert len(computed) == 2
     with torch.no_grad():
         before = model(x)
-        model(x)
-    assert len(computed) == 3
     assert model(x).requires_grad
     assert len(computed) == 4
     with torch.no_grad():
@@ -128,6 +126,17 @@ def test_weight_is_computed_again_only_when_needed(monkeypatch: pytest.MonkeyPat
     assert model(x).requires_grad
     model.double()
     assert model(x.double()).dtype == torch.float64
+
+
+def test_updates_through_data_count_without_gradients() -> None:
+    model, x = apply_weight_norm(nn.Linear(4, 3)), torch.randn(2, 4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            before = model(x)
+            model.weight_g.data.mul_(2)  # as implementations of moving averages write
+            torch.testing.assert_close(model(x) - model.bias, 2 * (before - model.bias))
+    model(x).sum().backward()
+    assert model.weight_g.grad is not None
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "mLSTM"])
@@ -207,10 +216,26 @@ def test_refusals_change_nothing() -> None:
         remove_weight_norm(model, "weight")
     with pytest.raises(NotImplementedError):
         apply_reparameterization(model, Reparameterization)
+    with pytest.raises(ValueError, match=r"dim=2 is not a dimension of 'weight', whose shape is \[3, 4\]"):
+        apply_weight_norm(model, "weight", dim=2)
+    several = nn.Sequential(nn.Conv1d(3, 4, 2), nn.Linear(3, 4), nn.LazyLinear(4))
+    for dim, kind, name in ((2, ValueError, "'1.weight'"), (0, TypeError, "'2.weight' has no values")):
+        with pytest.raises(kind, match=name):
+            apply_weight_norm(several, dim=dim)
+    assert isinstance(several[0].weight, nn.Parameter)
     apply_weight_norm(model, "bias")
     assert sorted(model.state_dict()) == ["bias", "weight"]
     assert not model._forward_pre_hooks
     assert WeightNorm.get_module_and_name(model, "") == (None, None)
+
+
+def test_modules_that_are_used_twice() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    expected = model(x)
+    apply_weight_norm(model)
+    assert [name for name, _ in model.named_parameters()] == ["0.bias", "0.weight_g", "0.weight_v"]
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_shared_weights_warn() -> None:

@@ -323,7 +323,7 @@ def run(
         str | None, Option("--master-addr", "--master_addr", help="The address of machine 0.")
     ] = None,
     master_port: Annotated[
-        int | None, Option("--master-port", "--master_port", help="A free port of machine 0.")
+        int | None, Option("--master-port", "--master_port", help="A free port of machine 0.", min=1, max=65535)
     ] = None,
     module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     host: Annotated[
@@ -339,7 +339,9 @@ def run(
         str | None,
         Option("--extra-launch-args", "--extra_launch_args", help="More options of torchrun: name=value,..."),
     ] = None,
-    ssh_port: Annotated[int | None, Option("--ssh-port", help="Where ssh listens on the machines.")] = None,
+    ssh_port: Annotated[
+        int | None, Option("--ssh-port", help="Where ssh listens on the machines.", min=1, max=65535)
+    ] = None,
     colossalai: Annotated[
         bool, Option("--colossalai", help="Imports of the package colossalai get apex, in every process.")
     ] = False,
@@ -361,6 +363,12 @@ def run(
         )
     with as_bad_parameter(ValueError, OSError):
         hosts = chosen_hosts(host, hostfile, include, exclude, num_nodes)
+        if hosts and (nnodes != "1" or node_rank):
+            raise ValueError("--nnodes and --node-rank follow from the machines that --host and --hostfile name")
+        if not hosts and ssh_port is not None:
+            raise ValueError("--ssh-port is for machines that --host or --hostfile name")
+        if node_rank >= most:
+            raise ValueError(f"--node-rank={node_rank} is not one of {most} machines, which are numbered from 0")
         extra = extra_arguments(extra_launch_args)
     rest = [*(["--module"] if module else []), *command]
     if colossalai:

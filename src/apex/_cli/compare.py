@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..dump import Comparison, compare
 from .console import make_console, make_table, print_json_document, print_table
-from .errors import as_bad_parameter
+from .errors import as_bad_parameter, check_picture
 
 _AROUND = 5  # rows printed before and after the first difference
 
@@ -26,6 +26,8 @@ def run_compare(
 ) -> int:
     """Compare two dumps and print the first difference; return the exit status, 1 if they differ."""
     console, messages = make_console(), make_console(stderr=True)
+    if not as_json:
+        check_picture(plot)
     with as_bad_parameter(ValueError, OSError, ModuleNotFoundError):
         comparison = compare(first, second if len(second) > 1 else second[0], tolerance=tolerance)
         unplotted = None if as_json else draw(comparison, plot)

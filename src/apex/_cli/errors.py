@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.metadata
+import os
 import re
 import sys
 import traceback
@@ -29,6 +30,7 @@ _OPTION_HINTS = {
     "--gpu": "--gpu sm_90 compiles for an H100 or H200, with no GPU here; `apex doctor` says why there is none",
     "APEX_IMPL": "unset APEX_IMPL, or set it to auto; `apex doctor` says what runs here and why",
 }
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @contextlib.contextmanager
@@ -38,6 +40,20 @@ def as_bad_parameter(*kinds: type[Exception], option: str | None = None) -> Iter
         yield
     except kinds as error:
         raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def check_picture(path: Path) -> None:
+    """Raise a `typer.BadParameter` of `--plot` if a picture cannot be written to `path`; called before long work."""
+    folder = path.resolve().parent
+    problems = {
+        f"{str(path)!r} does not end in one of {', '.join(_PICTURES)}": path.suffix.lower() not in _PICTURES,
+        f"{str(path)!r} is a folder": path.is_dir(),
+        f"the folder {str(folder)!r} does not exist": not folder.is_dir(),
+        f"{str(path)!r} cannot be written": not os.access(path if path.exists() else folder, os.W_OK),
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise typer.BadParameter(problem, param_hint="--plot")
 
 
 class Commands(TyperGroup):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import typer
 
 from .._memory.estimate import CONTEXT, GAPS, Measured, Memory, estimate, largest_batch, measure
 from .._memory.optimizer_states import state_bytes
@@ -33,6 +34,8 @@ def run_memory(
 ) -> None:
     """Print the estimates, and measurements if asked for, or the bytes of optimizers, as a table or as JSON."""
     if states:
+        if model is not None:
+            raise typer.BadParameter(f"--states lists all optimizers and takes no model, but {model!r} is given")
         _print_states(as_json)
         return
     with as_bad_parameter(ValueError, TypeError, RuntimeError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops._library import autocast_dtype
-from ..ops.batch_norm import average_factor, batch_norm
+from ..ops.batch_norm import average_factor, batch_norm, check_values
 from ..ops.dense import dense_gelu_dense
 from ..ops.max_pool import max_pool2d
 from ..ops.stem_conv import stem_conv2d, stem_fits
@@ -34,10 +34,12 @@ is_silu = inherits_forward(nn.SiLU)
 def batch_norm_active(norm: Any, input: Tensor, z: Tensor | None = None, silu: bool = False) -> Tensor:
     """Compute relu(norm(input) + z) or silu(norm(input)), and update running statistics as the module would."""
     norm._check_input_dim(input)
+    uses_batch = norm.training or norm.running_mean is None
+    if uses_batch:
+        check_values(input, input.shape[1])
     factor = average_factor(norm.momentum, norm.num_batches_tracked) if norm.training else 0.0
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-    uses_batch = norm.training or norm.running_mean is None
     tracks = not norm.training or norm.track_running_stats
     mean, variance = (norm.running_mean, norm.running_var) if tracks else (None, None)
     channels = (mean, variance, norm.weight, norm.bias)

@@ -53,6 +53,10 @@ def find_task(name: str, inputs: Sequence[Shape] = ()) -> Task:
         return task_of(_factory(name, module, attribute), inputs)
     path = Path(name)
     config = path / "config.json" if path.is_dir() else path
+    if not config.exists() and config.suffix in (".json", ".py"):
+        raise ValueError(f"there is no file {str(config)!r}")
+    if config.suffix == ".py":
+        raise ValueError(f"{name!r} lacks its factory, the function or class that makes the model: {name}:FACTORY")
     if config.suffix != ".json" or not config.is_file():
         raise ValueError(f"{name!r} is neither MODULE:FACTORY nor the config.json of a Hugging Face model")
     return _hugging_face(config, inputs)
@@ -93,7 +97,7 @@ def _factory(name: str, module_name: str, attribute: str) -> Any:
         sys.path.insert(0, folder)
     try:
         module = _module_of(path) if path.suffix == ".py" else importlib.import_module(module_name)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
+    except (ModuleNotFoundError, OSError, SyntaxError) as error:
         raise ValueError(f"{name!r} cannot be imported: {error}") from error
     factory = getattr(module, attribute, None)
     if isinstance(factory, nn.Module):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pickle
+import struct
 import tempfile
 import threading
 import zipfile
@@ -25,6 +26,9 @@ from ._ranks import is_first, raise_everywhere
 # Number of bytes that are written to find out whether a disk is full.
 _PROBE = 1 << 20
 _SWITCHING = threading.Lock()
+# The first bytes of a file that torch.save wrote before PyTorch 1.6, or without `_use_new_zipfile_serialization`: the
+# pickle of PyTorch's magic number.
+_OLD_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 
 
 def save(state: Any, path: str | os.PathLike[str], *, wait: bool = False) -> None:
@@ -105,7 +109,8 @@ def _probe(file: IO[bytes]) -> None:
 def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only: bool = True) -> Any:
     """Return the state that `save` wrote. Raises `DamagedCheckpoint` if the file is damaged.
 
-    `map_location` and `weights_only` are arguments of `torch.load`.
+    `map_location` and `weights_only` are arguments of `torch.load`. Files that PyTorch wrote before release 1.6 are
+    read as well, although they have no checksums.
     """
     with opened(Path(path)) as file:
         check_file(file, f"the checkpoint {path}")
@@ -122,10 +127,18 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Raise `DamagedCheckpoint` unless a file or folder of this package has exactly the bytes that were written."""
+    """Raise `DamagedCheckpoint` unless a file or folder of this package has exactly the bytes that were written.
+
+    Raises a ValueError for a file in PyTorch's format before release 1.6, which has no checksums.
+    """
     path = Path(path)
     if path.is_file():
         with opened(path) as file:
+            if _is_old(file):
+                raise ValueError(
+                    f"the checkpoint {path} is in the format of torch.save before PyTorch 1.6, which has no checksums; "
+                    "apex.checkpoint.load reads it, and apex.checkpoint.save writes it with checksums"
+                )
             check_file(file, f"the checkpoint {path}")
     else:
         with Generation(path) as generation:
@@ -133,7 +146,12 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def check_file(file: IO[bytes], name: str) -> None:
-    """Raise DamagedCheckpoint unless an open file, called `name` in errors, has the bytes that were written."""
+    """Raise DamagedCheckpoint unless an open file, called `name` in errors, has the bytes that were written.
+
+    A file of PyTorch before release 1.6 has no checksums, so nothing is checked.
+    """
+    if _is_old(file):
+        return
     if _safetensors.is_safetensors(file):
         _safetensors.check(file, name)
         return
@@ -149,12 +167,25 @@ def check_file(file: IO[bytes], name: str) -> None:
         raise DamagedCheckpoint(f"{name} is damaged: {broken} in it has another checksum")
 
 
+def _is_old(file: IO[bytes]) -> bool:
+    """Return True if an open file has the format of `torch.save` before PyTorch 1.6, which is no zip archive."""
+    file.seek(0)
+    return file.read(len(_OLD_START)) == _OLD_START
+
+
 def read(file: IO[bytes], name: str, map_location: Any = None, weights_only: bool = True) -> Any:
     """Return the content of an open file, called `name` in errors."""
     if _safetensors.is_safetensors(file):
         return _safetensors.read(file, name)
+    is_old = _is_old(file)
     file.seek(0)
-    return torch.load(file, map_location=map_location, weights_only=weights_only)
+    try:
+        return torch.load(file, map_location=map_location, weights_only=weights_only)
+    except (EOFError, IndexError, struct.error, RuntimeError) as error:
+        # `check_file` has found other files intact. Other RuntimeErrors are about devices.
+        if not is_old or (isinstance(error, RuntimeError) and "unexpected EOF" not in str(error)):
+            raise
+        raise DamagedCheckpoint(f"{name} is damaged: {type(error).__name__}: {error}") from error
 
 
 def plain_state(name: str, value: Any) -> Any:

@@ -65,8 +65,10 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
     """
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative, got {tolerance}")
-    if isinstance(second, (str, os.PathLike)):
-        second = sorted(glob.glob(os.fspath(second))) or [second]
+    if isinstance(second, (str, os.PathLike)):  # a file's name may look like a pattern
+        second = [second] if os.path.exists(second) else sorted(glob.glob(os.fspath(second))) or [second]
+    if not second:
+        raise ValueError("second is an empty list; give a dump, a list of dumps or a pattern")
     expected, parts = _read(first), [_read(file) for file in second]
     # Records that every process has.
     common = {key: value for key, value in parts[0].items() if all(key in part for part in parts)}
@@ -76,7 +78,7 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
             module, kind, *_ = key
             dtypes = (dtype, common[key][3])
             allowed = max(allowed, *(TOLERANCES.get(name, _COARSEST if "float" in name else 0.0) for name in dtypes))
-            errors = _errors(values, _joined([part[key][2] for part in parts], kind))
+            errors = _errors(values, *_joined([part[key][2] for part in parts], kind))
             limit = allowed if tolerance is None else tolerance
             rows.append(Difference(order, module, layer, kind, dtypes, *errors, limit))
     if not rows:
@@ -86,6 +88,8 @@ def compare(first: Dump, second: Dump | Sequence[Dump], *, tolerance: float | No
 
 def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
     """Return order, class, values and dtype of every tensor, by module, kind, dataset and the number of the call."""
+    if os.path.isdir(path):
+        raise ValueError(f"{os.fspath(path)!r} is a folder, not a dump")
     if not os.path.isfile(path):
         raise FileNotFoundError(f"there is no dump {os.fspath(path)!r}")
     try:
@@ -95,15 +99,14 @@ def _read(path: Dump) -> dict[Key, tuple[int, str, Any, str]]:
     records: dict[Key, tuple[int, str, Any, str]] = {}
     calls: Counter[tuple[str, str, str]] = Counter()
     with file:
-        for group in sorted(_members(file), key=lambda group: int(group.name[1:].partition("_")[0])):
+        for group in sorted(_members(file), key=lambda group: _number(path, group)):
             layer, attributes = group.name.partition("_")[2], group.attrs
             for stored in _members(group):
-                dataset = stored.name.rpartition("/")[2]
+                dataset, values = stored.name.rpartition("/")[2], _values(path, stored)
                 kind = attributes.get("kind", "backward" if dataset.startswith("grad") else "forward")
                 name = (attributes.get("module", layer), kind, dataset)  # Ascend's files only name classes
                 scale, dtype = attributes.get("loss_scale", 1.0), stored.attrs.get("dtype", str(stored.dtype))
                 key = (*name, calls[name])
-                values = torch.from_numpy(stored[...])
                 records[key] = len(records), layer, values if scale == 1 else values / scale, dtype
                 calls[name] += 1
     return records
@@ -122,17 +125,40 @@ def _members(group: Any) -> list[Any]:
     return members
 
 
-def _joined(parts: list[Tensor], kind: str) -> Any:
-    """Return the tensor that one process would have: concatenated outputs, or gradients of the mean loss."""
+def _number(path: Dump, group: Any) -> int:
+    """Return the running number in the name of a record; raise ValueError if another program wrote the group."""
+    number = group.name[1:].partition("_")[0]
+    if isinstance(group, import_h5py().Group) and number.isdecimal():
+        return int(number)
+    raise ValueError(f"{os.fspath(path)!r} is no dump of apex.dump: {group.name!r} in it is no record")
+
+
+def _values(path: Dump, stored: Any) -> Tensor:
+    """Return a dataset as a tensor; raise ValueError if it is no dataset of numbers."""
+    if isinstance(stored, import_h5py().Dataset) and stored.dtype.kind in "fciub":
+        return torch.from_numpy(stored[...])
+    raise ValueError(f"{os.fspath(path)!r} is no dump of apex.dump: {stored.name!r} in it is no tensor")
+
+
+def _joined(parts: list[Tensor], kind: str) -> tuple[Tensor | None, str]:
+    """Return the tensor that one process would have: concatenated outputs, or gradients of the mean loss.
+
+    Returns None and the shapes, in words, if the processes' tensors do not fit together.
+    """
     if len(parts) == 1:
-        return parts[0]
-    if kind == "parameter" or not parts[0].ndim:  # a number is a mean over each process's part of the batch
-        return sum(parts) / len(parts)
-    return torch.cat(parts) / (len(parts) if kind == "backward" else 1)
+        return parts[0], ""
+    is_sum = kind == "parameter" or not parts[0].ndim  # a number is a mean over each process's part of the batch
+    if len({part.shape if is_sum else part.shape[1:] or part.ndim for part in parts}) > 1:
+        return None, f"shapes {', '.join(str(tuple(part.shape)) for part in parts)} of the processes"
+    if is_sum:
+        return torch.stack(parts).sum(0) / len(parts), ""
+    return torch.cat(parts) / (len(parts) if kind == "backward" else 1), ""
 
 
-def _errors(first: Tensor, second: Tensor) -> tuple[float, float, str]:
+def _errors(first: Tensor, second: Tensor | None, note: str) -> tuple[float, float, str]:
     """Return the relative error, the largest error, and a note."""
+    if second is None:
+        return math.inf, math.inf, note
     if first.shape != second.shape:
         return math.inf, math.inf, f"shapes {tuple(first.shape)} and {tuple(second.shape)}"
     wide = [values.to(torch.promote_types(values.dtype, torch.float64)) for values in (first, second)]
@@ -140,6 +166,9 @@ def _errors(first: Tensor, second: Tensor) -> tuple[float, float, str]:
     if not torch.equal(*finite):
         counts = " and ".join(str(int((~each).sum())) for each in finite)
         return math.inf, math.inf, f"{counts} values are not finite"
+    rest, others = (values[~finite[0]] for values in wide)
+    if not ((rest == others) | (rest.isnan() & others.isnan())).all():
+        return math.inf, math.inf, "NaN and infinities are not the same"
     one, other = (values[finite[0]] for values in wide)
     gap = one - other
     size, error = float(one.norm()), float(gap.norm())

@@ -54,7 +54,7 @@ class HDF5FileOperation:
             group = file.require_group(groupName)
             group.attrs.update(attributes or {})
             for number, tensor in enumerate(tensors):
-                plain = tensor.detach().cpu()
+                plain = (tensor if tensor.layout == torch.strided else tensor.to_dense()).detach().cpu()
                 if plain.is_floating_point() and plain.dtype not in (torch.float16, torch.float32, torch.float64):
                     plain = plain.float()
                 name = datasetName if len(tensors) == 1 else f"{datasetName}{number}"

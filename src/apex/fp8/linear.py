@@ -67,7 +67,8 @@ def linear(
     if rows == 0 or any(size % divisor for size in (rows, *weight.shape)) or dtype not in _library.TRITON_DTYPES:
         if rows % divisor and not compiling:
             _report_rows(scaling, rows, weight.shape)
-        return F.linear(input, weight, bias)
+        # The float8 products take weights of another dtype than the input's, such as float32 with bfloat16.
+        return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
     flat = input.reshape(rows, -1)
     number = _gradient_format(scaling, gradients, input.device)
     if scaling == "blockwise":

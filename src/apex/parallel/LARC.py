@@ -28,6 +28,11 @@ class LARC:
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+            raise TypeError(f"optimizer must be an optimizer, got {type(optimizer).__name__}")
+        for name, number in (("trust_coefficient", trust_coefficient), ("eps", eps)):
+            if not number >= 0:
+                raise ValueError(f"{name}={number} must be at least 0: a negative rate would maximize the loss")
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.eps = eps
@@ -81,6 +86,11 @@ class LARC:
     def _scale_gradients(self, capture: _graph_numbers.CaptureContext | None) -> None:
         ready = []
         for group in self.optim.param_groups:
+            if group.get("maximize") and group.get("weight_decay"):
+                raise ValueError(
+                    "LARC adds the weight decay to the gradient, so with maximize=True weights would grow: negate the "
+                    "loss instead, or use weight_decay=0"
+                )
             params = [param for param in group["params"] if param.grad is not None]
             for param in params:  # a gradient that is distributed in another way is replaced, not scaled in vain
                 param.grad = like_parameter(param, param.grad)

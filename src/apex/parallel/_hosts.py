@@ -30,11 +30,17 @@ def chosen_hosts(
     if host is None and hostfile is None:
         if include is not None or exclude is not None:
             raise ValueError("--include and --exclude choose among the machines of --hostfile, which is missing")
+        if num_nodes != -1:
+            raise ValueError("--num-nodes chooses among the machines of --host or --hostfile, which are missing")
         return []
     if hostfile is not None:
         if not hostfile.is_file():
             raise FileNotFoundError(f"--hostfile={str(hostfile)!r} is not a file")
-        lines = (line.split("#")[0].split() for line in hostfile.read_text().splitlines())
+        try:
+            text = hostfile.read_text()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--hostfile={str(hostfile)!r} is no text: {error}") from error
+        lines = (line.split("#")[0].split() for line in text.splitlines())
         hosts = [fields[0] for fields in lines if fields]  # other launchers write options after the name
     else:
         hosts = _listed(host)

@@ -111,6 +111,14 @@ class Reducer:
             _take_state_of_first_rank(self.module)
         else:
             extract_tensors(module_or_grads_list, self.grads)
+            if not self.grads:
+                raise ValueError(
+                    f"module_or_grads_list has no tensors: {module_or_grads_list!r:.80}; gradients exist after the "
+                    "first backward pass"
+                )
+            for gradient in self.grads:
+                if not (gradient.is_floating_point() or gradient.is_complex()):
+                    raise TypeError(f"module_or_grads_list has a tensor of {gradient.dtype}, which has no mean")
 
     def reduce(self) -> None:
         """Replace all gradients by their means over the processes."""

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..ops._checks import check_floats
-from ..ops.batch_norm import BatchNormSpec, Channels, average_factor, batch_norm, batch_norm_with_statistics
+from ..ops.batch_norm import (
+    BatchNormSpec,
+    Channels,
+    average_factor,
+    batch_norm,
+    batch_norm_with_statistics,
+    check_values,
+)
 from ._statistics import GroupExchange, compare_first, new_consecutive_group, process_count
 
 
@@ -76,8 +83,8 @@ class SyncBatchNorm(_BatchNorm):
         group = self.process_group
         processes = process_count(group) if uses_batch else 1
         exchange = GroupExchange(dist.group.WORLD if group is None else group) if processes > 1 else None  # type: ignore[arg-type]
-        if exchange is None and uses_batch and input.numel() == channels:
-            raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+        if exchange is None and uses_batch:
+            check_values(input, channels)
         eps, relu = self.eps, self.fuse_relu
         if exchange is None:
             arguments = (input, mean, variance, weight, bias, uses_batch, momentum, eps)
@@ -114,6 +121,13 @@ def convert_syncbn_model(
     preserved: a norm used twice becomes one SyncBatchNorm used twice. The model is changed in place, unless it is a
     batch norm itself.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    for name, each in module.named_modules():
+        is_lazy = isinstance(each, torch.nn.modules.lazy.LazyModuleMixin) and isinstance(each, _BatchNorm)
+        if is_lazy and each.has_uninitialized_params():
+            place = f"{name}: " if name else ""
+            raise ValueError(f"{place}{each} does not know its channels yet; pass it an input before it is converted")
     return _converted(module, process_group, channel_last, {})
 
 
@@ -139,8 +153,6 @@ def _converted_norm(
 ) -> torch.nn.Module:
     if not isinstance(module, _BatchNorm):
         return module
-    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
-        raise ValueError(f"{module} does not know its channels yet; pass it an input before it is converted")
     settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
     fuse_relu = bool(getattr(module, "fuse_relu", False))
     norm = SyncBatchNorm(*settings, process_group, channel_last, fuse_relu)

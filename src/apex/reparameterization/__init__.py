@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from .reparameterization import Reparameterization
@@ -47,10 +49,19 @@ def apply_reparameterization(
     """
     if not (isinstance(reparameterization, type) and issubclass(reparameterization, Reparameterization)):
         raise TypeError(f"reparameterization must be a subclass of Reparameterization, got {reparameterization!r}")
-    names = [name] if name else [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = [name] if name else list(_names_of_parameters(module))
+    for each in names:
+        if found := Reparameterization._find(module, each):
+            reparameterization.check(each, found[2], dim)
     for each in names:
         Reparameterization.apply(module, each, dim, reparameterization, hook_child)
     return module
+
+
+def _names_of_parameters(module: nn.Module) -> Iterator[str]:
+    """Yield a name for each parameter of each module: one for a module used twice, several for a shared parameter."""
+    for prefix, each in module.named_modules():
+        yield from (name for name, _ in each.named_parameters(prefix, recurse=False, remove_duplicate=False))
 
 
 def remove_reparameterization(

@@ -15,8 +15,9 @@ class Reparameterization:
     """A weight that is computed from parameters; subclasses say from which and how.
 
     An object is a hook of `module` that runs before its forward pass. `name` is the weight's name in that module and
-    `dim` a dimension that subclasses use. The weight is computed once until a backward pass, an update of its
-    parameters or a change between training and `torch.no_grad`: all steps of a recurrent network use one tensor.
+    `dim` a dimension that subclasses use. With gradients the weight is computed once until a backward pass or an update
+    of its parameters: all steps of a recurrent network use one tensor. Under `torch.no_grad` it is computed at each
+    forward pass, because an update through `param.data`, as of moving averages, does not tell PyTorch.
     `retain_forward` is accepted, and has no effect.
     """
 
@@ -51,16 +52,11 @@ class Reparameterization:
         """
         if reparameterization is None:
             raise TypeError("reparameterization must be a subclass of Reparameterization, got None")
-        holder, own_name = Reparameterization.get_module_and_name(module, name)
-        if holder is None or own_name is None or isinstance(holder, (nn.Embedding, nn.EmbeddingBag)):
-            return None  # rows of an embedding may have sparse gradients
-        weight = holder._parameters.get(own_name)
-        if weight is None:
-            raise ValueError(f"{name!r} is no parameter of {type(module).__name__}")
-        if weight.dim() <= 1 or any(each is weight for each in _parameters_of_hooks(module)):
+        found = Reparameterization._find(module, name)
+        if found is None:
             return None
-        if not isinstance(weight, nn.Parameter) or isinstance(weight, nn.UninitializedParameter):
-            raise TypeError(f"{name!r} has no values yet; run a forward pass first")
+        holder, own_name, weight = found
+        reparameterization.check(name, weight, dim)
         owners = [other for other in module.modules() for each in other._parameters.values() if each is weight]
         if len(owners) > 1:
             warnings.warn(
@@ -77,6 +73,25 @@ class Reparameterization:
             setattr(holder, own_name, hook.compute_weight(holder, own_name))
         hooked.register_forward_pre_hook(hook)
         return hook
+
+    @classmethod
+    def check(cls, name: str, weight: Tensor, dim: int | None) -> None:
+        """Raise if a weight cannot be computed with this `dim`; called for all weights before any is replaced."""
+
+    @staticmethod
+    def _find(module: nn.Module, name: str) -> tuple[nn.Module, str, nn.Parameter] | None:
+        """Return a weight, the module that holds it and its name there, or None if the weight stays as it is."""
+        holder, own_name = Reparameterization.get_module_and_name(module, name)
+        if holder is None or own_name is None or isinstance(holder, (nn.Embedding, nn.EmbeddingBag)):
+            return None  # rows of an embedding may have sparse gradients
+        weight = holder._parameters.get(own_name)
+        if weight is None:
+            raise ValueError(f"{name!r} is no parameter of {type(module).__name__}")
+        if isinstance(weight, nn.UninitializedParameter) or not isinstance(weight, nn.Parameter):
+            raise TypeError(f"{name!r} has no values yet; run a forward pass first")
+        if weight.dim() <= 1 or any(each is weight for each in _parameters_of_hooks(module)):
+            return None
+        return holder, own_name, weight
 
     @staticmethod
     def get_module_and_name(module: nn.Module, name: str) -> tuple[nn.Module | None, str | None]:
@@ -111,8 +126,12 @@ class Reparameterization:
         if torch.compiler.is_compiling():  # a graph computes it at each call
             setattr(holder, name, self.compute_weight(holder, name))
             return
+        if not torch.is_grad_enabled():
+            self.evaluated, self._weight = False, None
+            setattr(holder, name, self.compute_weight(holder, name))
+            return
         parameters = self.get_params(holder)
-        source = [torch.is_grad_enabled(), *((p._version, p.data_ptr(), p.dtype, p.requires_grad) for p in parameters)]
+        source = [(p._version, p.data_ptr(), p.dtype, p.requires_grad) for p in parameters]
         if self.evaluated and self._computed_from == source and getattr(holder, name) is self._weight:
             return
         weight = self.compute_weight(holder, name)

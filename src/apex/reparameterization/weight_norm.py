@@ -14,6 +14,12 @@ class WeightNorm(Reparameterization):
     `dim` is the dimension with one norm for each index, or None for the norm of the whole weight.
     """
 
+    @classmethod
+    def check(cls, name: str, weight: Tensor, dim: int | None) -> None:
+        """Raise a ValueError if `dim` is not a dimension of the weight."""
+        if dim is not None and not -weight.dim() <= dim < weight.dim():
+            raise ValueError(f"dim={dim} is not a dimension of {name!r}, whose shape is {list(weight.shape)}")
+
     def compute_weight(self, module: nn.Module | None = None, name: str | None = None) -> Tensor:
         """Return the weight `name` of a module from its parameters `name_g` and `name_v`."""
         holder, name = Reparameterization.get_module_and_name(module or self.module, name or self.name)

@@ -365,6 +365,9 @@ def test_errors() -> None:
         quiet(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="pattern 'm4' is not known"):
         quiet(make(), mask_calculator="m4")
+    for helper in ("fill", "mn_1d_best", "as_matrix", "WandaMask", "torch"):
+        with pytest.raises(ValueError, match=f"pattern '{helper}' is not known"):
+            quiet(make(), mask_calculator=helper)
     with pytest.raises(ValueError, match="whitelist has ReLU"):
         quiet(make(), whitelist=[nn.ReLU])
     model = make()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -12,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..console import make_console
 from ..devices import pick_device
-from ..errors import as_bad_parameter
-from .plot import FORMATS, draw
+from ..errors import as_bad_parameter, check_picture
+from .plot import draw
 from .report import Comparison, ModelFacts, print_comparison, print_json
 from .tasks import RECIPES, Task, make_task
 from .training import LEVELS, Run, memory_in_words, scale_window, train
@@ -28,7 +27,7 @@ def run_demo(*, model: str, levels: str, steps: int | None, device: str | None, 
     The status is 1 if the plot cannot be written, or if a loss is not finite at a level other than O3.
     """
     chosen_levels = _parse_levels(levels)
-    _check_plot_path(plot)
+    check_picture(plot)
     with as_bad_parameter(ValueError, option="--device"):
         target = pick_device(device)
     implementation = _implementation(target)
@@ -64,20 +63,6 @@ def _parse_levels(text: str) -> list[str]:
         problem = f"unknown: {', '.join(unknown)}" if unknown else "no opt level given"
         raise typer.BadParameter(f"{problem}; choose from {','.join(LEVELS)}", param_hint="--levels")
     return list(dict.fromkeys(levels))
-
-
-def _check_plot_path(path: Path) -> None:
-    """Raise if the plot cannot be written to `path`; called before the training, which takes a while."""
-    folder = path.resolve().parent
-    problems = {
-        f"{str(path)!r} does not end in one of {', '.join(FORMATS)}": path.suffix.lower() not in FORMATS,
-        f"{str(path)!r} is a folder": path.is_dir(),
-        f"the folder {str(folder)!r} does not exist": not folder.is_dir(),
-        f"{str(path)!r} cannot be written": not os.access(path if path.exists() else folder, os.W_OK),
-    }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise typer.BadParameter(problem, param_hint="--plot")
 
 
 def _implementation(device: torch.device) -> str:

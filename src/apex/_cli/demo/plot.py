@@ -8,8 +8,6 @@ from typing import Any
 from .report import IN_WORDS, Comparison
 from .training import LEVELS
 
-FORMATS = (".png", ".svg", ".pdf")
-
 _COLOURS = {
     "boost": "tab:green",
     "O0": "lightgrey",

@@ -129,6 +129,10 @@ def migrate(path: Path, *, to: str, device: str = "cuda") -> Migrated:
     """
     source = path.read_bytes()
     result, target = Migrated(str(path), source, source), TARGETS[to]
+    if b"\0" in source:  # the words below may be in it in another encoding, such as UTF-16
+        problem = "it has zero bytes, as binary files and text in UTF-16 have"
+        result.refused = [Refusal(1, "syntax", ADVICE["syntax"].format(problem=problem))]
+        return result
     if not any(word in source for word in target.words):
         return result
     try:

@@ -9,7 +9,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...ops._checks import check_floats
 from ...ops._host import HOST
 from ...ops._library import cast_for_autocast
-from ...ops.batch_norm import BatchNormSpec, BatchStatistics, Channels, average_factor, batch_norm_with_statistics
+from ...ops.batch_norm import (
+    BatchNormSpec,
+    BatchStatistics,
+    Channels,
+    average_factor,
+    batch_norm_with_statistics,
+    check_values,
+)
 from ...parallel._statistics import compare_first, consecutive_exchange, consecutive_group
 
 
@@ -72,6 +79,8 @@ class GroupBatchNorm2d(_BatchNorm):
         running = (self.running_mean, self.running_var) if tracked or not training else (None, None)
         spec = BatchNormSpec(self.eps, factor, training)
         exchange = consecutive_exchange("group_size", self.group_size) if self.training else None
+        if exchange is None and training:
+            check_values(input, input.shape[1])
         if exchange is not None and not torch.compiler.is_compiling():
             compare_first(self, exchange, input.shape[1], input)
         channels = Channels(*running, self.weight, self.bias)

@@ -16,6 +16,7 @@ from ...ops.batch_norm import (
     Channels,
     average_factor,
     batch_norm_with_statistics,
+    check_values,
     forward,
     save,
     saved_gradients,
@@ -154,6 +155,8 @@ class BatchNorm2d_NHWC(_BatchNorm):
             z = None if z is None else check_and_convert_channels_last(z, True)
         spec = BatchNormSpec(self.eps, momentum or 0.0, training, self.fuse_relu, 1 if channels_last else -1)
         exchange = consecutive_exchange("bn_group", self.bn_group) if training else None
+        if exchange is None and training:
+            check_values(x, x.shape[spec.channel_dim])
         if exchange is not None and not torch.compiler.is_compiling():
             compare_first(self, exchange, x.shape[spec.channel_dim], x)
         parameters, buffers = self._parameters, self._buffers  # `self.weight` would take a microsecond longer

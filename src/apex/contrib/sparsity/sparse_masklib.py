@@ -129,7 +129,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
 
 def find_pattern(pattern: str) -> Callable[[Tensor, float], Tensor]:
     """Return a pattern's function: one of this module, or `m<M>n<N>_1d`, `_2d_best`, `_2d_greedy` for other M and N."""
-    if callable(globals().get(pattern)):
+    if pattern not in _NO_PATTERNS and callable(globals().get(pattern)):  # also functions that users add
         return globals()[pattern]
     numbers = re.fullmatch(r"m(\d+)n(\d+)_(1d|2d_best|2d_greedy)", pattern)
     if numbers is None:
@@ -147,6 +147,8 @@ def create_mask(tensor: Tensor, pattern: str = "m4n2_1d", density: float = 0.5) 
 
     Input channels (dimension 1) are pruned; a vector is treated as one row. `density` is passed on to the pattern.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
     if not tensor.is_floating_point():
         raise TypeError(f"tensor must be floating-point, got {tensor.dtype}")
     if not 1 <= tensor.dim() <= 5:
@@ -200,3 +202,7 @@ class WandaMask:
     def tied_tensors(self, param: Tensor) -> list[Tensor]:
         """Return the tensors that ASP permutes together with the channels of a parameter."""
         return [self._squares[param]] if param in self._squares else []
+
+
+# Names of this module that `find_pattern` does not find: imports and helpers.
+_NO_PATTERNS = frozenset(globals()) - {"m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy"}

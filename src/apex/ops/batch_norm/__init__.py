@@ -1,5 +1,15 @@
 """Batch norm followed by an optional addend and ReLU, or by SiLU, over the inputs of one process or of several."""
 
-from .op import average_factor, backward, batch_norm, batch_norm_with_statistics, check, forward, save, saved_gradients
+from .op import (
+    average_factor,
+    backward,
+    batch_norm,
+    batch_norm_with_statistics,
+    check,
+    check_values,
+    forward,
+    save,
+    saved_gradients,
+)
 from .passes import FAMILY, gradient_sums, input_gradient, normalise, rank_statistics, statistics
 from .reference import BatchNormSpec, BatchStatistics, Channels, Exchange, GradientSums

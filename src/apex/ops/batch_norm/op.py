@@ -216,6 +216,12 @@ def check(input: Tensor, running: Channels, z: Tensor | None, spec: BatchNormSpe
     return channels
 
 
+def check_values(input: Tensor, channels: int) -> None:
+    """Raise a ValueError if each channel of a training batch has one value, whose variance is 0, as PyTorch does."""
+    if input.numel() == channels:
+        raise ValueError(f"input has shape {list(input.shape)}; training needs more than one value per channel")
+
+
 def runs_kernels(input: Tensor, z: Tensor | None, spec: BatchNormSpec, compiling: bool = False) -> bool:
     """Return whether kernels run: for large inputs with something behind the norm, or if PyTorch is slow or inexact."""
     if not (_library.runs_triton if compiling else _library.runs_triton_now)(FAMILY, input):
