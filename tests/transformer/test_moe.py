@@ -103,6 +103,21 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_steps_of_dispatchers_take_maps_that_are_padded_to_capacity(kind: str) -> None:
+    """Tokens of weight zero, which fill an expert's capacity, displace none of a token's own experts."""
+    options = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    layer, x = moe.MoELayer(config(moe_token_dispatcher_type=kind, **options)), numbers(5, 3, HIDDEN)
+    probs, routing_map = layer.router(x)
+    assert (routing_map.sum(1) > 2).any()  # more than moe_router_topk
+    steps = layer.token_dispatcher
+    rows, counts, weights = steps.dispatch_postprocess(
+        *steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
+    )
+    results = steps.token_combine(steps.combine_preprocess(layer.experts(rows, counts, weights)[0]))
+    torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (3, 0, HIDDEN)], ids=str)
 @pytest.mark.parametrize(
     "options",

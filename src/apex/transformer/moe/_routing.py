@@ -79,10 +79,15 @@ def dense(index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def sparse(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return indices and weights [T, K] of `dense`'s results; a token with fewer experts has the index E."""
+    """Return indices and weights [T, K] of `dense`'s results; a token with fewer experts has the index E.
+
+    A map that is padded to capacity may give a token more than K experts; then those of weight zero are left out.
+    """
     experts = routing_map.shape[1]
     numbers = torch.arange(experts, dtype=torch.int64, device=routing_map.device)
-    index = numbers.where(routing_map, experts).sort(-1).values[:, :topk]
+    weighted_first = numbers + experts * (probs == 0)
+    order = weighted_first.where(routing_map, 2 * experts).sort(-1).values[:, :topk]
+    index = (order % experts).where(order < 2 * experts, experts)
     return index, torch.nn.functional.pad(probs, (0, 1)).gather(1, index)
 
 
