@@ -120,6 +120,17 @@ def gradients_in_main_grad(rank: int) -> None:
         torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def ignored_labels_do_not_count_in_the_mean(rank: int) -> None:
+    inputs, labels = words_of(2)
+    labels[0, 5:] = -100
+    for layout, options in ((Layout(), {}), (Layout(), {"gradient_accumulation_fusion": True}), (Layout(2), {})):
+        with groups(layout):
+            model = gpt(config=config_of(2, params_dtype=torch.float64, **options))
+            losses = model(inputs, labels=labels)
+            expected = losses[labels != -100].mean()
+            torch.testing.assert_close(model(inputs, labels=labels, reduction="mean"), expected)
+
+
 def two_copies_of_the_embedding_are_one(rank: int) -> None:
     """Layouts are compared with two copies of the shared weight, as in pipelines; this compares two copies with one."""
     copies = reference(4, params_dtype=torch.float64)
@@ -429,6 +440,7 @@ CHECKS = {
         every_option_of_one_stage,
         masks_and_dropout,
         gradients_in_main_grad,
+        ignored_labels_do_not_count_in_the_mean,
         two_copies_of_the_embedding_are_one,
         bert_equals_one_process,
         gpt_of_the_command_line,
