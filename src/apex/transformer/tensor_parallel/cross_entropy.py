@@ -25,7 +25,8 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     """Return the loss of each row of logits [..., classes / ranks], in the shape of `target`.
 
     The loss is float32, or float64 for float64 logits. With smoothing a wrong class has the probability label_smoothing
-    / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient.
+    / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient. Rows with another
+    target that is no class have the loss NaN.
     """
     check_floats(vocab_parallel_logits=vocab_parallel_logits)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -82,7 +83,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ignored = target == IGNORED_TARGET
         ctx.save_for_backward(logits, log_sum, local_target, not_local, ignored)
         ctx.uniform, ctx.classes = uniform, size * statistics.shape[0]
-        return loss.masked_fill(ignored, 0.0)
+        invalid = (target < 0) | (target >= ctx.classes)  # otherwise the logit of such a target would count as 0
+        return loss.masked_fill(invalid, torch.nan).masked_fill(ignored, 0.0)
 
     @staticmethod
     @once_differentiable

@@ -190,7 +190,9 @@ class VocabParallelEmbedding(_SplitWeight):
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
         not_local = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(not_local, 0), self.weight)
+        # Indices outside of the whole vocabulary are kept: PyTorch refuses them, instead of all ranks adding zeros.
+        of_others = not_local & (input_ >= 0) & (input_ < self.num_embeddings)
+        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(of_others, 0), self.weight)
         # Each word is in one rank's part and zero in the others, so the sum is its embedding.
         return reduce_from_tensor_model_parallel_region(embedded.masked_fill(not_local.unsqueeze(-1), 0.0))
 
