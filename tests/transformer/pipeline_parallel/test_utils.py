@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
+from apex.transformer import layers
 from apex.transformer.enums import ModelType
 from apex.transformer.microbatches import ConstantNumMicroBatches
 from apex.transformer.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules, utils
@@ -135,6 +138,19 @@ def test_models() -> None:
     assert utils.param_is_not_shared(model[0].weight)
     model[0].weight.shared = True
     assert not utils.param_is_not_shared(model[0].weight)
+
+
+def test_groups_of_weight_decay_have_each_parameter_once() -> None:
+    embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4)
+    head.weight = embedding.weight
+    norms = (FusedLayerNorm(2), MixedFusedLayerNorm(2), layers.MixedFusedLayerNorm(2), FastLayerNorm(2))
+    model = nn.Sequential(embedding, *norms, head)
+    decaying, others = common._get_params_for_weight_decay_optimization([model])
+    assert decaying["params"] == [embedding.weight]
+    expected = [param for norm in norms for param in norm.parameters()] + [head.bias]
+    assert list(map(id, others["params"])) == list(map(id, expected))
+    decaying, others = common._get_params_for_weight_decay_optimization(model, no_weight_decay_modules=())
+    assert (len(decaying["params"]), len(others["params"])) == (5, 5)
 
 
 def test_timers(capsys: pytest.CaptureFixture[str]) -> None:
