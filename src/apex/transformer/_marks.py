@@ -1,0 +1,29 @@
+"""Deep copies of modules whose parameters have marks: attributes such as `tensor_model_parallel` or `allreduce`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound="MarkedModule")
+
+
+class MarkedModule(nn.Module):
+    """A module whose deep copies keep the marks of its parameters, which are flags, numbers and strings.
+
+    `copy.deepcopy` of a parameter drops its attributes. The layers of a stack of clones would then be taken for layers
+    that are not split, and their gradients would not be summed over the ranks. Tensors, such as `main_grad`, belong to
+    the original parameter and are not copied.
+    """
+
+    def __deepcopy__(self: M, memo: dict[int, Any]) -> M:
+        memo[id(self)] = duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for parameter, copied in zip(self.parameters(), duplicate.parameters(), strict=True):
+            marks = {
+                name: value for name, value in vars(parameter).items() if isinstance(value, bool | int | float | str)
+            }
+            vars(copied).update(marks)
+        return duplicate
