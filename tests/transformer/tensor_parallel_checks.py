@@ -409,6 +409,10 @@ def batches(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     for name, size in sizes.items():
         assert torch.equal(sent[name], torch.randint(0, 1000, size)), name
+    assert tensor_parallel.broadcast_data([], data if rank == 0 else None, torch.int64) == {}
+    leaf = {"x": torch.full((2,), float(rank), requires_grad=True)}  # the first rank failed after the others waited
+    sent = tensor_parallel.broadcast_data(["x"], leaf, torch.float32)
+    assert (sent["x"].tolist(), sent["x"].requires_grad) == ([0.0, 0.0], False)
     with pytest.raises(AssertionError, match="a has data type"):
         _check_data_types(["a"], data, torch.float32)
 
