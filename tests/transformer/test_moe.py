@@ -193,6 +193,23 @@ def test_choices() -> None:
     assert half.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("frozen", [("weight1", "weight2"), ("weight1",), ("weight2",)], ids=str)
+def test_frozen_experts_need_no_main_grad(frozen: tuple[str, ...]) -> None:
+    layers = [moe.MoELayer(config(gradient_accumulation_fusion=fusion)) for fusion in (False, True)]
+    for layer in layers:
+        for name in ("weight1", "weight2"):
+            weight = getattr(layer.experts, name)
+            weight.requires_grad_(name not in frozen)
+            if name not in frozen:
+                weight.main_grad = torch.zeros_like(weight)
+        layer(numbers(5, 3, HIDDEN))[0].square().sum().backward()
+    torch.testing.assert_close(layers[1].router.weight.grad, layers[0].router.weight.grad)
+    for name in {"weight1", "weight2"} - set(frozen):
+        torch.testing.assert_close(
+            getattr(layers[1].experts, name).main_grad, getattr(layers[0].experts, name).grad, rtol=1e-6, atol=1e-6
+        )
+
+
 def test_capacity() -> None:
     assert moe_utils.get_capacity(10, 4, 1.0) == 3
     assert moe_utils.get_capacity(10, 4, 0.1, min_capacity=2) == 2
