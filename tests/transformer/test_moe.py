@@ -193,6 +193,21 @@ def test_choices() -> None:
     assert half.dtype == torch.bfloat16
 
 
+def test_functions_refuse_to_choose_wrong_experts() -> None:
+    logits = numbers(3, 6)
+    for topk, groups, best in ((1, 3, 2), (3, 3, 2), (2, 4, 1), (4, 3, 1), (2, 3, 4), (2, 3, 0)):
+        with pytest.raises(ValueError, match=f"num_groups={groups} must divide 6 experts, and group_topk={best}"):
+            moe_utils.topk_routing_with_score_function(logits, topk, num_groups=groups, group_topk=best)
+    for topk in (0, 7):
+        with pytest.raises(ValueError, match=f"at least topk={topk} experts"):
+            moe_utils.topk_routing_with_score_function(logits, topk)
+    with pytest.raises(TypeError, match="logits"):  # all weights were rounded to zero
+        moe_utils.topk_routing_with_score_function(logits.long(), 2)
+    for factor in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
+            moe_utils.apply_router_token_dropping(logits.softmax(1), logits > 0, 2, factor)
+
+
 @pytest.mark.parametrize("frozen", [("weight1", "weight2"), ("weight1",), ("weight2",)], ids=str)
 def test_frozen_experts_need_no_main_grad(frozen: tuple[str, ...]) -> None:
     layers = [moe.MoELayer(config(gradient_accumulation_fusion=fusion)) for fusion in (False, True)]
