@@ -57,8 +57,13 @@ def test_memory_buffers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     tensor = torch.arange(6.0).view(2, 3)
     copy = first.add(tensor)
     assert torch.equal(copy, tensor)
+    assert not memory.MemoryBuffer("own", 6, torch.float32, False).add(tensor.requires_grad_()).requires_grad
     assert copy.untyped_storage().data_ptr() == first.data.untyped_storage().data_ptr()
-    assert (first.is_in_use(), first.numel_in_use(), first.get_data().tolist()) == (True, 6, tensor.flatten().tolist())
+    assert (first.is_in_use(), first.numel_in_use(), first.get_data().tolist()) == (
+        True,
+        6,
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+    )
     with pytest.raises(AssertionError, match="2 elements left, not 3"):
         first.add(torch.zeros(3))
     with pytest.raises(AssertionError, match=r"has torch\.float32"):
