@@ -481,3 +481,15 @@ def test_arguments_of_other_variants_are_taken() -> None:
         patch_torch_functions_type=None,
     )
     train(model, optimizer, 2)
+
+
+def test_masters_have_the_marks_of_their_parameters() -> None:
+    """Norms over all ranks read from an optimizer's parameters whether a parameter is a part or an expert."""
+    model = small_model()
+    model[0].weight.tensor_model_parallel, model[0].weight.partition_dim = True, 1
+    model[0].weight.main_grad = torch.zeros_like(model[0].weight)
+    model[3].weight.allreduce = False
+    model, optimizer = quiet(model, sgd(model), opt_level="O2")
+    masters = dict(zip(model.parameters(), amp.master_params(optimizer), strict=True))
+    assert vars(masters[model[0].weight]) == {"tensor_model_parallel": True, "partition_dim": 1}
+    assert vars(masters[model[3].weight]) == {"allreduce": False}

@@ -226,6 +226,19 @@ def test_hysteresis() -> None:
     assert scales(scaler, "." * 18) == [1, 1, 2, 2, 2, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16, 16, 16, 16]
 
 
+def test_hysteresis_keeps_its_bounds_and_its_count() -> None:
+    for first, expected in ((2.0, 4.0), (64.0, 16.0)):
+        assert HysteresisScaler(first, min_scale=4.0, max_scale=16.0).state_dict()["scale"] == expected
+    with pytest.raises(ValueError, match="init_scale must be a positive number"):
+        HysteresisScaler(-1.0)
+    scaler = HysteresisScaler(8.0, hysteresis=3)
+    scales(scaler, "x")
+    before = scaler.state_dict()
+    with pytest.raises(RuntimeError, match="empty"):
+        scaler.load_state_dict({"overflows": 2})
+    assert scaler.state_dict() == before
+
+
 @pytest.mark.parametrize("cut", [1, 4, 7])
 def test_the_whole_state_of_the_scaler_is_saved(cut: int) -> None:
     """The original saves neither counter."""

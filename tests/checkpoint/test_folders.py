@@ -8,13 +8,16 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from apex import checkpoint
 from apex.checkpoint import _folders
 from apex.checkpoint._folders import Generation
+from apex.optimizers import FusedAdam
 
 NEEDED = "__0_0.distcp"
 
@@ -211,6 +214,43 @@ def test_values_that_are_refused_change_no_tensor(tmp_path: Path) -> None:
         checkpoint.load_sharded(state, path)
     assert not state["a"].any()
     assert not state["z"].any()
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, FusedAdam])
+def test_optimizers_that_have_no_state_yet_are_refused(kind: Any, as_dict: bool, tmp_path: Path) -> None:
+    """PyTorch reads the entries of the state that it is given: a new optimizer would lose its moments in silence."""
+
+    def made(lr: float, steps: int) -> tuple[nn.Module, Any]:
+        torch.manual_seed(steps)
+        model = nn.Linear(3, 2)
+        optimizer = kind(model.parameters(), lr=lr)
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    def state_of(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+        if as_dict:
+            return {"model": model.state_dict(), "run": {"optimizer": optimizer.state_dict()}}
+        return {"model": model.state_dict(), "optimizer": optimizer}
+
+    path, (model, optimizer) = tmp_path / "checkpoint", made(0.1, 2)
+    checkpoint.save_sharded({**state_of(model, optimizer), "step": 2}, path)
+    other, new = made(0.5, 0)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"optimizer' has taken no step.*get_optimizer_state_dict"):
+        checkpoint.load_sharded(state_of(other, new), path)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    assert new.param_groups[0]["lr"] == 0.5
+    checkpoint.load_sharded({"model": other.state_dict(), "step": 0}, path)  # without an optimizer
+    assert torch.equal(other.weight, model.weight)
+    third, stepped = made(0.5, 1)
+    state = state_of(third, stepped)
+    checkpoint.load_sharded(state, path)
+    if as_dict:
+        stepped.load_state_dict(state["run"]["optimizer"])
+    assert torch.equal(stepped.state[third.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
 def a_fraction() -> object:

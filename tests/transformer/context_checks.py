@@ -121,6 +121,8 @@ def check_parts_of_a_batch(rank: int) -> None:
         assert found["tokens"][0].tolist() == mine
         assert found["attention_mask"].shape == (1, 1, 4, length)
         assert found["name"] == "x"
+        kept = get_batch_on_this_cp_rank({"attention_mask": numbers[None]})
+        assert kept["attention_mask"][0].tolist() == mine
         group = parallel_state.get_context_parallel_group()
         assert get_pos_emb_on_this_cp_rank(numbers[:, None, None], 0, group).flatten().tolist() == mine
         _raises("cannot be cut into", get_batch_on_this_cp_rank, {"tokens": torch.zeros(1, length + 2)})

@@ -158,6 +158,9 @@ def embedding(rank: int, ranks: int) -> None:
     (actual * weights).sum().backward()
     assert torch.equal(layer.weight.grad, part(expected_weight.grad, rank, ranks, 0))
     assert (layer.weight.tensor_model_parallel, layer.weight.partition_dim) == (True, 0)
+    for word in (-1, 10 * ranks):  # of no rank
+        with pytest.raises(IndexError, match="out of range"):
+            layer(torch.tensor([1, word]))
     with pytest.raises(AssertionError, match="not divisible"):
         VocabParallelEmbedding(10 * ranks + 1, 6)
 
@@ -390,6 +393,9 @@ def cross_entropy(rank: int, ranks: int) -> None:
         loss.sum().backward()
         assert not loss[0].any()
         assert not mine.grad[0].any()
+        target[1, 0], target[1, 1] = -1, classes  # of no rank
+        loss = tensor_parallel.vocab_parallel_cross_entropy(mine, target, smoothing)
+        assert loss.isnan().nonzero().tolist() == [[1, 0], [1, 1]]
     with pytest.raises(ValueError, match=r"target has shape \[3\]"):
         tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3, dtype=torch.int64))
 
@@ -403,6 +409,10 @@ def batches(rank: int, ranks: int) -> None:
     torch.manual_seed(0)
     for name, size in sizes.items():
         assert torch.equal(sent[name], torch.randint(0, 1000, size)), name
+    assert tensor_parallel.broadcast_data([], data if rank == 0 else None, torch.int64) == {}
+    leaf = {"x": torch.full((2,), float(rank), requires_grad=True)}  # the first rank failed after the others waited
+    sent = tensor_parallel.broadcast_data(["x"], leaf, torch.float32)
+    assert (sent["x"].tolist(), sent["x"].requires_grad) == ([0.0, 0.0], False)
     with pytest.raises(AssertionError, match="a has data type"):
         _check_data_types(["a"], data, torch.float32)
 

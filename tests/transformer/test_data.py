@@ -42,6 +42,25 @@ def test_batch_size_changes_between_batches() -> None:
     assert (len(sampler), len(random)) == (20, 40)
 
 
+def test_an_epoch_ends_although_a_new_batch_size_does_not_divide_it() -> None:
+    for rank in range(2):
+        random = MegatronPretrainingRandomSampler(32, 0, 4, rank, 2)
+        batches = iter(random)
+        assert len(next(batches)) == 4
+        random.local_minibatch_size = 5
+        assert [len(batch) for batch in batches] == [5, 5]
+        assert random.consumed_samples == 28
+        first, second = list(random), list(random)
+        assert [len(batch) for batch in first + second] == [5] * 6
+        assert first != second
+        assert random.consumed_samples == 94  # two epochs of 32, of which 2 are dropped, after the first one
+        random.local_minibatch_size = 17
+        with pytest.raises(ValueError, match="32 samples are fewer than a global batch of 34"):
+            next(iter(random))
+    resumed = MegatronPretrainingRandomSampler(16, 3, 4, 0, 1)  # from a run with another batch size
+    assert [len(list(resumed)) for _ in range(3)] == [3, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("sampler", "error"), [(MegatronPretrainingSampler, RuntimeError), (MegatronPretrainingRandomSampler, ValueError)]
 )

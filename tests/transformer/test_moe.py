@@ -103,6 +103,21 @@ def test_steps_of_dispatchers_match_the_layer() -> None:
         torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_steps_of_dispatchers_take_maps_that_are_padded_to_capacity(kind: str) -> None:
+    """Tokens of weight zero, which fill an expert's capacity, displace none of a token's own experts."""
+    options = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+    layer, x = moe.MoELayer(config(moe_token_dispatcher_type=kind, **options)), numbers(5, 3, HIDDEN)
+    probs, routing_map = layer.router(x)
+    assert (routing_map.sum(1) > 2).any()  # more than moe_router_topk
+    steps = layer.token_dispatcher
+    rows, counts, weights = steps.dispatch_postprocess(
+        *steps.token_dispatch(*steps.dispatch_preprocess(x, routing_map, probs))
+    )
+    results = steps.token_combine(steps.combine_preprocess(layer.experts(rows, counts, weights)[0]))
+    torch.testing.assert_close(steps.combine_postprocess(results), layer(x)[0], rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, HIDDEN), (3, 0, HIDDEN)], ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -176,6 +191,38 @@ def test_choices() -> None:
     assert all(torch.equal(a, b) for a, b in zip(dense(index, weight, 6), (probs, chosen), strict=True))
     half, _ = moe_utils.topk_routing_with_score_function(logits.bfloat16(), 2)
     assert half.dtype == torch.bfloat16
+
+
+def test_functions_refuse_to_choose_wrong_experts() -> None:
+    logits = numbers(3, 6)
+    for topk, groups, best in ((1, 3, 2), (3, 3, 2), (2, 4, 1), (4, 3, 1), (2, 3, 4), (2, 3, 0)):
+        with pytest.raises(ValueError, match=f"num_groups={groups} must divide 6 experts, and group_topk={best}"):
+            moe_utils.topk_routing_with_score_function(logits, topk, num_groups=groups, group_topk=best)
+    for topk in (0, 7):
+        with pytest.raises(ValueError, match=f"at least topk={topk} experts"):
+            moe_utils.topk_routing_with_score_function(logits, topk)
+    with pytest.raises(TypeError, match="logits"):  # all weights were rounded to zero
+        moe_utils.topk_routing_with_score_function(logits.long(), 2)
+    for factor in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="capacity_factor must be positive and finite"):
+            moe_utils.apply_router_token_dropping(logits.softmax(1), logits > 0, 2, factor)
+
+
+@pytest.mark.parametrize("frozen", [("weight1", "weight2"), ("weight1",), ("weight2",)], ids=str)
+def test_frozen_experts_need_no_main_grad(frozen: tuple[str, ...]) -> None:
+    layers = [moe.MoELayer(config(gradient_accumulation_fusion=fusion)) for fusion in (False, True)]
+    for layer in layers:
+        for name in ("weight1", "weight2"):
+            weight = getattr(layer.experts, name)
+            weight.requires_grad_(name not in frozen)
+            if name not in frozen:
+                weight.main_grad = torch.zeros_like(weight)
+        layer(numbers(5, 3, HIDDEN))[0].square().sum().backward()
+    torch.testing.assert_close(layers[1].router.weight.grad, layers[0].router.weight.grad)
+    for name in {"weight1", "weight2"} - set(frozen):
+        torch.testing.assert_close(
+            getattr(layers[1].experts, name).main_grad, getattr(layers[0].experts, name).grad, rtol=1e-6, atol=1e-6
+        )
 
 
 def test_capacity() -> None:

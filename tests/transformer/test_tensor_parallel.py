@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,13 @@ def test_memory_buffers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     tensor = torch.arange(6.0).view(2, 3)
     copy = first.add(tensor)
     assert torch.equal(copy, tensor)
+    assert not memory.MemoryBuffer("own", 6, torch.float32, False).add(tensor.requires_grad_()).requires_grad
     assert copy.untyped_storage().data_ptr() == first.data.untyped_storage().data_ptr()
-    assert (first.is_in_use(), first.numel_in_use(), first.get_data().tolist()) == (True, 6, tensor.flatten().tolist())
+    assert (first.is_in_use(), first.numel_in_use(), first.get_data().tolist()) == (
+        True,
+        6,
+        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+    )
     with pytest.raises(AssertionError, match="2 elements left, not 3"):
         first.add(torch.zeros(3))
     with pytest.raises(AssertionError, match=r"has torch\.float32"):
@@ -111,3 +117,22 @@ def test_refused_seeds_change_no_random_numbers() -> None:
     finally:
         random.get_cuda_rng_tracker().reset()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_checkpoints_without_gradients_are_reported() -> None:
+    """Parameters get no gradients if no argument requires one, or if outputs are hidden in a list."""
+    layer, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+    with pytest.warns(UserWarning, match="no argument of a checkpointed function requires a gradient") as caught:
+        assert not random.checkpoint(layer, False, x).requires_grad
+    assert caught[0].filename == __file__
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        random.checkpoint(layer, False, x)
+    x.requires_grad_()
+    for function in (lambda x: [layer(x)], lambda x: {"hidden": layer(x)}, lambda x: (layer(x), [x])):
+        with pytest.raises(TypeError, match=r"must return a tensor or a tuple of tensors; tensors in a (list|dict)"):
+            random.checkpoint(function, False, x)
+    output, number = random.checkpoint(lambda x: (layer(x), 3), False, x)
+    output.sum().backward()
+    assert number == 3
+    assert layer.weight.grad is not None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._distributed.marks import copy_marks
 from .._distributed.shards import all_shard_groups, is_sharded, reduce_over
 from ._amp_state import HALF, _amp_state, float32_values
 from ._containers import applier
@@ -141,6 +142,7 @@ def _make_master(optimizer: Any, stash: AmpOptimizerState, param: Tensor, value:
     if value is None and param in _amp_state.masters:  # a checkpoint was loaded into the frozen parameter
         value = float32_values(param, _amp_state.masters[param])
     master = Parameter(param.detach().float() if value is None else value.detach())
+    copy_marks(param, master)
     stash.all_fp16_params.append(param)
     stash.all_fp32_from_fp16_params.append(master)
     _amp_state.masters[param] = master

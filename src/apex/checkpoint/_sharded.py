@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from .._atomic import make_folder, sync_file, unfinished_folder
 from .._distributed.collectives import gather_objects
 from ._background import check_options, submit, wait
@@ -131,11 +133,34 @@ def load_sharded(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
     All processes call it. All of them raise `FileNotFoundError` if the folder is missing, and `DamagedCheckpoint` if it
     is damaged or its metadata has anything else than metadata. Nothing in it is executed: values that are not tensors
     must be readable by `torch.load(weights_only=True)`. Raises a RuntimeError if they are not, or if `state` does not
-    fit. All errors come before `state` is changed.
+    fit, also if an optimizer has no state yet that the saved one could be read into. All errors come before `state` is
+    changed.
     """
     check_state(state)
     with open_checked(path) as reader:
+        with raising_everywhere(f"the checkpoint {reader.path} could not be loaded"):
+            _refuse_new_optimizers(state, set(reader.contents.state_dict_metadata))
         fill(state, reader)
+
+
+def _refuse_new_optimizers(state: Mapping[Any, Any], saved: set[str], path: str = "") -> None:
+    """Raise a ValueError if an optimizer in `state` has no state, and the one in the checkpoint has.
+
+    PyTorch reads the entries that `state` names, so that the optimizer would go on without its moments.
+    """
+    for key, value in state.items():
+        content = value.state_dict() if isinstance(value, torch.optim.Optimizer) else value
+        if not isinstance(content, Mapping):
+            continue
+        name, own = f"{path}{key}", content.get("state")
+        is_new = "param_groups" in content and isinstance(own, Mapping) and not own
+        if is_new and any(entry.startswith(f"{name}.state.") for entry in saved):
+            raise ValueError(
+                f"the optimizer {name!r} has taken no step, so it has no state to read the saved state into. Save and "
+                "load get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, which "
+                "makes it, or take a step with gradients of zero first"
+            )
+        _refuse_new_optimizers(content, saved, f"{name}.")
 
 
 def open_checked(path: str | os.PathLike[str]) -> Reader:

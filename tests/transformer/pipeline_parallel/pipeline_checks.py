@@ -363,6 +363,9 @@ def helpers(rank: int) -> None:
         model = parts_of("1f1b", 1, 1)
         expected = sum(param.double().square().sum() for param in Part(range(ranks)).parameters()).sqrt()
         assert utils.calc_params_l2_norm(model, bf16=False) == pytest.approx(expected.item(), rel=1e-6)
+        for part in model:
+            part.double()
+        assert utils.calc_params_l2_norm(model, bf16=False) == pytest.approx(expected.item(), rel=1e-12)
     with pipeline(1, None):
         losses = [torch.tensor(float(rank)), torch.tensor(1.0)]
         assert utils.average_losses_across_data_parallel_group(losses).tolist() == [(ranks - 1) / 2, 1.0]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
+from apex.transformer import layers
 from apex.transformer.enums import ModelType
 from apex.transformer.microbatches import ConstantNumMicroBatches
 from apex.transformer.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules, utils
 from apex.transformer.pipeline_parallel._split_backward import backward_input
+from apex.transformer.pipeline_parallel._steps import _loss_of
 from apex.transformer.pipeline_parallel._timers import _Timers
 from apex.transformer.pipeline_parallel.schedules import common
 
@@ -66,6 +72,45 @@ def test_choosing_a_schedule() -> None:
         get_forward_backward_func(2, 4)
 
 
+class Stage(nn.Linear):
+    """A whole model of one layer."""
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        assert tensors == [None]
+
+
+def test_steps_refuse_what_would_be_ignored() -> None:
+    batch, model = [torch.ones(4, 3)], Stage(3, 1)
+
+    def forward_step(batch: Any, model: nn.Module, results: Any = None) -> Any:
+        return model(batch[0]), lambda output: results or (output.sum(), output.detach())
+
+    def step(model: Any = model, **options: Any) -> Any:
+        return schedules.forward_backward_no_pipelining(forward_step, batch, model, forward_only=False, **options)
+
+    utils._reconfigure_microbatch_calculator(1, None, 4, 2, 1)
+    for schedule in (
+        schedules.forward_backward_no_pipelining,
+        schedules._forward_backward_pipelining_with_interleaving,
+        schedules.forward_backward_zero_bubble,
+    ):
+        with pytest.raises(TypeError, match=r"unexpected keyword arguments grad_scalar; a step takes .*, grad_scaler"):
+            schedule(forward_step, batch, model, forward_only=False, grad_scalar=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"set_input_tensor.*Linear has none"):
+        step(nn.Linear(3, 1))
+    assert model.weight.grad is None
+    assert len(step([model], async_comm=True)) == 2
+    utils._reconfigure_microbatch_calculator(1, [2, 2, 8], 8, 4, 1)  # no microbatch in a batch of two samples
+    with pytest.raises(ValueError, match="the number of microbatches is 0"):
+        step()
+
+
+@pytest.mark.parametrize("results", [torch.ones(()), (torch.ones(()),), {"loss": 1.0}], ids=["loss", "one", "dict"])
+def test_results_of_loss_functions_are_checked(results: Any) -> None:
+    with pytest.raises(TypeError, match=r"must return \(mean loss, value to report\)"):
+        _loss_of(results)
+
+
 def test_masks_and_positions() -> None:
     data = torch.tensor([[5, 0, 6, 7, 0, 8], [1, 2, 3, 4, 5, 6]])
     hidden, loss_mask, positions = utils.get_ltor_masks_and_position_ids(data, 0, True, True, True)
@@ -93,6 +138,19 @@ def test_models() -> None:
     assert utils.param_is_not_shared(model[0].weight)
     model[0].weight.shared = True
     assert not utils.param_is_not_shared(model[0].weight)
+
+
+def test_groups_of_weight_decay_have_each_parameter_once() -> None:
+    embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4)
+    head.weight = embedding.weight
+    norms = (FusedLayerNorm(2), MixedFusedLayerNorm(2), layers.MixedFusedLayerNorm(2), FastLayerNorm(2))
+    model = nn.Sequential(embedding, *norms, head)
+    decaying, others = common._get_params_for_weight_decay_optimization([model])
+    assert decaying["params"] == [embedding.weight]
+    expected = [param for norm in norms for param in norm.parameters()] + [head.bias]
+    assert list(map(id, others["params"])) == list(map(id, expected))
+    decaying, others = common._get_params_for_weight_decay_optimization(model, no_weight_decay_modules=())
+    assert (len(decaying["params"]), len(others["params"])) == (5, 5)
 
 
 def test_timers(capsys: pytest.CaptureFixture[str]) -> None:

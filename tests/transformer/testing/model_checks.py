@@ -120,6 +120,34 @@ def gradients_in_main_grad(rank: int) -> None:
         torch.testing.assert_close(found[1][name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def ignored_labels_do_not_count_in_the_mean(rank: int) -> None:
+    inputs, labels = words_of(2)
+    labels[0, 5:] = -100
+    for layout, options in ((Layout(), {}), (Layout(), {"gradient_accumulation_fusion": True}), (Layout(2), {})):
+        with groups(layout):
+            model = gpt(config=config_of(2, params_dtype=torch.float64, **options))
+            losses = model(inputs, labels=labels)
+            expected = losses[labels != -100].mean()
+            torch.testing.assert_close(model(inputs, labels=labels, reduction="mean"), expected)
+
+
+def unusual_inputs(rank: int) -> None:
+    """Empty batches work; a mask of kept words, which would be added to the scores, is refused."""
+    inputs, _ = words_of(2)
+    for options in ({}, {"attention": "sdpa"}):
+        with groups(Layout()):
+            model = gpt(config=config_of(2, **options))
+            for mask in (torch.ones(1, LENGTH), torch.ones(1, LENGTH, dtype=torch.bool)):
+                with pytest.raises(ValueError, match=r"attention_mask has shape \[1, 16\], expected \[1 or batch, 1"):
+                    model(inputs[:1], attention_mask=mask)
+            with pytest.raises(ValueError, match=r"input_ids has shape \[16\], expected \[batch, words\]"):
+                model(inputs[0])
+            for empty in (inputs[:0], inputs[:, :0]):
+                losses = model(empty, labels=empty)
+                losses.sum().backward()
+                assert losses.shape == empty.shape
+
+
 def two_copies_of_the_embedding_are_one(rank: int) -> None:
     """Layouts are compared with two copies of the shared weight, as in pipelines; this compares two copies with one."""
     copies = reference(4, params_dtype=torch.float64)
@@ -429,6 +457,8 @@ CHECKS = {
         every_option_of_one_stage,
         masks_and_dropout,
         gradients_in_main_grad,
+        ignored_labels_do_not_count_in_the_mean,
+        unusual_inputs,
         two_copies_of_the_embedding_are_one,
         bert_equals_one_process,
         gpt_of_the_command_line,

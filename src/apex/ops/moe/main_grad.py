@@ -31,11 +31,13 @@ def moe_experts_main_grad(
     """Return `moe_experts`; the backward pass adds to `gate_up.main_grad` and `down.main_grad` and sets no `grad`.
 
     Sums are added in float32 before they are rounded to the dtype of `main_grad`. The `main_grad` of an expert without
-    rows does not change. `wanted(input, *parameters)` says which gradients to compute in the current part of a split
-    backward pass, as `apex.transformer.tensor_parallel.backward_part.wanted` does.
+    rows does not change, and frozen matrices need none. `wanted(input, *parameters)` says which gradients to compute in
+    the current part of a split backward pass, as `apex.transformer.tensor_parallel.backward_part.wanted` does.
     """
     for name, parameter in (("gate_up", gate_up), ("down", down)):
         main_grad = getattr(parameter, "main_grad", None)
+        if not parameter.requires_grad:
+            continue
         if not isinstance(main_grad, Tensor) or main_grad.shape != parameter.shape or not main_grad.is_contiguous():
             raise RuntimeError(
                 f"{name} needs a contiguous main_grad of its own shape: allocate it, for example "

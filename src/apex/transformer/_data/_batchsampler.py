@@ -112,12 +112,16 @@ class MegatronPretrainingRandomSampler(_Base):
 
     def __iter__(self) -> Iterator[list[int]]:
         usable = self.total_samples - self.last_batch_size
-        if not usable:
+        if usable < self.local_minibatch_times_data_parallel_size:
             raise ValueError(
-                f"{self.total_samples} samples are fewer than a global batch of "
+                f"{usable or self.total_samples} samples are fewer than a global batch of "
                 f"{self.local_minibatch_times_data_parallel_size}"
             )
         epoch, used = divmod(self.consumed_samples, usable)
+        if usable - used < self.local_minibatch_times_data_parallel_size:
+            # The batch size has changed, and the rest of the epoch is less than a batch: it would never be consumed.
+            epoch, used = epoch + 1, 0
+            self.consumed_samples = epoch * usable
         samples_per_rank = usable // self.data_parallel_size
         first = self.data_parallel_rank * samples_per_rank
         generator = torch.Generator(HOST).manual_seed(epoch)

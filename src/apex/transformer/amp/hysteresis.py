@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._arguments import Count, checked
+from ...amp._checks import checked_scale
 from ...logging import get_dist_logger
 from .grad_scaler import GradScaler
 
@@ -33,7 +34,8 @@ class HysteresisScaler(GradScaler):
     ) -> None:
         if not 0 < min_scale <= max_scale:
             raise ValueError(f"min_scale={min_scale} must be positive and at most max_scale={max_scale}")
-        super().__init__(min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval)
+        checked_scale("init_scale", init_scale)
+        super().__init__(min(max(init_scale, min_scale), max_scale), growth_factor, backoff_factor, growth_interval)
         self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
         self.verbose = verbose
         self._first_overflows = 0
@@ -67,6 +69,6 @@ class HysteresisScaler(GradScaler):
     @checked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         state_dict = dict(state_dict)
-        self._first_overflows = int(state_dict.pop("overflows", 0))
-        self._overflows = None
-        super().load_state_dict(state_dict)
+        overflows = int(state_dict.pop("overflows", 0))
+        super().load_state_dict(state_dict)  # may refuse it
+        self._first_overflows, self._overflows = overflows, None

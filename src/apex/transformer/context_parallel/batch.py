@@ -19,8 +19,9 @@ def get_batch_on_this_cp_rank(
 ) -> dict[str, Any]:
     """Return this rank's part of each tensor of a batch: a part of dimension 1, or 2 for "attention_mask".
 
-    Values other than tensors, and tensors with a single dimension, are returned as they are. Broadcast the batch over
-    tensor-parallel ranks before. `is_hybrid_cp` must be False.
+    A mask [batch, sequence], of words that are no padding, is cut in dimension 1. Values other than tensors, and
+    tensors with a single dimension, are returned as they are. Broadcast the batch over tensor-parallel ranks before.
+    `is_hybrid_cp` must be False.
     """
     if is_hybrid_cp:
         raise NotImplementedError("is_hybrid_cp=True, sequences that are cut for some ranks only, is not supported")
@@ -28,7 +29,7 @@ def get_batch_on_this_cp_rank(
     if ranks == 1:
         return dict(batch)
     return {
-        name: own_chunks(value, 2 if name == "attention_mask" else 1, ranks, rank)
+        name: own_chunks(value, 2 if name == "attention_mask" and value.dim() > 2 else 1, ranks, rank)
         if isinstance(value, Tensor) and value.dim() > 1
         else value
         for name, value in batch.items()

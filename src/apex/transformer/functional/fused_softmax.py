@@ -103,9 +103,10 @@ class FusedScaleMaskSoftmax(nn.Module):
     """Softmax of attention scores: fused for half-precision scores, otherwise PyTorch operators with `mask_func`.
 
     `input_in_fp16` / `input_in_bf16` declare that the scores have this half precision. `attn_mask_type` is padding (the
-    mask given to `forward`) or causal. `scaled_masked_softmax_fusion` allows the fused form. The unfused form masks
-    scores with `mask_func(scores, mask)` and computes in float32 if `softmax_in_fp32`. `scale` is a factor of the
-    scores, or None.
+    mask given to `forward`) or causal. In the causal case the fused form ignores a mask, and the unfused form applies
+    it alone, as upstream's do: give a mask that hides later keys and no others, or None. `scaled_masked_softmax_fusion`
+    allows the fused form. The unfused form masks scores with `mask_func(scores, mask)` and computes in float32 if
+    `softmax_in_fp32`. `scale` is a factor of the scores, or None.
     """
 
     fused_softmax_func: Callable[[Tensor, Tensor | None, float], Tensor]

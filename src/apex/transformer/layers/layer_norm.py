@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..._arguments import checked
 from ...contrib.layer_norm import FastLayerNorm as OrigFastLayerNorm
 from ...normalization import FusedLayerNorm as OrigFusedLayerNorm
 from ...normalization import MixedFusedLayerNorm as OrigMixedFusedLayerNorm
+from .._marks import MarkedModule
 
 
-class _SequenceParallel(torch.nn.Module):
+class _SequenceParallel(MarkedModule):
     """A mixin that sets `sequence_parallel_enabled` on a norm and its parameters."""
 
     def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:

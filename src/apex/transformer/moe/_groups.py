@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -46,6 +47,19 @@ class ExpertGroups:
             parallel_state.get_tensor_and_context_parallel_group(),
             parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroups:
+        """Return this object: copies of a layer communicate in the same groups."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle the groups of `parallel_state` by name; a process that loads them takes its own."""
+        if self != ExpertGroups.of():
+            raise pickle.PicklingError(
+                "a layer with experts has process groups of its own (pg_collection), which cannot be pickled: save its "
+                "state_dict()"
+            )
+        return ExpertGroups.of, ()
 
 
 def size_of(group: Any) -> int:

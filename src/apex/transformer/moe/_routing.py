@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._distributed import exchange
+from ...ops._checks import check_floats
 from ...ops._library import compute_dtype
 from .. import parallel_state
 
@@ -26,6 +27,16 @@ def group_limited_topk(
 
     A group's score is the sum of its best topk / group_topk scores.
     """
+    if (
+        num_experts % num_groups
+        or not 1 <= group_topk <= num_groups
+        or topk % group_topk  # a group's score would leave out some of the experts, or be zero
+        or topk > group_topk * (num_experts // num_groups)
+    ):
+        raise ValueError(
+            f"num_groups={num_groups} must divide {num_experts} experts, and group_topk={group_topk} groups must "
+            f"divide topk={topk} and hold as many experts"
+        )
     grouped = scores.view(num_tokens, num_groups, num_experts // num_groups)
     group_scores = grouped.topk(topk // group_topk, -1).values.sum(-1)
     used = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, group_scores.topk(group_topk, -1).indices, True)
@@ -79,10 +90,15 @@ def dense(index: Tensor, weight: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def sparse(routing_map: Tensor, probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Return indices and weights [T, K] of `dense`'s results; a token with fewer experts has the index E."""
+    """Return indices and weights [T, K] of `dense`'s results; a token with fewer experts has the index E.
+
+    A map that is padded to capacity may give a token more than K experts; then those of weight zero are left out.
+    """
     experts = routing_map.shape[1]
     numbers = torch.arange(experts, dtype=torch.int64, device=routing_map.device)
-    index = numbers.where(routing_map, experts).sort(-1).values[:, :topk]
+    weighted_first = numbers + experts * (probs == 0)
+    order = weighted_first.where(routing_map, 2 * experts).sort(-1).values[:, :topk]
+    index = (order % experts).where(order < 2 * experts, experts)
     return index, torch.nn.functional.pad(probs, (0, 1)).gather(1, index)
 
 
@@ -103,8 +119,11 @@ def topk_routing_with_score_function(
     over all experts. With "sigmoid" experts are chosen by sigmoid + `expert_bias` and weighted by sigmoids that are
     divided by their sum. There is one implementation, for either value of `fused`.
     """
-    if logits.dim() != 2:
-        raise ValueError(f"logits must be [tokens, experts], got {list(logits.shape)}")
+    check_floats(logits=logits)
+    if logits.dim() != 2 or not 1 <= topk <= logits.shape[1]:
+        raise ValueError(
+            f"logits must be [tokens, experts] with at least topk={topk} experts, got {list(logits.shape)}"
+        )
     settings = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
     weight, index = choose(logits, topk, *settings)
     probs, routing_map = dense(index, weight, logits.shape[1])
@@ -141,6 +160,8 @@ def apply_router_token_dropping(
     Each expert keeps its most probable tokens ("probs") or its first ones ("position"). With `pad_to_capacity` the map
     gives each expert exactly its capacity, if there are as many tokens, with tokens of weight zero.
     """
+    if not 0 < capacity_factor < math.inf:
+        raise ValueError(f"capacity_factor must be positive and finite, got {capacity_factor}")
     tokens, experts = routing_map.shape
     capacity = min(get_capacity(tokens * router_topk, experts, capacity_factor), tokens)
     if drop_policy == "probs":

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..._arguments import checked
 from ...ops._host import HOST
 from ...ops.moe import moe_experts, moe_experts_main_grad
+from .._marks import MarkedModule
 from ..tensor_parallel import backward_part
 from ..tensor_parallel.layers import set_tensor_model_parallel_attributes
 from ._groups import ExpertGroups, rank_in, size_of
@@ -22,7 +23,7 @@ def expert_width(config: Any) -> int:
     return config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
 
 
-class GroupedMLP(nn.Module):
+class GroupedMLP(MarkedModule):
     """Gated experts, down @ (silu(gate) * value), as two stacks of matrices.
 
     `weight1` is [E, 2F, H], rows of gates before rows of values, `weight2` [E, H, F], as in Hugging Face's models. With

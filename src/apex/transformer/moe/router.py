@@ -13,6 +13,7 @@ from ..._arguments import checked
 from ..._distributed import exchange
 from ...ops._host import HOST
 from ...ops._library import autocast_off
+from .._marks import MarkedModule
 from ..tensor_parallel.random import get_cuda_rng_tracker
 from ._groups import ExpertGroups, size_of
 from ._losses import MoEAuxLossAutoScaler, switch_load_balancing_loss_func, z_loss_func
@@ -41,7 +42,7 @@ class _CountInBackward(torch.autograd.Function):
         return gradient, None, None
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(MarkedModule):
     """A linear layer whose largest outputs choose `moe_router_topk` experts for each token.
 
     Options of `config`, all named moe_router_... unless said:

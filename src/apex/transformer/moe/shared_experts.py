@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from ..._arguments import checked
 from ...fused_bias_swiglu import fused_bias_swiglu
 from ...ops._host import HOST
+from .._marks import MarkedModule
 from ..tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from ._groups import ExpertGroups, size_of
 from .options import SHARED, seeded
 
 
-class SharedExpertMLP(nn.Module):
+class SharedExpertMLP(MarkedModule):
     """A gated MLP of width `moe_shared_expert_intermediate_size` that is split like other layers, without biases.
 
     With `moe_shared_expert_gate`, or `gate`, its output is multiplied by a sigmoid of the token.

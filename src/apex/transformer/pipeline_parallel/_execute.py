@@ -30,7 +30,7 @@ from ._messages import Link, TensorSpec, Transfer, read_announcement, spec_of
 from ._schedule import Action, ActionKind, schedule
 from ._split_backward import backward_input
 from ._steps import Batch, FwdStepFunc, backward_step, forward_step, free_output_tensor
-from .utils import get_kth_microbatch, get_model_type, get_num_microbatches
+from .utils import get_kth_microbatch, get_model_type, get_num_microbatches, unwrap_model
 
 Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 
@@ -38,7 +38,7 @@ Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 class StepOptions(TypedDict, total=False):
     """Keyword options of the functions in `schedules`.
 
-    Each function documents the options that it uses and ignores the others.
+    Each function documents the options that it uses and ignores the others. Other names raise a TypeError.
 
     - `tensor_shape`: shape of a microbatch between stages; if it is given, sender and receiver check it. For an
       encoder-decoder it is the encoder's shape, and `decoder_sequence_length` gives the decoder's length. With
@@ -80,6 +80,12 @@ class PassSettings:
     """
 
     def __init__(self, forward_only: bool, options: StepOptions, shapes: Shapes | None = None) -> None:
+        unknown = sorted(options.keys() - StepOptions.__annotations__.keys())
+        if unknown:
+            raise TypeError(
+                f"got unexpected keyword arguments {', '.join(unknown)}; a step takes "
+                f"{', '.join(sorted(StepOptions.__annotations__))}"
+            )
         self.forward_only = forward_only
         self.dtype = options.get("dtype")
         self.grad_scaler = options.get("grad_scaler")
@@ -88,6 +94,21 @@ class PassSettings:
         self.shapes = shapes
         self.partial_checkpoints: int | None = None
         self.param_sync: Callable[[list[Tensor]], Any] | None = None
+
+
+def _check_step(microbatches: int, model: Sequence[nn.Module]) -> None:
+    """Raise an error if there is nothing to run, or if a chunk cannot be given its input."""
+    if microbatches < 1:
+        raise ValueError(
+            "the number of microbatches is 0: the global batch size is below the microbatch size times the "
+            "data-parallel size (see rampup_batch_size)"
+        )
+    for chunk in map(unwrap_model, model):
+        if not hasattr(chunk, "set_input_tensor"):
+            raise TypeError(
+                f"model must have a method set_input_tensor(tensors), which gets the list of a stage's inputs, [None] "
+                f"in the first stage; {type(chunk).__name__} has none"
+            )
 
 
 class Step:
@@ -103,6 +124,7 @@ class Step:
         sync: PipelineGradientSync,
     ) -> None:
         self.microbatches, ranks, self.rank = get_num_microbatches(), 1, 0
+        _check_step(self.microbatches, model)
         self.link: Link | None = None
         if name != "no_pipelining":
             ranks = parallel_state.get_pipeline_model_parallel_world_size()

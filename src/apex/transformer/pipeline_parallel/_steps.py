@@ -45,8 +45,13 @@ def _loss_of(results: tuple[Any, ...]) -> tuple[Any, Any]:
     Gradients become means over data-parallel and context-parallel ranks. If context-parallel ranks have different
     numbers of tokens, their sums are divided by the mean number.
     """
+    if not isinstance(results, tuple | list) or len(results) not in (2, 3):
+        raise TypeError(
+            "the loss function must return (mean loss, value to report), or (sum of losses, number of tokens, value to "
+            f"report), got {results!r:.80}"
+        )
     if len(results) == 2:
-        return results
+        return results[0], results[1]
     total, tokens, reduced = results
     ranks, _ = size_and_rank(None)
     wide = torch.float64 if total.dtype == torch.float64 else torch.float32

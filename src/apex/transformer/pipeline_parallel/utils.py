@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..._arguments import HasGroups, Index, checked
 from ..._distributed import collectives
 from ..._distributed.experts import is_expert
+from ...ops._library import compute_dtype
 from ...parallel import DistributedDataParallel as ApexDistributedDataParallel
 from .. import parallel_state
 from .._groups.device import parameter_device
@@ -133,8 +134,8 @@ def param_is_not_shared(param: Tensor) -> bool:
 def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float:
     """Return the L2 norm of all parameters of the model, over all processes that hold parts of it.
 
-    The norm is computed in float32 for either value of `bf16`. A parameter that several stages hold counts once, in the
-    first stage, and each expert (`allreduce = False`) counts once.
+    Each parameter's norm is computed in float32, or in float64 for float64, for either value of `bf16`. A parameter
+    that several stages hold counts once, in the first stage, and each expert (`allreduce = False`) counts once.
     """
     params = [
         param
@@ -149,10 +150,10 @@ def calc_params_l2_norm(model: nn.Module | list[nn.Module], bf16: bool) -> float
         (False, parallel_state.get_model_parallel_group()),
         (True, parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
     ):
-        square = torch.zeros(1, dtype=torch.float32, device=device)
+        square = torch.zeros(1, dtype=torch.float64, device=device)  # on all ranks, whatever their parameters are
         for param in params:
             if is_expert(param) == experts:
-                square += torch.linalg.vector_norm(param.detach(), dtype=torch.float32).square()
+                square += torch.linalg.vector_norm(param.detach(), dtype=compute_dtype(param)).square()
         collectives.all_reduce(square, group, "the norm of all parameters").wait()
         total += square.item()
     return total**0.5

@@ -17,7 +17,7 @@ from ..parallel_state import (
 )
 
 # Target of rows without a loss, as in `torch.nn.functional.cross_entropy`.
-_IGNORED = -100
+IGNORED_TARGET = -100
 
 
 @checked
@@ -25,7 +25,8 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
     """Return the loss of each row of logits [..., classes / ranks], in the shape of `target`.
 
     The loss is float32, or float64 for float64 logits. With smoothing a wrong class has the probability label_smoothing
-    / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient.
+    / (classes - 1), over all ranks' classes. Rows whose target is -100 have no loss and no gradient. Rows with another
+    target that is no class have the loss NaN.
     """
     check_floats(vocab_parallel_logits=vocab_parallel_logits)
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -46,7 +47,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, 
         return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, uniform)
     rows, labels = vocab_parallel_logits.reshape(-1, classes), target.reshape(-1)
     check_logits(rows, labels, uniform)
-    return XENTROPY(rows, labels, uniform, _IGNORED).view(target.shape)
+    return XENTROPY(rows, labels, uniform, IGNORED_TARGET).view(target.shape)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -79,10 +80,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if uniform:
             mean = statistics[:, 3].sum(0) / (size * statistics.shape[0])
             loss = (1 - uniform) * loss + uniform * (log_sum - mean)
-        ignored = target == _IGNORED
+        ignored = target == IGNORED_TARGET
         ctx.save_for_backward(logits, log_sum, local_target, not_local, ignored)
         ctx.uniform, ctx.classes = uniform, size * statistics.shape[0]
-        return loss.masked_fill(ignored, 0.0)
+        invalid = (target < 0) | (target >= ctx.classes)  # otherwise the logit of such a target would count as 0
+        return loss.masked_fill(invalid, torch.nan).masked_fill(ignored, 0.0)
 
     @staticmethod
     @once_differentiable

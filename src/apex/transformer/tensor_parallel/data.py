@@ -23,13 +23,15 @@ _MAX_DIMENSIONS = 15
 def broadcast_data(keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype) -> dict[str, Tensor]:
     """Return the first rank's tensors under `keys`, all of type `datatype`, on every rank's device.
 
-    The other ranks may pass None. Other keys are ignored.
+    The other ranks may pass None. Other keys are ignored. Results have no gradients.
     """
+    if not keys:
+        return {}
     sizes, numel, total = _build_key_size_numel_dictionaries(keys, data, datatype)
     flat = torch.empty(total, dtype=datatype, device=parameter_device())
     if get_tensor_model_parallel_rank() == 0:
         assert data is not None
-        torch.cat([data[key].contiguous().view(-1).to(flat.device) for key in keys], out=flat)
+        torch.cat([data[key].detach().contiguous().view(-1).to(flat.device) for key in keys], out=flat)
     _broadcast(flat)
     parts = flat.split([numel[key] for key in keys])
     return {key: part.view(sizes[key]) for key, part in zip(keys, parts, strict=True)}

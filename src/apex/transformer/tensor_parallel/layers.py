@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import init
 from torch.nn.parameter import Parameter
 from typing_extensions import Unpack
@@ -21,6 +21,7 @@ from ...ops._host import HOST
 from ...ops._library import autocast_off, once_differentiable
 from ...ops.dense.parts import wgrad_gemm_accum
 from .._groups.device import parameter_device
+from .._marks import MarkedModule
 from ..parallel_state import (
     get_expert_tensor_parallel_rank,
     get_tensor_model_parallel_group,
@@ -117,7 +118,7 @@ def _initialize_affine_weight_cpu(
     return master if return_master_weight else None
 
 
-class _SplitWeight(nn.Module):
+class _SplitWeight(MarkedModule):
     """A layer with a weight [rows, columns] that is split over the ranks along one dimension."""
 
     def _make_weight(
@@ -190,7 +191,9 @@ class VocabParallelEmbedding(_SplitWeight):
         if self.tensor_model_parallel_size == 1:
             return F.embedding(input_, self.weight)
         not_local = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(not_local, 0), self.weight)
+        # Indices outside of the whole vocabulary are kept: PyTorch refuses them, instead of all ranks adding zeros.
+        of_others = not_local & (input_ >= 0) & (input_ < self.num_embeddings)
+        embedded = F.embedding((input_ - self.vocab_start_index).masked_fill(of_others, 0), self.weight)
         # Each word is in one rank's part and zero in the others, so the sum is its embedding.
         return reduce_from_tensor_model_parallel_region(embedded.masked_fill(not_local.unsqueeze(-1), 0.0))
 

@@ -61,13 +61,13 @@ class MemoryBuffer:
 
     @checked
     def add(self, tensor: Tensor) -> Tensor:
-        """Return a copy of `tensor` in this buffer."""
+        """Return a copy of `tensor`, without its gradients, in this buffer."""
         assert tensor.dtype == self.dtype, f"memory buffer {self.name} has {self.dtype}, the tensor {tensor.dtype}"
         count, left = tensor.numel(), self.numel - self._start
         assert count <= left, f"memory buffer {self.name} has {left} elements left, not {count}"
         end = self._start + count
         copy = self.data[self._start : end].view(tensor.shape)
-        copy.copy_(tensor)
+        copy.copy_(tensor.detach())  # the buffer, and all later copies, would belong to its autograd graph
         self._start = end
         return copy
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..._arguments import Count, checked
 from ...ops._host import HOST
@@ -184,6 +186,17 @@ class _RandomState:
         _tracker.seeds_ = set(self.seeds)
 
 
+def _check_outputs(outputs: Any) -> None:
+    """Raise a TypeError if `outputs` has tensors where autograd would not find them, so that they had no gradients."""
+    items = outputs if isinstance(outputs, tuple) else (outputs,)
+    for item in items:
+        if not isinstance(item, Tensor) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)):
+            raise TypeError(
+                f"a checkpointed function must return a tensor or a tuple of tensors; tensors in a "
+                f"{type(item).__name__} would have no gradients"
+            )
+
+
 class CheckpointFunction(torch.autograd.Function):
     """A function that saves only its inputs and runs again in the backward pass.
 
@@ -202,6 +215,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.shape = args[0].shape if distribute_saved_activations else None
         with torch.no_grad():
             outputs = run_function(*args)
+        _check_outputs(outputs)
         saved = list(args)
         if distribute_saved_activations:
             part = split_tensor_into_1d_equal_chunks(args[0].detach())
@@ -252,8 +266,15 @@ class CheckpointFunction(torch.autograd.Function):
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """Return `function(*args)`; the backward pass recomputes its activations with the same random numbers.
 
-    One of the arguments must require a gradient, as for PyTorch's reentrant checkpoints.
+    One of the arguments must require a gradient, as for PyTorch's reentrant checkpoints; otherwise the parameters in
+    `function` get none, and a warning says so. Tensors are returned alone or in a tuple.
     """
     if distribute_saved_activations and not (args and isinstance(args[0], Tensor)):
         raise TypeError("args[0] must be a tensor with distribute_saved_activations: it is what ranks divide")
+    if torch.is_grad_enabled() and not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        warnings.warn(
+            "no argument of a checkpointed function requires a gradient, so the parameters in it get none either: "
+            "call requires_grad_() on its input",
+            stacklevel=3,
+        )
     return CheckpointFunction.apply(function, distribute_saved_activations, *args)

@@ -52,6 +52,11 @@ class CoreAttention(nn.Module):
             if attention_mask is not None:
                 raise ValueError("attention_mask must be None with packed_seq_params or context parallelism")
             return self._split_or_packed(query, key, value, packed_seq_params).flatten(2)
+        if attention_mask is not None and attention_mask.dim() != 4:
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}, expected [1 or batch, 1, words, words], True "
+                "for hidden keys"
+            )
         key, value = (_repeated(tensor, query.shape[2]) for tensor in (key, value))
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         causal = self.causal and attention_mask is None
@@ -134,7 +139,7 @@ class ParallelAttention(nn.Module):
         mixed = self.query_key_value(x)[0]
         # Rows of the weight are ordered by head of keys, then its queries, key and value: ranks hold whole heads.
         size, shared = self.config.head_size, self.heads // self.key_heads
-        mixed = mixed.view(*mixed.shape[:2], self.key_heads, -1)
+        mixed = mixed.view(*mixed.shape[:2], self.key_heads, (shared + 2) * size)
         query, key, value = mixed.split((shared * size, size, size), -1)
         if shared > 1:
             query = query.reshape(*query.shape[:2], self.heads, size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._arguments import Count, check_fields
 from ...ops._host import HOST
 from .. import parallel_state
 from ..context_parallel.attention import COMMUNICATIONS
@@ -34,14 +35,14 @@ class TransformerConfig(MoEOptions):
     - `num_moe_experts`, `moe_*`: layers with experts in place of MLPs; see `apex.transformer.moe.MoEOptions`.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int
-    max_position_embeddings: int
-    ffn_hidden_size: int | None = None
-    kv_channels: int | None = None
-    num_query_groups: int | None = None
+    num_layers: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    vocab_size: Count
+    max_position_embeddings: Count
+    ffn_hidden_size: Count | None = None
+    kv_channels: Count | None = None
+    num_query_groups: Count | None = None
     position_embedding: str = "learned"
     activation: str = "gelu"
     attention: str = "softmax"
@@ -55,11 +56,12 @@ class TransformerConfig(MoEOptions):
     gradient_accumulation_fusion: bool = False
     recompute: str | None = None
     recompute_method: str = "uniform"
-    recompute_num_layers: int = 1
+    recompute_num_layers: Count = 1
     distribute_saved_activations: bool = False
     cp_comm_type: str = "p2p"
 
     def __post_init__(self) -> None:
+        check_fields(self, TransformerConfig)
         for name, accepted in (
             ("position_embedding", ("learned", "rope")),
             ("activation", ("gelu", "swiglu")),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...ops._host import HOST
 from .. import parallel_state
+from .._marks import MarkedModule
 from ..enums import AttnMaskType
 from ..tensor_parallel import vocab_parallel_cross_entropy
 from ..tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -30,7 +31,7 @@ def bert_extended_attention_mask(attention_mask: Tensor) -> Tensor:
     return (is_word[:, None, :, None] & is_word[:, None, None, :]).logical_not()
 
 
-class BertLMHead(nn.Module):
+class BertLMHead(MarkedModule):
     """The language-model head: a linear layer, GELU and a norm, then logits of all words with a bias."""
 
     def __init__(self, config: TransformerConfig) -> None:

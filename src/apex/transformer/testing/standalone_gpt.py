@@ -10,7 +10,7 @@ from ...contrib.xentropy import linear_cross_entropy
 from .. import parallel_state
 from ..enums import AttnMaskType
 from ..packed_seq_params import PackedSeqParams
-from ..tensor_parallel import vocab_parallel_cross_entropy
+from ..tensor_parallel.cross_entropy import IGNORED_TARGET, vocab_parallel_cross_entropy
 from .standalone_transformer_lm import LanguageModelStage, parallel_lm_logits
 
 
@@ -35,7 +35,8 @@ class GPTModel(LanguageModelStage):
 
         Without a mask attention is causal. `reduction="mean"` returns the mean loss; if one rank holds all words, the
         logits are then never materialised as a whole. With `packed_seq_params` the words [1, rows] are packed
-        documents: attention stays within each, and positions begin anew.
+        documents: attention stays within each, and positions begin anew. Labels of -100 have no loss, and the mean
+        leaves them out.
         """
         if reduction not in ("none", "mean"):
             raise ValueError(f'reduction must be "none" or "mean", got {reduction!r}')
@@ -64,7 +65,9 @@ class GPTModel(LanguageModelStage):
         if labels is None:
             return logits.transpose(0, 1).contiguous()
         losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1).contiguous())
-        return losses.mean() if reduction == "mean" else losses.transpose(0, 1).contiguous()
+        if reduction == "mean":
+            return losses.sum() / (labels != IGNORED_TARGET).sum()
+        return losses.transpose(0, 1).contiguous()
 
 
 def gpt_model_provider(

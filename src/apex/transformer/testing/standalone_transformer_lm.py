@@ -242,6 +242,8 @@ class Embedding(nn.Module):
 
         Without `position_ids`, positions count from 0 in each sequence; a context-parallel rank has two chunks of it.
         """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}, expected [batch, words]")
         types = 0 if self.tokentype_embeddings is None else self.tokentype_embeddings.num_embeddings
         if types and tokentype_ids is None:
             raise ValueError(

@@ -10,11 +10,12 @@ from torch import nn
 from ...._arguments import Count, checked
 from ...._distributed.experts import hide_experts_from_ddp
 from ...._distributed.groups import own_group
+from ....contrib.layer_norm import FastLayerNorm
+from ....normalization import FusedLayerNorm
 from ... import parallel_state
 from ..._groups.device import parameter_device
 from ...context_parallel._parts import size_and_rank
 from ...enums import ModelType
-from ...layers import FastLayerNorm, FusedLayerNorm, MixedFusedLayerNorm
 from ...log_util import get_transformer_logger
 from ...tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from .._schedule import Placement
@@ -134,14 +135,20 @@ def _report_parameters(model: list[nn.Module], pipeline: int) -> None:
 def _get_params_for_weight_decay_optimization(
     model: Model, *, no_weight_decay_modules: Sequence[type] | None = None
 ) -> list[dict[str, Any]]:
-    """Return two optimizer groups: parameters with weight decay, and biases and layer norms without it."""
-    without = tuple(no_weight_decay_modules or (FusedLayerNorm, MixedFusedLayerNorm, FastLayerNorm, nn.LayerNorm))
+    """Return two optimizer groups: parameters with weight decay, and biases and layer norms without it.
+
+    A parameter that several modules share is in the group of the first.
+    """
+    layer_norms = (FusedLayerNorm, FastLayerNorm, nn.LayerNorm)
+    without = layer_norms if no_weight_decay_modules is None else tuple(no_weight_decay_modules)
+    seen: set[nn.Parameter] = set()
     decaying: dict[str, Any] = {"params": []}
     others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for chunk in listify_model(model):
         for module in chunk.modules():
             for name, param in module._parameters.items():
-                if param is not None:
+                if param is not None and param not in seen:
+                    seen.add(param)
                     group = others if isinstance(module, without) or name == "bias" else decaying
                     group["params"].append(param)
     return [decaying, others]
