@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypedDict
@@ -38,7 +39,7 @@ Shapes = Callable[[int], "list[tuple[int, ...]] | None"]
 class StepOptions(TypedDict, total=False):
     """Keyword options of the functions in `schedules`.
 
-    Each function documents the options that it uses and ignores the others. Other names raise a TypeError.
+    Each function documents the options that it uses and ignores the others. Other names are ignored with a warning.
 
     - `tensor_shape`: shape of a microbatch between stages; if it is given, sender and receiver check it. For an
       encoder-decoder it is the encoder's shape, and `decoder_sequence_length` gives the decoder's length. With
@@ -82,9 +83,10 @@ class PassSettings:
     def __init__(self, forward_only: bool, options: StepOptions, shapes: Shapes | None = None) -> None:
         unknown = sorted(options.keys() - StepOptions.__annotations__.keys())
         if unknown:
-            raise TypeError(
-                f"got unexpected keyword arguments {', '.join(unknown)}; a step takes "
-                f"{', '.join(sorted(StepOptions.__annotations__))}"
+            warnings.warn(  # upstream takes and ignores them, too
+                f"ignoring unknown keyword arguments {', '.join(unknown)}; a step takes "
+                f"{', '.join(sorted(StepOptions.__annotations__))}",
+                stacklevel=3,
             )
         self.forward_only = forward_only
         self.dtype = options.get("dtype")
