@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,6 +317,21 @@ def test_requests_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, options: d
     monkeypatch.setattr(command, "_gpu", lambda: DEVICE)
     with pytest.raises(ValueError, match=message):
         command.run_tune(**options)
+
+
+def test_requests_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "_gpu", lambda: DEVICE)
+    shapes, output = tmp_path / "shapes", tmp_path / "table"
+    for content, message in ((b"# none\n", "names no shapes"), (b"\x7fELF\xd0\x00", "is no text")):
+        shapes.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            command.run_tune(shapes=shapes, output=output)
+    monkeypatch.setattr(command, "record_shapes", lambda names, device: [(SimpleNamespace(op="norm.forward"), None)])
+    with pytest.raises(ValueError, match="--ops 'nrom' is in none of the ops that are asked for, "):
+        command.run_tune(ops="nrom", output=output)
+    result = CliRunner().invoke(app, ["tune", "--output", str(shapes / "table")])
+    assert result.exit_code == 2
+    assert str(shapes) in result.stderr.replace("\n", "")
 
 
 def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def tune(
     options = locals()
     from .tune.command import run_tune
 
-    with as_bad_parameter(ValueError):
+    with as_bad_parameter(ValueError, OSError):
         raise typer.Exit(run_tune(**options))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from apex.contrib.bottleneck import Bottleneck, HaloExchangerSendRecv, SpatialBottleneck
 from apex.contrib.bottleneck.bottleneck import BottleneckFunction, FrozenBatchNorm2d
+from apex.contrib.bottleneck.halo_exchangers import HaloPadder
 from apex.contrib.peer_memory import PeerHaloExchanger1d, PeerMemoryPool
 from apex.ops import _library
 from apex.ops.conv.bottleneck import bottleneck_reference
@@ -182,6 +183,11 @@ def test_arguments() -> None:
         Bottleneck(4, 3, 4, explicit_nhwc=True)(torch.zeros(1, 4, 2, 2))
     with pytest.raises(ValueError, match=r"shape \[3, 3\]; dimension 2 needs at least 3 \* half_halo = 3"):
         PeerHaloExchanger1d([0], 0, PeerMemoryPool(0, 0, [0]), 1)(torch.zeros(3, 3))
+    pad, images = HaloPadder(HaloExchangerSendRecv([0], 0)), torch.ones(1, 2, 4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="would not be sent back"):
+        pad(images, 1, False, True)
+    with torch.no_grad():
+        assert pad(images, 1, False, True).shape == (1, 2, 6, 4)
     exchanger = HaloExchangerSendRecv([0], 0)
     assert (exchanger.left_rank, exchanger.right_rank, exchanger.left_zero, exchanger.right_zero) == (
         -1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ def run_tune(
     """Tune the launches of a script, of a file of shapes, or of the examples of `apex build --list`.
 
     Return the exit status: 0, or 130 if the search was interrupted; entries found before are in the table. Raise a
-    ValueError for a request that cannot be met.
+    ValueError or an OSError for a request that cannot be met.
     """
     seconds, device = parse_budget(budget), _gpu()
     output = output or _env.tuned_launches()
@@ -44,6 +45,9 @@ def run_tune(
     for table in _tuned.read_tables(output):
         if table.problem is not None:
             raise ValueError(f"{output} {table.problem}; name another file with --output")
+    make_folder(output.parent)  # now, and not after a search of minutes
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise PermissionError(f"{str(output)!r} cannot be written; name another file with --output")
     if arguments and record is None:
         raise ValueError(f"{arguments[0]!r} is an argument of no script; name the script with --record")
     if record is not None and shapes is not None:
@@ -54,6 +58,9 @@ def run_tune(
         questions = record_shapes(list(known_ops()) if shapes is None else _lines(shapes), device)
     words = [word for word in ops.split(",") if word]
     chosen = [each for each in questions if not words or any(word in each[0].op for word in words)]
+    if not chosen:
+        asked = sorted({question.op for question, _ in questions})
+        raise ValueError(f"nothing to tune: --ops {ops!r} is in none of the ops that are asked for, {', '.join(asked)}")
     outcomes, interrupted = tune(chosen, device, seconds, output)
     report(outcomes, len(chosen), output)
     return 130 if interrupted else 0
@@ -83,8 +90,15 @@ def _gpu() -> torch.device:
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         raise ValueError(f"there is no file of shapes {str(path)!r}")
-    lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
-    return [line for line in lines if line]
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text: {error}") from error
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    named = [line for line in lines if line]
+    if not named:
+        raise ValueError(f"{str(path)!r} names no shapes; write OP:SHAPE:DTYPE on each line")
+    return named
 
 
 def record_shapes(names: Sequence[str], device: torch.device) -> list[tuple[Question, Any]]:

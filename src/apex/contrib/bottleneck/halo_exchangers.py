@@ -126,13 +126,21 @@ class HaloExchangerPeer(HaloExchanger):
 
 
 class HaloPadder:
-    """A callable that pads images with `half_halo` rows (or columns) of the neighbouring ranks; see `wait`."""
+    """A callable that pads images with `half_halo` rows (or columns) of the neighbouring ranks; see `wait`.
+
+    It is for autograd Functions, such as SpatialBottleneck's: autograd alone would not send the halos' gradients back.
+    """
 
     def __init__(self, halo_ex: HaloExchanger) -> None:
         self.halo_ex = halo_ex
 
     def __call__(self, y: Tensor, half_halo: int, explicit_nhwc: bool, H_split: bool) -> Tensor:
         """Return a padded copy of [N, C, H, W] or [N, H, W, C] in the same layout; it is complete after `wait`."""
+        if y.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "y requires a gradient, but halos' gradients would not be sent back to the neighbours: call HaloPadder "
+                "in a torch.autograd.Function that exchanges them, or use SpatialBottleneck"
+            )
         dim = 4 - (2 if H_split else 1) - (1 if explicit_nhwc else 0)
         if y.dim() != 4 or not 1 <= half_halo <= y.shape[dim]:
             raise ValueError(f"y has shape {list(y.shape)}; dimension {dim} cannot give half_halo={half_halo}")
