@@ -165,7 +165,7 @@ def test_questions_are_noted_and_answers_tried(table: Path) -> None:
 def test_a_launch_that_does_not_fit_names_the_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OutOfResources(300000, 232448, "shared memory")
 
     monkeypatch.setattr(_launch.PreparedLaunch, "_launch_plainly", fail)
