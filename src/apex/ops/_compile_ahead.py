@@ -84,11 +84,12 @@ def program(launch: Launch) -> tuple[Any, ...]:
 def program_key(launch: Launch) -> tuple[Any, ...]:
     """Return a key that is equal for two launches exactly if they need the same compiled program."""
     # Triton specialises on whether an integer is 1, is a multiple of 16, or needs more than 32 bits; on the last alone
-    # if the kernel says so.
-    parameters = launch.prepared.kernel.function.params[len(launch.tensors) :]
+    # if the kernel says so. Kernels of the interpreter have no parameters.
+    parameters = getattr(launch.prepared.kernel.function, "params", ())[len(launch.tensors) :]
+    general = [parameter.do_not_specialize for parameter in parameters] or [False] * len(launch.prepared.sizes)
     sizes = tuple(
-        (size >= 2**31,) if parameter.do_not_specialize else (size == 1, size % 16 == 0, size >= 2**31)
-        for size, parameter in zip(launch.prepared.sizes, parameters, strict=False)
+        (size >= 2**31,) if for_all else (size == 1, size % 16 == 0, size >= 2**31)
+        for size, for_all in zip(launch.prepared.sizes, general, strict=False)
     )
     # On AMD GPUs Triton addresses tensors of less than 2 GiB in another way.
     large = tuple(tensor is not None and tensor.untyped_storage().size() >= 2**31 for tensor in launch.tensors)
