@@ -15,10 +15,13 @@ import struct
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
+
+if TYPE_CHECKING:
+    from ._launch import DirectLaunch
 
 # Most kernels have at most 15 parameters besides constants. Each number of arguments is a function of its own.
 CAPACITIES = (20, 64)
@@ -26,8 +29,6 @@ _NO_SCRATCH = {"global_scratch_size": 0, "profile_scratch_size": 0}
 _NO_SCRATCH |= {"global_scratch_align": 1, "profile_scratch_align": 1}
 _HOOKS = (None, None, None)  # launch metadata, hooks before and after the launch
 _loading = threading.Lock()
-
-Launch = Callable[[int, "list[int]", "tuple[float, ...]"], None]
 
 
 @functools.cache
@@ -40,6 +41,7 @@ def _c_function(capacity: int) -> Callable[..., None]:
 
 @functools.cache
 def _formats(count: int) -> tuple[struct.Struct, struct.Struct]:
+    """Return the formats of `count` float32 numbers and of as many int32 numbers."""
     return struct.Struct(f"{count}f"), struct.Struct(f"{count}i")
 
 
@@ -69,7 +71,7 @@ class SharedLauncher:
         values = [_as_integer(arguments[index]) for index in self._kept]
         self._launch(x, y, z, stream, function, *self._attributes, packed_metadata, *hooks, *values, *self._zeros)
 
-    def bind(self, compiled: Any, grid: tuple[int, ...], tensors: int, sizes: tuple[int, ...]) -> Launch:
+    def bind(self, compiled: Any, grid: tuple[int, ...], tensors: int, sizes: tuple[int, ...]) -> DirectLaunch:
         """Return a function that launches `compiled` on a stream, with addresses of all tensors and with floats."""
         kept = [index for index in self._kept if index < tensors]
         # A slice of one element keeps `itemgetter` from returning the element itself.
