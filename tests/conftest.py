@@ -77,6 +77,14 @@ def _fresh_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _release_gpu_memory() -> Iterator[None]:
+    """Give a large cache of freed memory back after a test, since other test processes share the GPU."""
+    yield
+    if GPU and torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory holds NaN, so that an element nobody wrote or a read out of bounds shows."""

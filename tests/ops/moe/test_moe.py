@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from apex.ops import _library
+from apex.ops._device import DeviceFacts
 from apex.ops._examples import Call, Make
 from apex.ops.moe import examples, grouped, launches, moe_experts, moe_experts_main_grad, reference
 from apex.ops.moe.problem import problem_of
@@ -148,8 +149,7 @@ def test_pytorch_products_are_for_many_rows_on_hopper(monkeypatch: pytest.Monkey
             return 64
 
     x: Any = OnGPU()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(grouped, "_is_quick", grouped._is_quick.args[0])
+    monkeypatch.setattr(grouped, "facts", lambda device: DeviceFacts("H100", "cuda", 132, 32, 0, capability=(9, 0)))
     if grouped._grouped_mm is None:
         pytest.skip("this PyTorch has no grouped_mm")
     assert grouped.route(x, (), 16384, (8, 4096, 14336), True) == (True, True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import _device, _library
-from .._device import launch_rule
+from .._device import DeviceFacts, facts, launch_rule
 from . import config
 
 # Public since PyTorch 2.10, private from 2.8 on; absent before.
@@ -35,23 +35,24 @@ def route(x: Tensor, matrices: tuple[Tensor, ...], rows: int, sizes: tuple[int, 
 
     `plain` means that there is no bias, and that the unit is one of `ops.glu`: other calls need our products.
     """
-    if _library.requested != "auto" or _device.pretends() or not x.is_cuda:
+    if _library.requested != "auto" or _grouped_mm is None:
         return OURS
-    quick = _is_quick(*sizes, x.dtype, x.device) and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *matrices))
+    quick = _is_quick(*sizes, x.dtype, facts(x.device))
+    if not _device.pretends():  # tensors of a call that is only planned have no addresses
+        quick = quick and all(tensor.data_ptr() % 16 == 0 for tensor in (x, *matrices))
     return Route(quick, quick and plain and rows * sizes[1] * sizes[2] >= config.LARGE_PRODUCTS)
 
 
 @launch_rule
-def _is_quick(experts: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether `grouped_mm` is a single kernel here: elsewhere it is a loop that waits for the device.
+def _is_quick(experts: int, hidden: int, width: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Return whether `grouped_mm` is a single kernel on a GPU: elsewhere it is a loop that waits for the device.
 
     It needs strides that are multiples of 16 bytes, and less than 1024 experts.
     """
     return (
-        _grouped_mm is not None
-        and dtype == torch.bfloat16
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
+        dtype == torch.bfloat16
+        and device.backend == "cuda"
+        and device.capability == (9, 0)
         and hidden % 8 == 0
         and width % 8 == 0
         and experts < 1024
