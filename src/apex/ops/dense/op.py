@@ -64,7 +64,6 @@ def dense_gelu_dense(
     rows = input.numel() // max(1, features)
     # Without gradients kernels always run: there is no node, and fewer operators. Inductor fuses activations itself.
     takes_operators = needs_graph and not takes_node(rows, features, width)
-    takes_operators |= activation != "gelu" and torch.compiler.is_compiling()
     if takes_operators or not _library.runs_triton(FAMILY, input):
         return reference.dense_gelu_dense(input, weight1, bias1, weight2, bias2, activation)
     arguments: Any = (*_library.cast_for_autocast(input, weight1, bias1, weight2, bias2), activation)

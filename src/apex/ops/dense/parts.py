@@ -93,10 +93,10 @@ def gelu_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the gradients before gelu and of the bias, and gelu's output, so that it need not be saved.
 
-    May overwrite `dy`. `activation` is gelu or another activation of its kind; compiled code has gelu alone.
+    May overwrite `dy`. `activation` is gelu or another activation of its kind.
     """
     if torch.compiler.is_compiling():
-        dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, bias_grad)
+        dz, dbias, active = torch.ops.apex.gelu_backward(dy, input, activation, bias_grad)
         return dz, dbias if bias_grad else None, active
     return _gelu_backward(dy, input, bias_grad, in_place=True, activation=activation)
 
@@ -289,8 +289,8 @@ def _operator(dy, saved, activation, bias_grad):
     return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias
 
 
-def _gelu_operator(dy, input, bias_grad):
-    dz, dbias, active = _gelu_backward(dy, input, bias_grad)
+def _gelu_operator(dy, input, activation, bias_grad):
+    dz, dbias, active = _gelu_backward(dy, input, bias_grad, activation=activation)
     return dz.contiguous(), dy.new_empty(0) if dbias is None else dbias, active.contiguous()
 
 
@@ -309,9 +309,9 @@ _library.register_op(
     backward=_refuse_derivative,
 )
 _library.register_op(
-    "gelu_backward(Tensor dy, Tensor input, bool bias_grad) -> (Tensor, Tensor, Tensor)",
+    "gelu_backward(Tensor dy, Tensor input, str activation, bool bias_grad) -> (Tensor, Tensor, Tensor)",
     _gelu_operator,
-    lambda dy, input, bias_grad: (
+    lambda dy, input, activation, bias_grad: (
         dy.new_empty(dy.shape),
         dy.new_empty(dy.shape[1] if bias_grad else 0),
         input.new_empty(input.shape),
