@@ -52,9 +52,6 @@ class BackwardConfig(NamedTuple):
 MEASURED_BACKWARD: dict[tuple[int, bool], dict[str, Any]] = {
     (128, False): {"num_warps": 4, "num_stages": 4},  # 65536 rows in 23.0, else 24.0
     (256, True): {"num_warps": 2},  # 65536 rows in 37.4, else 39.8
-    (768, True): {"num_stages": 4},  # 32768 rows in 50.3, else 52.6
-    (2560, True): {"num_stages": 5},  # 8192 rows in 46.5, else 50.0
-    (5120, True): {"num_stages": 4},  # 8192 rows in 84.3, else 87.5
     (5120, False): {"num_warps": 16, "num_stages": 5},  # 4096 rows in 42.4, else 47.7
 }
 
@@ -143,6 +140,10 @@ def backward_config(
             num_stages=1 + max(0, ahead),
         )
         if element_size == 2 and device.backend == "cuda" and device.shared_memory >= 160 * 1024:
+            # Layer norm bfloat16 13104x2560 in 60.0 (two tiles ahead: 64.7), 10912x3072 in 53.8 (60.9), 5456x6144 in
+            # 55.4 (61.8), 43680x768 in 55.4 (59.8); but 32768x1024 in 56.2 (53.4), 29120x1152 in 71.4 (67.7).
+            if bias_grad and not narrow and row_length < block and block in (1024, 4096, 8192):
+                config = config._replace(num_stages=4)
             return config._replace(**MEASURED_BACKWARD.get((row_length, bias_grad), {}))
         return config
     if row_length <= BACKWARD_WIDE_LIMIT and vector >= 16:
@@ -188,8 +189,15 @@ def backward_config(
 
 
 def unmasked(config: ForwardConfig | BackwardConfig, rows: int, row_length: int) -> bool:
-    """Return whether a kernel for whole rows is compiled without masks, since its tiles cover the tensor exactly."""
-    return row_length == config.block and rows % config.rows_per_program == 0
+    """Return whether a kernel for whole rows is compiled without masks: its tiles cover the tensor, and masks cost time.
+
+    Elsewhere one program serves rows of all lengths up to its block, since compiling another one takes 0.3 s. Layer
+    norm bfloat16, without and with masks: backward 131072x256 in 58.5 and 84.5, 262144x128 in 63.0 and 68.5, from
+    65536x512 to 4096x8192 within 1%; forward 4096x8192 in 37.3 and 40.0, 2048x16384 in 39.6 and 41.3, from 262144x128
+    to 8192x4096 within 1%.
+    """
+    costs = config.block >= 8192 if isinstance(config, ForwardConfig) else config.block <= 256
+    return costs and row_length == config.block and rows % config.rows_per_program == 0
 
 
 def folds(config: BackwardConfig, row_length: int, element_size: int, device: DeviceFacts) -> bool:
