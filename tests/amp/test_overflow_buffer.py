@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex.amp._overflow_buffer import MagnitudeBuffer
-from apex.ops import _library, float8
+from apex.ops import _launch, _library, float8
 from tests.support.harness import routes
 
 
@@ -45,3 +45,35 @@ def test_each_number_is_that_of_its_tensor_in_every_step(route, monkeypatch):
             found = torch.tensor(values_of(buffer), dtype=torch.float64)
             wanted = torch.tensor(order[: len(step)], dtype=torch.float64)
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tensors_of_known_sizes_are_launched_directly(monkeypatch):
+    """Tensors at odd addresses, on another device than the current one, or in parts go through the usual launch."""
+    device = 2
+    usual: list[int] = []
+    direct: list[tuple] = []
+
+    def launch_first(self, key, tensors, floats):
+        usual.append(tensors[0].data_ptr())
+        if isinstance(key[0], int):  # else for odd addresses
+            self._compiled[key] = (lambda *arguments: direct.append(arguments), 0)
+
+    monkeypatch.setattr(_launch.PreparedLaunch, "_launch_first", launch_first)
+    monkeypatch.setattr("apex.amp._overflow_buffer.current_device", lambda: device)
+    monkeypatch.setattr("apex.amp._overflow_buffer.current_stream", lambda index: 5 + index)
+    monkeypatch.setattr(_launch, "current_device", lambda: -1)
+    monkeypatch.setattr(_launch, "current_stream", lambda index: 7)
+    memory = torch.ones(16, 17)
+    first, odd, columns = memory.flatten()[:256], memory.flatten()[1:257], memory[:, :16].t()[:]
+    with _library.implementation("triton"):
+        buffer = MagnitudeBuffer(0, torch.device("cpu"))
+        assert buffer.measure(first) == (0, 0)
+        assert buffer.measure(first) == (0, 1)
+        row = buffer._rows[1][1].data_ptr()
+        assert (usual, direct) == ([first.data_ptr()], [(7, [first.data_ptr(), row], ())])
+        device = -1
+        direct.clear()
+        for tensor in (odd, columns, first):
+            assert buffer.measure(tensor) is not None
+    assert usual == [first.data_ptr(), odd.data_ptr()]
+    assert direct == [(4, (first.data_ptr(), buffer._rows[4][1].data_ptr()), ())]

@@ -12,7 +12,7 @@ import math
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,34 +99,23 @@ class _Hook:
 
 
 class _ForwardHook(_Hook):
-    """The hook after the forward pass of one module.
+    """The hook after the forward pass of one module; `calls` counts the calls of a step."""
 
-    `step` is the number of the step of the last call, and `calls` counts the calls of that step.
-    """
-
-    __slots__ = ("calls", "layer", "name", "step")
+    __slots__ = ("calls", "layer", "name")
 
     def __init__(self, trace: OverflowTrace, name: str, layer: str) -> None:
-        self.trace, self.name, self.layer, self.step, self.calls = trace, name, layer, -1, 0
+        self.trace, self.name, self.layer, self.calls = trace, name, layer, 0
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Record the inputs and outputs of a module, and have the gradients of its outputs recorded."""
         trace = self.trace
         if not trace._records(module):
             return
-        if self.step != trace._step:
-            self.step, self.calls = trace._step, 0
         self.calls += 1
         outputs = (output,) if isinstance(output, Tensor) else _tensors((output,))
         input_slots: tuple[_Slot, ...] = ()
         for tensor in _tensors((*args, *kwargs.values()) if kwargs else args):
-            slot = trace._known_slot(tensor)
-            if slot is None:
-                for result in outputs:
-                    if tensor is result:  # overwritten
-                        slot = trace._known_slot(tensor, any_version=True)
-                if slot is None:
-                    slot = trace._new_slot(tensor)
+            slot = trace._known_slot(tensor, outputs) or trace._new_slot(tensor)
             if slot is not None:
                 input_slots += (slot,)
         for tensor in outputs:
@@ -142,13 +131,22 @@ class _ForwardHook(_Hook):
             if node is not None and tensor._backward_hooks is None:
                 hooks: OrderedDict[int, Any] = OrderedDict()
                 # Handles have other numbers.
-                hooks[-1] = functools.partial(trace._after_backward, self, self.calls, input_slots)
+                hooks[-1] = functools.partial(_after_backward, self, self.calls, input_slots)
                 tensor._backward_hooks = hooks
                 node._register_hook_dict(tensor)
             elif tensor.requires_grad:
-                handle = tensor.register_hook(functools.partial(trace._after_backward, self, self.calls, input_slots))
+                handle = tensor.register_hook(functools.partial(_after_backward, self, self.calls, input_slots))
                 if node is None:  # a parameter or an input, which outlives the step
                     trace._leaf_handles.append(handle)
+
+
+def _after_backward(hook: _ForwardHook, call: int, inputs: tuple[_Slot, ...], gradient: Tensor) -> None:
+    """Record the gradient of an output of a call of a module."""
+    trace = hook.trace
+    if len(trace._measured) < _MOST_RECORDS:
+        slot = (trace._buffers.get(gradient.get_device()) or trace._new_buffer(gradient)).measure(gradient)
+        if slot is not None:
+            trace._measured.append((hook, "backward", call, gradient.dtype, slot, inputs))
 
 
 class _HookBeforeOverwriting(_Hook):
@@ -184,12 +182,12 @@ class OverflowTrace:
         # The last step that has arrived on the host, and its values.
         self.last: tuple[Taken, list[float]] | None = None
         self._handles: list[Any] = []
+        self._hooks: list[_ForwardHook] = []
         # Hooks of parameters and inputs that modules returned: they would outlive the step.
         self._leaf_handles: list[Any] = []
-        self._buffers: dict[torch.device, MagnitudeBuffer] = {}
+        self._buffers: dict[int, MagnitudeBuffer] = {}  # by `get_device` of their tensors
         self._is_removed = False
         self._measured: list[_Measured] = []
-        self._step = 0
         self._begin()
         if after_skips is None:
             self._switch_on()
@@ -237,9 +235,9 @@ class OverflowTrace:
         """
         from ..dump import HDF5FileOperation
 
-        for device in self._buffers:
-            if device != HOST:
-                torch.accelerator.synchronize(device)
+        for buffer in self._buffers.values():
+            if buffer.device != HOST:
+                torch.accelerator.synchronize(buffer.device)
         self._update()
         records = self.records
         if not records:
@@ -275,6 +273,7 @@ class OverflowTrace:
             # `nn.MultiheadAttention` has a child whose weight it passes to a function: it is called, its child is not.
             if next(module.children(), None) is None or isinstance(module, nn.MultiheadAttention):
                 hook = _ForwardHook(self, name, module._get_name())
+                self._hooks.append(hook)
                 self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
                 if getattr(module, "inplace", False):
                     before = _HookBeforeOverwriting(self)
@@ -284,6 +283,7 @@ class OverflowTrace:
         for handle in (*self._handles, *self._leaf_handles):
             handle.remove()
         self._handles.clear()
+        self._hooks.clear()
         self._leaf_handles.clear()
 
     def _begin(self) -> None:
@@ -292,7 +292,8 @@ class OverflowTrace:
             self._leaf_handles.pop().remove()
         self._measured = []
         self._ends_step = False
-        self._step += 1
+        for hook in self._hooks:
+            hook.calls = 0
         # By id of a tensor: a weak reference, its version, and the slot of its largest magnitude.
         self._known: dict[int, tuple[Any, int, _Slot]] = {}
         for buffer in self._buffers.values():
@@ -309,21 +310,15 @@ class OverflowTrace:
             self._begin()
         return len(self._measured) < _MOST_RECORDS
 
-    def _after_backward(self, hook: _ForwardHook, call: int, inputs: tuple[_Slot, ...], gradient: Tensor) -> None:
-        """Record the gradient of an output of a call of a module."""
-        measured = self._measured
-        if len(measured) < _MOST_RECORDS:
-            slot = (self._buffers.get(gradient.device) or self._new_buffer(gradient.device)).measure(gradient)
-            if slot is not None:
-                measured.append((hook, "backward", call, gradient.dtype, slot, inputs))
-
-    def _known_slot(self, tensor: Tensor, any_version: bool = False) -> _Slot | None:
+    def _known_slot(self, tensor: Tensor, outputs: Sequence[Tensor] = ()) -> _Slot | None:
         """Return the slot of a measured tensor; None if it was not measured, or was written to since.
 
-        With `any_version`, return the slot even if the tensor was written to since.
+        A tensor among `outputs`, those of the module that took it, has the slot from before it was written to.
         """
         known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor and (any_version or known[1] == _version(tensor)):
+        if known is None or known[0]() is not tensor:
+            return None
+        if known[1] == _version(tensor) or any(tensor is output for output in outputs):
             return known[2]
         return None
 
@@ -332,20 +327,19 @@ class OverflowTrace:
 
         A view of all elements of a known tensor gets the slot of that tensor.
         """
-        base = tensor._base
+        base, slot = tensor._base, None
         if base is not None and base.numel() == tensor.numel() and base.dtype == tensor.dtype:
             slot = self._known_slot(base)
-        else:
-            slot = None
         if slot is None:
-            slot = (self._buffers.get(tensor.device) or self._new_buffer(tensor.device)).measure(tensor)
+            slot = (self._buffers.get(tensor.get_device()) or self._new_buffer(tensor)).measure(tensor)
         if slot is not None:
             self._known[id(tensor)] = weakref.ref(tensor), _version(tensor), slot
         return slot
 
-    def _new_buffer(self, device: torch.device) -> MagnitudeBuffer:
-        self._buffers[device] = MagnitudeBuffer(len(self._buffers), device)
-        return self._buffers[device]
+    def _new_buffer(self, tensor: Tensor) -> MagnitudeBuffer:
+        buffer = MagnitudeBuffer(len(self._buffers), tensor.device)
+        self._buffers[tensor.get_device()] = buffer
+        return buffer
 
 
 def _version(tensor: Tensor) -> int:

@@ -153,6 +153,15 @@ class PreparedLaunch:
             return
         launch(current_stream(index), addresses, floats)
 
+    def direct(self, tensors: tuple[Tensor, ...]) -> DirectLaunch | None:
+        """Return the direct launch for tensors of these dtypes on this device; None if there is none yet.
+
+        It takes the host less time than a call, because it tests nothing: all addresses must be multiples of 16, and
+        the stream must be one of the current device.
+        """
+        compiled = self._compiled.get((tensors[0].get_device(), *[tensor.dtype for tensor in tensors]))
+        return None if compiled is None else compiled[0]
+
     def _record(
         self, recorder: MutableSequence[Launch], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...]
     ) -> None:

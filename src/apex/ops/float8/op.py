@@ -128,13 +128,16 @@ def fills_memory(input: Tensor) -> bool:
     return input.is_contiguous() or not torch._debug_has_internal_overlap(input)
 
 
-def write_amax(input: Tensor, partials: Tensor) -> None:
+def write_amax(input: Tensor, partials: Tensor) -> Any:
     """Fill `partials`, contiguous int32, with the largest magnitudes of parts that together cover a tensor.
 
     Magnitudes are the bits of float32 numbers, as in `kernels`. Reads `input` once, in one launch, which is quickest
-    with `WRITE_PARTIALS` parts.
+    with `WRITE_PARTIALS` parts. Return the direct launch for other tensors of this size, dtype and device, if there is
+    one: it takes a stream and the addresses of a tensor and of partials.
     """
-    _write_launch(input.numel(), partials.numel())((input, partials))
+    launch = _write_launch(input.numel(), partials.numel())
+    launch((input, partials))
+    return launch.direct((input, partials))
 
 
 @launch_rule
